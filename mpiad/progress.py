@@ -39,7 +39,7 @@ class _StandardError:
 
 
 def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
-    """Return a tqdm bar that counts from `done` to `total`; None if the total is unknown."""
+    """Return a tqdm bar that counts from `done` to `total`, which is None if it is unknown."""
     from tqdm.auto import tqdm  # here, because its import takes long
 
     stream, quiet = _StandardError(), sys.stderr is None

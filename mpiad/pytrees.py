@@ -192,9 +192,11 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
 
     ``formula(*inputs, *outputs)`` writes the outputs elementwise; all are flat arrays of equal length. Small arrays are
     concatenated, because a call of NumPy costs as much as a few thousand entries. Long ones are processed in pieces, so
-    that the formula's temporaries stay in the cache. `columns` are the input lists. `results` are, for each result, the
-    index of the column with its shapes and dtypes. If a leaf of the first column isn't a float or an array of floats, the
-    formula isn't applied, and the results have the leaves of these columns.
+    that the formula's temporaries stay in the cache.
+
+    `columns`: the input lists. `results`: for each result, the index of the column that has the same shapes and dtypes. The
+    formula is applied where the leaf of the first column is a float or an array of floats. The other leaves of a result are
+    those of its column.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
     for place, leaf in enumerate(columns[0]):

@@ -1,7 +1,8 @@
 """Bounds of variables, and constraints.
 
 Constraints are functions of the pytree of variables, evaluated on the root only. The other ranks wait meanwhile, so that
-communication inside a constraint raises. Data of other ranks for a constraint must be gathered before the solve.
+communication inside a constraint raises. If a constraint depends on data of other ranks, gather the data on the root before
+the solve.
 
 References
 ----------
@@ -53,14 +54,14 @@ class Box:
         return fingerprint(self._low, self._high)
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
-        """Project a part of x onto its bounds, in place; return whether any variable moved."""
+        """Project x, the variables of a part, onto their bounds in place; return whether any variable changed."""
         moved = bool(to_host(np.any(x < self._low[part]) | np.any(x > self._high[part])))
         if moved:
             np.clip(x, self._low[part], self._high[part], out=x)
         return moved
 
     def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
-        """Return a part of the projected gradient step, P(x - g) - x: zero at stationary variables."""
+        """Return the projected gradient step P(x - g) - x of a part's variables; it is zero at a stationary point."""
         return np.clip(x - gradient, self._low[part], self._high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
@@ -138,7 +139,7 @@ class _Function:
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
         self._given = jac if callable(jac) else None
         self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
-        # '2-point' is SciPy's default, so that only '3-point' and 'cs' are known to be the user's choice.
+        # '2-point' may be SciPy's default instead of the user's choice, and is replaced by the exact Jacobian.
         self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
 
     def value(self, vector: np.ndarray) -> np.ndarray:

@@ -87,8 +87,8 @@ class History(NamedTuple):
 class Record:
     """The rows of a solve in progress.
 
-    Some methods call the callback before they have requested the gradient at their iterate. Its norm is added later, or
-    remains NaN if they never request it.
+    Some methods call the callback before they have requested the gradient at their iterate. The norm of this gradient is
+    added later, or remains NaN if they never request it.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Record:
         return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
 
     def restore(self, table: np.ndarray) -> None:
-        """Continue the rows of an earlier run, and its time."""
+        """Continue with the rows of an earlier run, and with its elapsed time."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
         # Seconds continue from the end of the earlier run.
         self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None

@@ -24,7 +24,7 @@ class SGD:
     Parameters
     ----------
     learning_rate : float or callable
-        η; a function of the number of updates made before this one, for a schedule.
+        η: a number, or, for a schedule, a function of the number of previous updates.
     momentum : float
         μ, from 0 to below 1.
     nesterov : bool
@@ -101,7 +101,7 @@ class Adam:
     Parameters
     ----------
     learning_rate : float or callable
-        A function of the number of updates made before this one, for a schedule.
+        A number, or, for a schedule, a function of the number of previous updates.
     beta1, beta2 : float
         Decay of the means of gradients and of their squares.
     epsilon : float
@@ -175,8 +175,8 @@ class Adam:
         ]
         number = state["updates"] + 1
         rate = rate_at(self.learning_rate, number - 1)
-        # Corrections of both means, which start at zero (the paper's m̂ and v̂). That of the first mean is a factor of the
-        # rate, which saves a pass over the array.
+        # Corrections of both means, which start at zero (the paper's m̂ and v̂). The first mean isn't divided by its
+        # correction; the learning rate is, which saves a pass over the array.
         scale = rate / (1 - self.beta1**number)
         correction = 1 - self.beta2**number
 
@@ -205,7 +205,7 @@ class AdamW(Adam):
     learning_rate, beta1, beta2, epsilon
         As for `Adam`.
     weight_decay : float
-        Each update first multiplies the parameters by one minus the learning rate times this.
+        Each update first multiplies the parameters by ``1 - learning_rate * weight_decay``.
 
     Examples
     --------

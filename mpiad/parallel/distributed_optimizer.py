@@ -51,7 +51,8 @@ def value_and_grad(
         array of the batch, and 1 if there is no batch.
     comm : mpi4py intracommunicator, optional
     bucket_bytes : int
-        The number of bytes that are reduced in one message, per dtype.
+        The largest size of a message in bytes. Gradients of one dtype are concatenated to such messages; a larger array
+        has its own message.
 
     Returns
     -------
@@ -77,8 +78,8 @@ def value_and_grad(
     Notes
     -----
     The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and
-    the sums are divided by the number of all samples. Therefore the result depends on the division of the samples only by
-    rounding.
+    the sums are divided by the number of all samples. Therefore another division of the samples among the ranks changes
+    the result only by rounding.
 
     Examples
     --------
@@ -113,9 +114,10 @@ def gradient_of_sum(
 ) -> Totals:
     """Return the totals of all ranks; pass this rank's gradient to `ready` as it is computed.
 
-    ``loss(params)`` is the mean over this rank's samples. ``agree(loss=, problem=)`` returns `totals` with these arguments.
-    ``ready(k, gradient)`` is called once for each trained leaf k, with the gradient of the sum of this rank's losses. If
-    `early` is given, it is called before the reverse pass, and `ready` during the pass instead of after it.
+    ``loss(params)`` is the mean over this rank's samples. ``agree(loss=, problem=)`` calls the collective `totals` with
+    these arguments, and returns its result. ``ready(k, gradient)`` is called once for the k-th variable, with the gradient
+    of the sum of this rank's losses. If `early` is given, it is called before the reverse pass, and `ready` during the pass
+    instead of after it.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
@@ -136,7 +138,8 @@ def gradient_of_sum(
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
-    # The ranks agree before the reverse pass, in which sums may start: other ranks mustn't wait for one that raises.
+    # An error on one rank is raised on all before the reverse pass, in which sums may start: no rank may wait in a sum for
+    # one that has raised.
     wanted = "loss must return one real number"
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
     found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
@@ -168,7 +171,7 @@ class DistributedOptimizer:
     clip_norm : float, optional
         The largest 2-norm of the reduced gradient over all parameters; larger gradients are scaled down.
     bucket_bytes : int
-        The number of bytes that are reduced in one message, per dtype.
+        The largest size of a message in bytes, as for `value_and_grad`.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -238,7 +241,8 @@ class DistributedOptimizer:
         params : pytree of arrays
             The same on all ranks.
         gradient : pytree of arrays
-            This rank's gradient, in the structure of the parameters; that of its mean loss if `samples` is given.
+            This rank's gradient, in the structure of the parameters. If `samples` is given, the gradient of the mean loss
+            over these samples.
         samples : int, optional
             The number of this rank's samples, used as the weight of its gradient; if it is 0, the gradient is ignored. All
             ranks or none pass it.
@@ -251,9 +255,9 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if a rank's gradient or accumulated gradient doesn't match the parameters (on that rank only, if
-            more gradients are to be accumulated); if no rank has a sample; if the ranks' parameters differ in number, shape
-            or dtype. If the state is that of another optimizer or of other parameters.
+            On all ranks, if a rank's gradient or accumulated gradient doesn't match the parameters; if no rank has a
+            sample; if the ranks' parameters differ in number, shape or dtype. On this rank only, if its gradient doesn't
+            match and no update is due yet; if its state is that of another optimizer or of other parameters.
 
         Ranks
         -----
@@ -290,7 +294,7 @@ class DistributedOptimizer:
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, call)
             self._compare(used, state, params, call)
-            # Checks before the sums that all ranks have the same plan.
+            # `totals` checks that all ranks have the same plan, before the sums start.
             total = totals(used, self._plan, params, call, count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
@@ -357,7 +361,7 @@ class DistributedOptimizer:
                 if held[k] is not None:
                     g = held[k] + g
                 elif not last:
-                    g = _copied(g)  # an operator may write into its memory again before the update
+                    g = _copied(g)  # an operator may reuse the memory of its result before the update
                 parts[k] = g
                 if last:
                     sums.add(k, g)
@@ -412,7 +416,7 @@ def _copied(part: Array) -> Array:
 def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     """Scale arrays in place to a common 2-norm of at most `longest` (Pascanu et al., 2013), and return them.
 
-    If the norm isn't finite, they are unchanged: parameters become NaN, instead of a failure being hidden.
+    If the norm isn't finite, the arrays are unchanged: then the parameters become infinite or NaN, which shows the failure.
     """
     if longest is None:
         return arrays

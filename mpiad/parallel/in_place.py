@@ -91,7 +91,7 @@ def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
 
 class Pending:
-    """Active sums; made by `iallreduce_`."""
+    """Sums in progress, started by `iallreduce_`."""
 
     def __init__(self, x: Tree, arrays: list[np.ndarray], requests: list[Any]):
         self._x, self._arrays, self._requests = x, arrays, requests

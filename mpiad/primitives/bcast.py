@@ -26,7 +26,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     -------
     array
         A new array with the shape and dtype of the root's `x`, equal on all ranks. It is on the host or device of this
-        rank's `x`, or like the root's if that is None.
+        rank's `x`. If this rank's `x` is None, it is on the host or on a device, as the root's `x` is.
 
     Raises
     ------

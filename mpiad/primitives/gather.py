@@ -35,7 +35,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     TypeError
         On all ranks, if `x` can't be sent.
     ValueError
-        If there is no such root; on all ranks, if one has no such axis, or shapes or dtypes differ.
+        If `root` isn't a rank of `comm`. On all ranks, if an array has no such axis, or if shapes or dtypes differ.
 
     Ranks
     -----

@@ -12,7 +12,7 @@ from mpiad.transport.tracing import once
 
 
 def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Comm = None) -> LocalArray:
-    """Send x of rank `source` to rank `dest`, which are the same on all ranks.
+    """Send x of rank `source` to rank `dest`; all ranks pass the same pair.
 
     Parameters
     ----------
@@ -33,7 +33,8 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     TypeError
         If `x` can't be sent.
     ValueError
-        If there is no such rank; in the first call on a communicator, on all ranks, if they pass different pairs.
+        If `dest` or `source` isn't a rank of `comm`. On all ranks, if they pass different pairs; this is checked only in
+        the first call on a communicator.
 
     Ranks
     -----
@@ -54,7 +55,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     # Pairs are compared only in the first call: a program that confuses this call with MPI's does so from the start.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    # On all ranks, so that all of them raise under plain autograd.
+    # Called on all ranks, not only on the pair: under plain autograd it raises, and then no rank waits for another.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
     if receiver == sender or receiver is None or sender is None:

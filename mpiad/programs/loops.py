@@ -1,8 +1,9 @@
 """The source of loops in the kernel language: loads at shifted indices, a scalar program as the body, stores, reductions.
 
-In a concatenation of arrays, the expression of an entry depends on its index. In the largest box of indices with a single
-expression the body has no branches; a second body, for the edges around this box, branches on the indices. A full reduction
-("fold") accumulates in sixteen lanes, which are vectorized: for a given shape its order is the same on all processors.
+In a concatenation of arrays, the expression of an entry depends on its index. Therefore the loop has two bodies: one
+without branches, for the largest box of indices with a single expression, and one that branches on the indices, for the
+edges around this box. A full reduction ("fold") accumulates in sixteen lanes, which are vectorized. For a given shape, the
+order of its operations is the same on all processors.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class LoopText(NamedTuple):
     arguments: tuple[tuple[str, str], ...]  # names and types
     buffers: tuple[int, ...]  # the buffers among the arguments, in their order
     written: frozenset[int]  # the buffers that the loop writes
-    # The arguments after the buffers, each of shape (n, 2 d), one box per row: the boxes without branches, if the loop is
-    # `divisible`, and the boxes at the edges, if there are any.
+    # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array, if the loop is
+    # `divisible`, has the boxes without branches; the next one, if there are any, the boxes at the edges.
     boxes: tuple[Array, ...]
     lanes: int  # length of the array of lanes, which is the last argument; 0 if there is none
     loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, and maps from the loop's indices to theirs
     divisible: bool  # whether parts of the boxes may be computed separately
-    # The buffer that overwrites another one, and that other one; empty if nothing is overwritten.
+    # (b, c) if buffer b overwrites the memory of buffer c, otherwise empty.
     over: tuple[int, ...] = ()
 
     @property
@@ -328,7 +329,7 @@ class LoopBody:
         return text if dtype in (BOOLEAN, self.writer.real) else f"np.{self.writer.real.name}({text})"
 
     def value(self, n: int, map: IndexMap) -> Symbol:
-        """Return the symbol of a node's entry."""
+        """Return the symbol for the entry of node n at the index that `map` computes from the loop's indices."""
         key = n, map
         if key not in self._known:
             self._known[key] = self._load(n, map) if self.writer.is_load(n) else self._computed(n, map)
@@ -395,9 +396,9 @@ class LoopBody:
         return choose(both, inner, self.value(base, map))
 
     def _known_index(self, axis: Axis) -> int | None:
-        """Return a constant index, or in a box without branches the index at its first corner, which represents all others.
+        """Return an index as a number, by which a branch is chosen when the text is generated; None if it isn't known.
 
-        None if the index varies and the body has branches.
+        In a box without branches, the index at the first corner represents all others.
         """
         if axis.source is None:
             return axis.offset

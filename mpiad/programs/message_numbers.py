@@ -1,8 +1,9 @@
 """Message numbers in replays.
 
 Point-to-point messages are numbered on both sides, and the number identifies the adjoint message (see
-`transport.messages.Envelope`). Each run of a program needs new numbers: the envelopes of the trace are replaced by new
-ones, or, for prepared communications, kept and renumbered. A message and its adjoint have the same number.
+`transport.messages.Envelope`). Each run of a program needs new numbers. So in each run the envelopes of the trace are
+replaced by new ones; for prepared communications, they are copied once, and the copies are renumbered in each run. A
+message and its adjoint have the same number.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class MessageNumbers:
         return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, made)
 
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
-        """Return an operation's parameters with envelopes that the replay keeps, and those to renew before each run."""
+        """Return an operation's parameters with copies of the envelopes, and the new copies, to renumber in each run."""
         renewed: list[Envelope] = []
         own = {name: self._kept_of(x, renewed) for name, x in zip(params._fields, params) if isinstance(x, Envelope)}
         return params._replace(**own), renewed
@@ -73,7 +74,7 @@ class MessageNumbers:
 
 
 def _copy(of: Envelope, answers: Envelope | None) -> Envelope:
-    # An envelope with a given number isn't counted.
+    # The number 0 is replaced before the first run. Without a number, the new envelope would be counted as a message.
     return Envelope(of.channel, of.peer, of.tag, of.outgoing, 0, answers)
 
 
@@ -89,7 +90,7 @@ def is_numbered(params: Any) -> bool:
 
 
 def channels_of(params: Any) -> set[Used]:
-    """Return the channels among the parameters of an operation."""
+    """Return the channels among the parameters of an operation, each with whether it has point-to-point messages."""
     parts = params if isinstance(params, tuple) else (params,)
     messages = {(part.channel, True) for part in envelopes_of(params)}
     return {(part, False) for part in parts if isinstance(part, Channel)} | messages
@@ -104,7 +105,7 @@ class Answer(NamedTuple):
 
 
 class Uncounted(NamedTuple):
-    """A logged result, with the message counts after it; in a playback its messages aren't counted again."""
+    """A logged result with the message counts after it, which a playback restores, since it doesn't count its messages."""
 
     made: Any
     counts: list[tuple[Channel, Counts]]
@@ -122,7 +123,8 @@ def logged(made: Any, params: Any = None) -> Any:
     for envelope in envelopes:
         if min(envelope.asked) < 0:
             return Answer(kept, envelope.peer, envelope.tag)
-    # A playback creates envelopes again, which counts their messages, but not those inside operators and solves.
+    # A playback creates the envelopes of operations again, which counts their messages. It doesn't create those inside
+    # operators and solves, so the counts after these are logged.
     return kept if envelopes or channels_of(params) else Uncounted(kept, message_counts())
 
 

@@ -3,23 +3,25 @@
 These programs are traced with shapes only. A function that needs values is interpreted, without a warning.
 
 **Tangents of a gradient**, as in `hvp(jit(f))`: the gradient's tape records one node, and its outer tape carries the
-tangents. The program is that of f and its reverse pass, both with their tangents, traced under two tapes of its own
-that are nested as those around the call: so its communications are those of the interpreted function, in the same
-order. As in `calls_on_tape`, the part before the program's cut is run by the call, and the rest when the node is
-reached in the reverse pass.
+tangents. The program computes f and its reverse pass, both with tangents. It is traced under two tapes of its own, which
+are nested like the tapes around the call. So its communications are those of the interpreted function, in the same order.
+As in `calls_on_tape`, the call runs the first part of the program, and the gradient's reverse pass runs the second part
+when it reaches the node.
 
 **Reverse passes of a reverse pass**, in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`: the program has four parts:
-the function, its reverse pass, the reverse pass of the reverse pass, and the rest of the function's own. Two nodes are
-placed on the tape around the gradient: the call runs the first part and places one, and the gradient's reverse pass
-runs the second part and places the other. These run the third and the fourth part, as often as that tape is run
-backwards. So all communications are those of the interpreted function, in the same order.
+the function, its reverse pass, the reverse pass of the reverse pass, and the reverse pass of the function on the outer
+tape. Two nodes are placed on this tape, which is around the gradient. The call runs the first part, and places a node that
+runs the fourth part. The gradient's reverse pass runs the second part, and places a node that runs the third part. Both
+nodes run as often as the outer tape is run backwards. So all communications are those of the interpreted function, in the
+same order.
 
-Around `linearize` there is no tape, and only the cotangent varies in the differentiated function: a program of three
-parts, whose second and third multiply by the transposed Jacobian and by the Jacobian. That of `make_vjp` has two.
+`linearize` has no outer tape, and its program has three parts. The second part multiplies by the transposed Jacobian. The
+third is the reverse pass of the second with respect to the cotangents only, and multiplies by the Jacobian. The program of
+`make_vjp` has the first two parts.
 
-The communications of the first two parts are logged, for a run that communicates differently from the program: with
-cotangents of several lanes, whose messages are combined, or with traced cotangents. Then the function is run once more on
-tapes of its own, with the messages played back, and these are run backwards from there on.
+The communications of the first two parts are logged, because some runs can't communicate as the program does: those with
+cotangents of several lanes, whose messages are combined, and those with traced cotangents. For these, the function is run
+again on tapes of its own. There the logged messages are played back, and only the passes after them communicate.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def _entry_by_shapes(
         watch = None
     jitted._traces += 1
     entry = entry_by_shapes(given, noted, watch, True) if watch is not None and jitted._traces <= MAX_TRACES else None
-    # A run that may differ from the trace isn't compiled: interpreting would have to continue in the middle of four passes.
+    # A program with checks, whose runs may turn out to differ from the trace, isn't used: such a run would have to be
+    # continued by interpretation, in the middle of up to four passes.
     jitted._entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
     return jitted._entries[key]
 
@@ -161,9 +164,9 @@ def _joined(tape: Any, value: Any, tangent: Any) -> Any:
     return new_box(value, tape.number, TangentNode.placed(tape, tangent))
 
 
-# Reverse passes of a reverse pass: a function and its reverse pass are recorded on an outer tape, which is run backwards in
-# two steps, first through the reverse pass. A program is traced in this way, and so is its function if the program can't be
-# used.
+# Reverse passes of a reverse pass: a function and its reverse pass are recorded on an outer tape. This tape is run
+# backwards in two steps: first through the nodes of the reverse pass, then through those of the function. Programs are
+# traced in this way, and a function whose program can't be used is run in this way.
 
 
 class By(NamedTuple):
@@ -171,7 +174,8 @@ class By(NamedTuple):
 
     inner: list[int]  # in the function's reverse pass
     outer: list[int]  # in the reverse pass of the outer tape
-    # 2 without a reverse pass of both, 3 with one for the cotangents alone, 4 with one for outer leaves, too.
+    # Number of parts of the program: 2 if the outer tape isn't run backwards, 3 if it is for the cotangents alone, 4 if it
+    # is for the outer leaves, too.
     parts: int
 
 
@@ -237,7 +241,7 @@ def recorded(
 
 
 def _variable(tape: Any, x: Any) -> Any:
-    """Return a variable; a value that can't be a variable gets an unused index of the tape."""
+    """Return x as a variable of the tape, or x itself if it can't be a variable; both take an index of the tape."""
     node = OrderedNode.variable(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 
@@ -252,8 +256,9 @@ def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
 def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
     """Trace the parts of a program; return their leaves, and the function that assembles the result.
 
-    The inputs of the program are the arguments, and further ones for each part: cotangents of the results, multipliers of
-    the variables' cotangents, and again cotangents of the results.
+    The inputs of the program are the arguments, and further ones for each part after the first: for the second the
+    cotangents of the results, for the third seeds for the cotangents of the variables, and for the fourth again cotangents
+    of the results.
     """
     recorder = trace.recorder
 
@@ -322,10 +327,11 @@ class _Pass:
     def __init__(self, gs: list[Any]):
         self.gs = gs
         self.played: _Played
-        # The seeds of the reverse pass of this reverse pass, by lane, and those of the last run of the program.
+        # `vs`: by lane, the seeds of the reverse pass of this reverse pass. `ran`: the seeds of the last run of the
+        # program's third part.
         self.vs: dict[int, list[Any]] = {}
         self.ran: list[Any] | None = None
-        # The record of a run that was played back, and the lanes in progress there.
+        # The record made by playback, and the lanes that have passed its reverse pass backwards, but not yet its function.
         self.record: Record | None = None
         self.lanes: dict[int, Lane] = {}
 
@@ -380,7 +386,7 @@ class _Call:
     # ---- the reverse pass
 
     def pull(self, gs: list[Any]) -> list[Any]:
-        """Run the reverse pass, on the tape around the gradient or that of products with its transpose."""
+        """Run the reverse pass, recorded on the tape around the gradient, or on one whose variables are the cotangents."""
         tape: Any = self._outer or tracing.tape
         boxed = [k for k, g in enumerate(gs) if type(g) in _boxes]
         if self._outer is not None:
@@ -396,7 +402,7 @@ class _Call:
         places = [gs[k]._node.index for k in boxed]
         if self._outer is not None:
             self._pass = of
-            places.append(self._place)  # which is run in any case
+            places.append(self._place)  # the function's node, which `_pull_second` activates
         pull, together = partial(self._pull_second, of, boxed), partial(self._second_played, of, boxed, together=True)
         return self.placed(tape, found, [True] * len(found), places, pull, together)
 
@@ -413,10 +419,10 @@ class _Call:
     def _conformed(self, found: Sequence[Any]) -> list[Any]:
         return [conformed(g, spec) for g, spec in zip(found, self._specs)]
 
-    # ---- its own reverse pass, and then the rest of the function's: from the program, or played back
+    # ---- the reverse pass of the reverse pass, and then that of the function: by the program, or on a played-back record
 
     def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
-        """Return the cotangents of the results that are variables, and a 1 that activates the function's node."""
+        """Return the cotangents of those `gs` that are variables, and a 1 that activates the function's node."""
         if _is_traced(vs):
             return self._second_played(of, boxed, [vs])[0]
         of.vs[tracing.lane] = vs

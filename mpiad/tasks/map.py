@@ -165,7 +165,7 @@ class WorkerGroup:
         self._known: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # Recovery is for the first loss of a process; later communicators just exclude the lost ranks.
+        # Only the first loss of a process is handled by recovery. Later, the lost ranks are excluded from the communicator.
         used = self._used
         if self._survives and not used.lost:
             try:
@@ -241,7 +241,7 @@ class Scheduler:
         self._held: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
         self._again: deque[_Packed] = deque()
         self._taken, self._exhausted = 0, False
-        self._seconds: float | None = None  # of the last batches
+        self._seconds: float | None = None  # running mean of the time per batch
         self._looked = Backoff()
         self.results: dict[int, Any] = {}
         self.failed: tuple[Failed, int | None] | None = None
@@ -254,7 +254,7 @@ class Scheduler:
                 self._show()
                 return
             if not self._held:
-                # The root evaluates items itself. Only batches that were sent before are packed.
+                # The root evaluates items itself. Of its batches, only those that were sent to a lost rank are packed.
                 batch = self._again.popleft().parcel.opened() if self._again else self._next_batch()
                 if batch and self.failed is None:
                     self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
@@ -429,8 +429,8 @@ def mpi_map(
     Raises
     ------
     WorkerError
-        On all ranks, if `fun` raises on any, or `items` on the root, with that rank, its traceback and the item's `index`.
-        Items that have been started are finished first; no others are started.
+        On all ranks, if `fun` raises on any rank, or the iteration over `items` raises on the root. The error has that
+        rank, the traceback and the item's `index`. Items that have been started are finished first; no others are started.
     TypeError, ValueError
         On all ranks, if an argument is invalid on any of them.
     RemoteError
@@ -508,7 +508,7 @@ def _checked(used: Channel, fun: object, items: Iterable, settings: tuple) -> It
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return an iterator that raises on the first access, when all ranks take part in the map and raise the error, too."""
+    """Return an iterator that raises when its first item is requested: then all ranks are in the map, and all raise."""
     yield from ()
     raise error
 

@@ -50,9 +50,9 @@ class RankGroups:
     comm : mpi4py intracommunicator
         The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
-        The ranks with this rank's position in all groups. With a variable that is divided among all ranks,
-        ``mpi_allgather(piece, axis=0, comm=groups.across)`` is this rank's part of it if it is divided among the ranks of
-        one group.
+        The ranks that have the same position in their groups as this rank. If a variable is divided among all ranks,
+        each rank gets its part for a division among the ranks of its group only, by
+        ``mpi_allgather(piece, axis=0, comm=groups.across)``.
 
     Raises
     ------
@@ -75,7 +75,8 @@ class RankGroups:
         require_alike(used, _problem_with(count, used.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
         self.index, place = divmod(used.rank, used.size // self.count)
-        # Made from the user's communicator, since the user's functions get it; our duplicate may be under watch.
+        # Split from the user's communicator, since the user's functions get the result. The library's duplicate may be a
+        # guarded communicator.
         self.comm: Any = make_communicator(used.user.Split, self.index, place)
         self.across: Any = make_communicator(used.user.Split, place, self.index)
         for made in (self.comm, self.across):
@@ -156,8 +157,8 @@ def sum_over(
         next item when it has finished one, which is faster if items take very different times. The result is the same.
         A compiled function always uses the static schedule.
     objective : str
-        The value of an item, as in `value_and_grad`: "root" for the number of the group's first rank, "sum" or "mean" for
-        that of all its ranks' numbers.
+        The value of an item, as in `value_and_grad`. "root": the number that the group's first rank returns. "sum" or
+        "mean": the sum or the mean of the numbers that all ranks of the group return.
     comm : mpi4py intracommunicator, optional
         The ranks of all groups, if `groups` is a number.
 
@@ -170,9 +171,9 @@ def sum_over(
     Raises
     ------
     WorkerError
-        On all ranks, if `fun` raises on any, with that rank, its traceback and the item's `index`. If it raised a
-        ConvergenceError, all ranks raise one, so that `minimize` shortens its step. With a dynamic schedule no items are
-        started afterwards.
+        On all ranks, if `fun` raises on any rank. The error has that rank, the traceback and the item's `index`. If `fun`
+        raised a ConvergenceError, all ranks raise one, so that `minimize` shortens its step. With a dynamic schedule no
+        items are started afterwards.
     TypeError, ValueError
         On all ranks, if an argument is invalid on any of them.
 
@@ -183,8 +184,9 @@ def sum_over(
     Adjoint
     -------
     Each rank gets the derivatives of the items of its group; the communication of `fun` is run backwards within the
-    group. For a variable that all ranks share (``shared=True``) they add up to the whole gradient. The records of all items
-    of a group are stored until then; ``scan(checkpoints=...)`` inside an item reduces their size.
+    group. For a variable that all ranks share (``shared=True``) the ranks' derivatives are added up to the whole gradient.
+    The records of all items of a group are stored until the reverse pass; ``scan(checkpoints=...)`` inside an item reduces
+    their size.
 
     Examples
     --------

@@ -51,7 +51,7 @@ def check_adjoint(
         ``Aᵀ(y)``; by default computed by reverse mode.
     comm : mpi4py intracommunicator, optional
     ulps : float
-        Tolerance of the difference, in units of the rounding of the sum of absolute products.
+        Tolerance of the difference, in units of the machine epsilon times the sum of absolute products.
     seed : int
 
     Returns
@@ -62,7 +62,7 @@ def check_adjoint(
     Raises
     ------
     AdjointError
-        On all ranks, if they differ by more than `ulps`, or the map isn't linear.
+        On all ranks, if both inner products differ by more than `ulps`, or the map isn't linear.
 
     Ranks
     -----
@@ -107,7 +107,7 @@ def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> 
     if not np.iscomplexobj(right[0]):
         # The cotangent of a real x is real, so only the real parts of the inner products are equal.
         terms = [np.real(part) for part in terms]
-    # All products are gathered, because sums of each rank's would be rounded.
+    # The products themselves are gathered, because each rank's partial sum would be rounded.
     every = used.data.allgather((terms, nonlinearity))
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]

@@ -32,8 +32,8 @@ class ObjectiveReport(NamedTuple):
     factors : dict
         The ratio of each objective's gradient to that of the objective that fits; NaN if there is no common factor.
     largest : list
-        The largest absolute entry of each rank's gradient with respect to its first argument, under that objective; None
-        if the argument holds no real or complex floating-point values.
+        The largest absolute entry of each rank's gradient with respect to its first argument, for the objective that fits;
+        None if the argument holds no real or complex floating-point values.
     text : str
         A description, which also says whether the gradient is zero on all ranks, or on all but one.
 
@@ -71,7 +71,8 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Returns
     -------
     ObjectiveReport
-        The same on all ranks. It is based on the values only, so that equal shares are mistaken for copies.
+        The same on all ranks. Its `kind` is based on the values only: shares that happen to be equal are mistaken for one
+        value that all ranks return.
 
     Raises
     ------

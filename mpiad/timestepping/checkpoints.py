@@ -46,7 +46,7 @@ class Restore(NamedTuple):
 
 
 def actions(steps: int, kept: CheckpointSchedule) -> Iterator[Keep | Advance | Reverse | Restore]:
-    """Yield the actions from the first step to the adjoint of the first step; at least one state may be stored."""
+    """Yield the actions from the first step to the adjoint of the first step; `kept` must allow at least one state."""
     length = kept.recorded
     blocks = -(-steps // length)
     # Blocks of steps that are recorded together are scheduled like single steps.
@@ -77,11 +77,12 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
 
 
 def _farthest(steps: int, states: int) -> int:
-    """Return the number of steps m from a stored state to the next one, of n = `steps` >= 2 steps with s = `states` >= 1.
+    """Return the number m of steps from a stored state to the next one.
 
-    Any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is optimal: the steps before the next
-    state run at most r - 1 more times, and those after it at most r more times, with one state less. The m returned stores
-    the fewest states.
+    There are n = `steps` >= 2 steps left, and s = `states` >= 1 states may be stored, including the present one. Any m with
+    β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is optimal: the m steps before the next state
+    run at most r - 1 more times, and the n - m steps after it at most r more times, with s - 1 states. The m that is
+    returned stores the fewest states.
     """
     repeats = 1
     # The smallest number of repetitions with which these states suffice.
@@ -152,9 +153,10 @@ class CheckpointSchedule(NamedTuple):
 
 
 def checkpoints_of(given: Any, call: str) -> CheckpointSchedule | None:
-    """Return the user's `checkpoints`, an integer, a `CheckpointSchedule` or None, as a validated schedule or None.
+    """Validate the user's `checkpoints`, and return them as a schedule; None is returned unchanged.
 
-    Raises a TypeError or ValueError if it is invalid, or allows no stored state.
+    `given`: an integer, a `CheckpointSchedule` or None. Raises a TypeError or ValueError if it is invalid, or allows no
+    stored state.
     """
     if given is None:
         return None

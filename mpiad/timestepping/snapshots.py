@@ -33,9 +33,10 @@ from mpiad.transport.device_arrays import arrays_of
 
 
 SMALLEST = 256  # smallest number of entries for which compression is worthwhile
-_LARGEST, _FULL = 32767, 10000  # largest difference in 16 bits, and the value from which the step needn't be reduced
+# The largest difference in 16 bits. If the largest difference of a field is at least `_FULL`, the step is small enough.
+_LARGEST, _FULL = 32767, 10000
 _HIGHEST = 4  # highest order of differences
-_RANGE = 2.0**24  # limit of an entry as a multiple of the step: the accuracy of single precision
+_RANGE = 2.0**24  # ratio of the largest entry to the smallest step: the accuracy of single precision
 _WIDE = 2000  # smallest number of entries per layer for which layers are added one by one
 _NEAR = 8  # number of cells around the largest entry from which the order is determined
 
@@ -45,10 +46,11 @@ class Coded(NamedTuple):
 
     # Array of int16, in the shape of the array; for a complex array, the last axis has real and imaginary parts.
     differences: np.ndarray
-    corner: np.ndarray  # array of int32; the values of the first entries, which have too few preceding neighbors
+    # Array of int32: the entries at the start of all axes, which have no differences of this order, and may exceed 16 bits.
+    corner: np.ndarray
     step: float
-    # Order of the differences along the first dimension. The first entries along it, which have no such differences, are
-    # differenced along the next dimension, and so on.
+    # Order of the differences along the first axis. The first entries along this axis have no differences of this order;
+    # for them, differences along the next axis are stored, and so on.
     order: int
     relative: bool  # whether the difference from the preceding array was coded
 
@@ -110,7 +112,7 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
         finest = step <= largest / _RANGE
         if found <= _LARGEST and (found >= _FULL or finest):
             return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
-        # With a margin, since the contribution of rounding to the differences doesn't decrease with the step.
+        # The factor 0.9 is a margin for rounding to integers, which contributes to the differences for any step.
         step = max(step * max(found, 1) / (0.9 * _LARGEST), largest / _RANGE)
 
 
@@ -233,7 +235,7 @@ class Snapshots:
     def __init__(self, where: CheckpointSchedule):
         self._where = where
         self._memory: dict[int, list[Packed]] = {}
-        self._files: dict[int, tuple[str, list[Packed]]] = {}  # their arrays are in the file
+        self._files: dict[int, tuple[str, list[Packed]]] = {}  # file name, and leaves without arrays
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:

@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
         return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
 
     def at(self, span: Span, state: list[Any]) -> Arguments:
-        """Return the arguments of some steps, with their entries of the inputs."""
+        """Return the arguments of the steps of a span: the given state, their entries of the inputs, and all params."""
         first, stop = span
         # The entries of a single step have no axis for steps.
         entries = first if stop == first + 1 else slice(first, stop)
@@ -54,7 +54,7 @@ class Arguments(NamedTuple):
 
 
 Stepping: TypeAlias = "UserStepping | TangentStepping"
-"""How a state becomes another one."""
+"""An object that advances a state by some steps, without or with tangents."""
 
 
 def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
@@ -89,7 +89,7 @@ class UserStepping:
     - `advance`: ``advance(state, number, *input, *params)``.
     - `observe`: ``observe(state, number, *params)``, or None.
     - `state`, `inputs`, `params`: as given by the user; `inputs` may be None.
-    - `length`: the largest number of consecutive steps.
+    - `length`: the number of steps that are divided into spans: those recorded at once, or all steps of the loop.
     - `args`: the leaves of the arguments.
     - `build_state`: assembles a state from its leaves.
     - `build_seen`: the same for observed values; None before the first step.
@@ -161,7 +161,8 @@ class UserStepping:
 
 def _spec(leaf: Array) -> Spec:
     spec = spec_like(leaf)
-    # In a function that is being compiled, traced arrays have the spec of host arrays, so states may become traced.
+    # In a function that is being compiled, a traced array has the spec of a host array, because a state that is a host
+    # array before a step may be traced after it.
     return spec._replace(arrays=None) if spec.arrays is not None and spec.arrays.takes_host_arrays else spec
 
 

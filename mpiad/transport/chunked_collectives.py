@@ -34,13 +34,13 @@ def _like(array: Array) -> Spec:
 
 
 def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
-    """Compare the ranks' calls under the watch: for different sizes the numbers of calls would differ, too."""
+    """Compare the ranks' calls on a guarded communicator, since different sizes would cause different numbers of calls."""
     if getattr(comm, "agreement", None) is not None:
         comm.agree(step, array, op, root)
 
 
 def _passed(transfer: ChunkedTransfer, count: int, call: Callable[[int], object]) -> Array:
-    """Call a function for each of `count` pieces that MPI writes, and return the complete array."""
+    """Call ``call(k)``, in which MPI writes piece k, for each of `count` pieces, and return the complete array."""
     for number in range(count):
         call(number)
         transfer.take(number)

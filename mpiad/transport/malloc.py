@@ -1,15 +1,15 @@
 """Keep freed pages of large arrays inside the process, and let the system back them by huge pages.
 
-A fresh array above glibc's mmap threshold costs a page fault for every 4 KiB, each time it is made: ten times the
-arithmetic done on it. Reverse passes make such arrays by the dozen, of equal sizes. So the thresholds are raised once,
-at import, if the C library has `mallopt`. ``MPIAD_MALLOPT=0`` leaves them alone, and so do glibc's own variables that
-name them (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_TOP_PAD_``, and a ``GLIBC_TUNABLES`` that does).
+Each new array above glibc's mmap threshold causes one page fault per 4 KiB. Together they take ten times as long as the
+arithmetic on the array. Reverse passes make dozens of such arrays, of equal sizes. So the thresholds are raised once, at
+import, if the C library has `mallopt`. They aren't raised with ``MPIAD_MALLOPT=0``, nor if the user has set one of them by
+``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_TOP_PAD_`` or ``GLIBC_TUNABLES``.
 
-Arrays then lie in the heap. With pages of 4 KiB it is random which of them compete for places in the second-level cache,
-and differs between processes: the same program took 1 or 2.5 times as long for minutes. In a huge page of 2 MiB neighbors
-in the array are neighbors in the cache. The kernel provides them on request (``madvise``), so the heap is extended once,
-which takes addresses and no memory, and requested as a whole. ``MPIAD_HUGE_PAGES=0`` omits that, and so does
-a ``GLIBC_TUNABLES`` that names ``glibc.malloc.hugetlb``.
+Arrays are then in the heap. With pages of 4 KiB it is random which parts of the arrays compete for the same places in the
+second-level cache: in one process the same program may take 2.5 times as long as in another. In a huge page of 2 MiB
+neighbors in the array are neighbors in the cache. The kernel provides huge pages on request (``madvise``). So the heap is
+extended once, which reserves addresses but no memory, and huge pages are requested for the whole extension. They aren't
+requested with ``MPIAD_HUGE_PAGES=0``, nor if ``GLIBC_TUNABLES`` sets ``glibc.malloc.hugetlb``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _advised = False
 def prepare_memory() -> bool:
     """Raise glibc's thresholds for this process, and ask for huge pages in its heap.
 
-    Returned is whether the thresholds were raised: False without glibc, or if the user has set them.
+    Return whether the thresholds were raised: False without glibc, or if the user has set them.
     """
     global _advised
     try:
@@ -85,7 +85,7 @@ def _raise_thresholds(libc: ctypes.CDLL) -> bool:
 
 
 def _advise_heap(libc: ctypes.CDLL) -> bool:
-    """Extend the heap, and request huge pages there; it keeps the length, since its top isn't trimmed."""
+    """Extend the heap, and request huge pages there; return whether the request succeeded."""
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
     libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
@@ -95,6 +95,7 @@ def _advise_heap(libc: ctypes.CDLL) -> bool:
     block = _MMAP_BYTES - (1 << 20)
     blocks = [libc.malloc(block) for _ in range(_HEAP_BYTES // block)]
     end = libc.sbrk(0)
+    # The heap keeps its length, since the free memory at its top is below the trim threshold.
     for address in blocks:
         libc.free(address)
     page = os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,8 @@
 """The state of this thread: traces, the trace of a compiled program, operators, recorded calls.
 
-Whoever changes it puts it back. An interrupt may arrive at any moment, also at the start of an `__exit__` or `finally`, and
-then nothing is put back. So each operation that changes the state runs in a second context, `restoring_state`, which an
-exception leaves with the state that it had at the start.
+Code that changes the state restores it afterwards. But an interrupt may arrive at any moment, also at the start of an
+`__exit__` or `finally`, and then this code doesn't run. So each operation that changes the state runs inside a second
+context, `restoring_state`, which after an exception restores the state that it had at its start.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 class ProgramRecorder(Protocol):
-    """The methods of a trace under way."""
+    """The methods of a trace in progress."""
 
     @property
     def ended(self) -> bool:
-        """Whether the function runs as it is: its trace was given up, and all that it noted is played back."""
+        """Whether the function runs untraced: its trace was abandoned, and all recorded results have been played back."""
         ...
 
     def communicate(self, operation: object, x: Array, params: object) -> Any:
-        """Run an operation on plain arrays, and note it."""
+        """Run an operation on plain arrays, and record it."""
 
     def operate(self, operator: object, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of `mpiad.extend` on plain arrays, and note it."""
+        """Run an operator of `mpiad.extend` on plain arrays, and record it."""
 
     def settle(self, fun: Callable[..., T], args: tuple) -> T:
         """Run a function whose result determines how a call continues, and record it with its result."""
@@ -45,19 +45,19 @@ class ProgramRecorder(Protocol):
         ...
 
     def refuse(self, reason: str) -> None:
-        """Give the trace up, for a reason that is reported to the user."""
+        """Abandon the trace, for a reason that is reported to the user."""
 
     def looked_up(self, call: str) -> None:
-        """Take note that a function looks for the channel of a communicator."""
+        """Handle the lookup of a communicator's channel by the function named `call`."""
 
     def entered_body(self) -> None:
-        """Take note that an operator runs its body."""
+        """Handle the beginning of an operator's body."""
 
     def communicated_by_itself(self) -> None:
-        """Take note that a function communicates other than by an operation."""
+        """Handle communication that isn't made by a recorded operation."""
 
     def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        """Return whether the trace decides later that messages were left on a channel: it may be run once more."""
+        """Return whether the recorder marks the channel as unusable later, unless the function is run again, untraced."""
         ...
 
 
@@ -66,11 +66,11 @@ class _ThreadState(threading.local):
 
     - `recorder`: of the compiled program that is traced; None if there is none.
     - `tape`, `lane`: the current tape, and which of several reverse passes is under way.
-    - `channels`: inside an operator that is one node, the channels on which it has communicated, which no tape notes.
-    - `call`: the innermost call that is noted.
+    - `channels`: the channels on which the current tape, or the body of an operator that is one node, has communicated.
+    - `call`: the innermost call in progress, if calls are recorded.
     - `root_copies`: the innermost solve whose root holds the variables.
-    - `tapes`, `contexts`: the innermost tape that isn't closed, and the innermost other context that changes more than this
-      state; each refers to the next outer one as `around`.
+    - `tapes`: the innermost open tape; `around` is the next outer one.
+    - `contexts`: the innermost open context of another kind that changes more than this state; `around` as for tapes.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ tracing = _ThreadState()
 
 
 class restoring_state:
-    """A context that an exception leaves with the thread's state as it was; contexts still open inside are ended."""
+    """A context that restores the thread's state after an exception, and ends contexts and tapes still open inside."""
 
     __slots__ = ("_kept",)
 
@@ -129,7 +129,7 @@ def once(fun: Callable[..., T], *args: Any) -> T:
 
 
 def opaque(fun: Callable[..., T]) -> Callable[..., T]:
-    """Let compiled programs call a function as it is; its results are arrays, in any pytree."""
+    """Make a function that compiled programs call as one step, without a trace inside; it returns a pytree of arrays."""
 
     @functools.wraps(fun)
     def called(*args: Any, **kwargs: Any) -> T:

@@ -22,8 +22,8 @@ class VIResult:
     posterior : Posterior
     params : pytree of arrays
         Reported variational parameters: the average over about the last fifth of the epochs, or, with ``average=False``,
-        those after the last epoch. If the root's are on a device, those on other ranks are on the device of the rank's
-        model, if there is one.
+        those after the last epoch. If they are on a device on the root, then on each other rank they are on the device of
+        this rank's model, if it has one.
     best_params : pytree of arrays
         Variational parameters of the epoch with the lowest objective. Since the objective is a mean over the random draws
         of one epoch, these need not be the best ones.
@@ -147,8 +147,8 @@ class VIResult:
     ) -> Any:
         """Plot predictions as bands of 50 and 90 %, with the data; return matplotlib's axes.
 
-        The bands are those of the model's curves, given the uncertainty of the parameters, so that data may lie outside;
-        or, if `noise` is given, those of the data to expect.
+        Without `noise` the bands show the model's curves, with the uncertainty of the parameters only, so that data may lie
+        outside. With `noise` they show the data to expect.
 
         Parameters
         ----------

@@ -61,8 +61,9 @@ def ending_at(
 ) -> Ending | None:
     """Return the ending of a solve at an iterate whose gradient isn't small enough, or None if it continues.
 
-    `before`: the objective at the previous iterate, infinite if the last search found no better point. `made`: the numbers
-    of iterations and evaluations. ``stopped()`` returns whether a callback wants the solve to end.
+    `before`: the objective at the previous iterate; infinite, so that `ftol` isn't applied, if the last line search found
+    no better point. `made`: the numbers of iterations and evaluations so far. ``stopped()`` returns whether a callback
+    wants the solve to end.
     """
     if settings.ftol > 0.0 and before < math.inf:
         # Relative for large values and absolute below one, as in L-BFGS-B.
@@ -82,13 +83,15 @@ _FUNCTIONS = "preconditioner", "inner_product", "regularizer"
 class NewtonSettings(NamedTuple):
     """The components of a Newton step, and stopping criteria."""
 
-    # {"full", "gauss-newton"}. Products with the Hessian, or with JᵀJ of residuals plus the regularizer's Hessian.
+    # {"full", "gauss-newton"}. Matrix of the Newton system: the Hessian of the objective, or, with the Jacobian J of the
+    # residuals, JᵀJ plus the Hessian of the regularizer.
     product: str = "full"
     globalization: str = "line search"  # {"line search", "trust region"}
-    # Product of an approximate H⁻¹ with a vector; by default the inner product's `precondition`, or its inverse.
+    # Product of an approximate H⁻¹ with a vector. By default the method `precondition` of `inner_product`, or R⁻¹ if it has
+    # no such method.
     preconditioner: Callable[[Any], Any] | None = None
-    inner_product: Callable[[Any], Any] | None = None  # product of its inverse R⁻¹ with a vector
-    regularizer: Function | None = None  # added to half the squares of the residuals, with "gauss-newton"
+    inner_product: Callable[[Any], Any] | None = None  # product of R⁻¹ with a vector, where R is its matrix
+    regularizer: Function | None = None  # added to half the sum of squared residuals ("gauss-newton")
     # `gtol`, `grtol`: tolerances of the gradient's norm, absolute and relative to that at x0.
     gtol: float = 1e-5
     grtol: float = 1e-6
@@ -150,7 +153,10 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function of an option; for an object, such as a prior, its method `solve`, or `cost` of a regularizer."""
+    """Return the function of an option.
+
+    For an object with methods, such as a prior, it is `cost` for the regularizer, and `solve` for the other options.
+    """
     solves = getattr(value, "solve", None)
     if name != "regularizer" and callable(solves):
         return solves

@@ -54,7 +54,7 @@ class AffineCoupling:
 
     def _scale_and_shift(self, params: Tree, kept: Array, count: int) -> tuple[Array, Array]:
         found = evaluated(params, kept)
-        return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # e² at most in one layer keeps the fit stable
+        return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # scales of at most e² keep the fit stable
 
 
 def halves(dim: int, swap: bool) -> tuple[slice, slice]:
@@ -97,7 +97,7 @@ def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | N
 def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
     """Return masks with which output i depends only on inputs before i (MADE; Germain et al., 2015).
 
-    Hidden unit k depends on the first k mod dim inputs, so that all numbers of inputs occur even with few units.
+    Hidden unit k depends on the first k mod dim inputs, so that `dim` units suffice for all numbers of inputs.
     """
     seen = numpy.arange(hidden) % max(dim, 1)  # unit k sees the first `seen[k]` inputs
     first = numpy.arange(dim)[:, None] < seen[None, :]

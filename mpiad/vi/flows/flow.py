@@ -126,7 +126,7 @@ class LULinear:
         return x, np.sum(params["log_diagonal"]) + np.zeros_like(z[:, 0])
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the points whose images these are, and log |det ∂z/∂x| at each."""
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
         lower, upper = _factors(params)
         back = numpy.argsort(params["order"])
         y = (x - params["b"])[:, back].T
@@ -168,7 +168,7 @@ class Planar:
         return z + bend[:, None] * u, np.log1p(along * (1 - bend**2))
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the points whose images these are, and log |det ∂z/∂x| at each."""
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
         u, along = _invertible(params)
         w, b = params["w"], params["b"]
         target = x @ w
@@ -181,7 +181,7 @@ class Planar:
 
 
 def _invertible(params: Tree) -> tuple[Array, Array]:
-    """Return û and wᵀû, above -1."""
+    """Return û, and wᵀû, which is above -1."""
     w = params["w"]
     found = np.sum(w * params["u"])
     # The paper's appendix A.1: wᵀû = m(wᵀu) with m(a) = log(1 + eᵃ) - 1. A w of zero must not divide by zero.
@@ -190,7 +190,7 @@ def _invertible(params: Tree) -> tuple[Array, Array]:
 
 
 def _root(target: Array, along: Array, b: Array) -> Array:
-    """Return a with a + along·tanh(a + b) = target, which grows with a, by bisection."""
+    """Solve a + along·tanh(a + b) = target for a by bisection; the left side increases with a."""
     # tanh is at most one in size, so the root is no further from the target than |along|.
     low, high = target - abs(along) - 1e-9, target + abs(along) + 1e-9
     for _ in range(_BISECTIONS):
