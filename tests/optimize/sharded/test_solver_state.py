@@ -221,7 +221,7 @@ def test_what_cannot_go_on_with_another_number_of_ranks_is_refused(folder: Path,
         in_pieces(METHOD, 2, folder / "run.npz", alone, slope=1.1)
     with pytest.raises(ValueError, match=r"another problem: whole arrays is \[\[\[20\]\].* in the file, but \[\[\[3\]\]"):
         mpiad.minimize(valley, np.ones(3), method=METHOD, comm=alone, checkpoint=folder / "run.npz")
-    with pytest.raises(ValueError, match=r"another number of ranks .* nothing says where their pieces lie"):
+    with pytest.raises(ValueError, match=r"another number of ranks .* the positions of their variables aren't known"):
         mpiad.minimize(valley, np.ones((3, 2)), method=METHOD, comm=alone, checkpoint=folder / "run.npz")
     alone.Free()
 
