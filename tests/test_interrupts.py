@@ -21,14 +21,11 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
-def test_an_interrupt_at_the_entry_of_an_exit(name):
-    """So that none of it has run."""
-    context, make = EXITS[name]
-    run, expected = make()
+def interrupt_at(is_there, run):
+    """Interrupt a program at the first call of a function that the condition on its frame selects, and reset if needed."""
 
     def interrupting(frame, event, arg):
-        if frame.f_code.co_name == "__exit__" and isinstance(frame.f_locals["self"], context):
+        if is_there(frame):
             sys.settrace(None)
             raise KeyboardInterrupt
 
@@ -40,6 +37,15 @@ def test_an_interrupt_at_the_entry_of_an_exit(name):
         sys.settrace(None)
     if interrupts.mpiad_fails():
         mpiad.reset()
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_an_interrupt_at_the_entry_of_an_exit(name):
+    """So that none of it has run."""
+    context, make = EXITS[name]
+    run, expected = make()
+
+    interrupt_at(lambda frame: frame.f_code.co_name == "__exit__" and isinstance(frame.f_locals["self"], context), run)
     assert type(mpiad.mpi_allreduce(1.0)) is np.float64
     np.testing.assert_allclose(run(), expected, rtol=1e-12)
     np.testing.assert_allclose(mpiad.grad(interrupts.of_total)(MINE), np.cos(TOTAL), rtol=1e-12)
@@ -50,19 +56,7 @@ def test_an_interrupt_while_a_trace_is_ended():
     before = interrupts.state()
     run, expected = interrupts.failing_result()
 
-    def interrupting(frame, event, arg):
-        if frame.f_code is restore_state.__code__:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    sys.settrace(interrupting)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    finally:
-        sys.settrace(None)
-    if interrupts.mpiad_fails():
-        mpiad.reset()
+    interrupt_at(lambda frame: frame.f_code is restore_state.__code__, run)
     assert interrupts.state() == before
     np.testing.assert_allclose(run(), expected, rtol=1e-12)
 

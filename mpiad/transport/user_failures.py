@@ -96,9 +96,8 @@ class FailureDetector:
         self._call, self._room, self._notices = call, room, Notices(comm)
         self._watched = threading.get_ident()
         self._reported: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
-        self._others = set(range(comm.size)) - {comm.rank}
-        self._states: dict[int, int] = {}  # the states that other ranks have reported since they were asked
-        self._moved = False  # whether any rank has reported since then that it moves
+        # The states that other ranks have reported since they were asked; whether one that waited has moved on since then.
+        self._states, self._moved = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES), False
         self._receiving = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
         self._done = threading.Event()
@@ -151,22 +150,25 @@ class FailureDetector:
 
     def wait_as_failed(self, request: Request, error: BaseException) -> None:
         """Wait until all ranks have reached an agreement; end the job if they never will."""
-        start, rounds = time.monotonic(), 0
+        start, has_asked_twice = time.monotonic(), False
+        self._ask()
         while not request.Test():
             self._receive_notices()
             waiting = [rank for rank, state in self._states.items() if state == _WAITS]
-            stands = len(self._states) == len(self._others) and _MOVES not in self._states.values() and waiting
-            if stands and rounds > 1 and not self._moved:
-                self._end(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
+            if waiting and _MOVES not in self._states.values():
+                if has_asked_twice and not self._moved:
+                    self._end(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
+                has_asked_twice = True
+                self._ask()
             if self._thread is None and time.monotonic() - start > _PATIENCE:
                 self._end(error, f"another rank has not finished its part for {_PATIENCE} seconds")
-            if stands or not rounds:
-                rounds += 1
-                self._moved = False
-                self._states.clear()
-                for rank in self._others:
-                    self._notices.post(rank, _PROCESS_FAILED)
             time.sleep(1e-3)
+
+    def _ask(self) -> None:
+        """Begin a round: every other rank reports whether it waits or has arrived; until then it is taken to move."""
+        self._states, self._moved = dict.fromkeys(self._states, _MOVES), False
+        for rank in self._states:
+            self._notices.post(rank, _PROCESS_FAILED)
 
     def _end(self, error: BaseException, reason: str) -> None:
         sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")

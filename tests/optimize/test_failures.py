@@ -134,43 +134,45 @@ def test_others_may_compute_for_long(rank: int, size: int) -> None:
     expect_worker_error(size - 1, "at once", fun, np.zeros(3), objective="mean")
 
 
-@pytest.mark.mpi(min_size=2)
-def test_others_may_communicate_among_themselves(rank: int, size: int) -> None:
+def expect_error_beside_messages(rank: int, size: int, part: Callable[[Any], None]) -> None:
+    """Solve with a function that raises on the last rank at once; the others run `part` on their own communicator."""
     comm = MPI.COMM_WORLD.Split(int(rank == size - 1), rank)
     mpiad.mpi_init(comm)
 
     def fun(x: Any) -> Any:
         if rank == size - 1:
             raise ValueError("at once")
-        if rank == 0:
-            time.sleep(2.0)  # the ranks between wait for this one, and not for the one that failed
-        for _ in range(20):
-            mpiad.mpi_allreduce(1.0, comm=comm)
+        part(comm)
         return bowl(x)
 
     expect_worker_error(size - 1, "at once", fun, np.zeros(3), objective="mean")
     comm.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_others_may_communicate_among_themselves(rank: int, size: int) -> None:
+    def part(comm: Any) -> None:
+        if rank == 0:
+            time.sleep(2.0)  # the ranks between wait for this one, and not for the one that failed
+        for _ in range(20):
+            mpiad.mpi_allreduce(1.0, comm=comm)
+
+    expect_error_beside_messages(rank, size, part)
 
 
 @pytest.mark.mpi(min_size=3)
 def test_others_may_compute_after_a_wait(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has waited computes, and its notice of that comes after the notices that the others have arrived."""
     monkeypatch.setattr(user_failures, "_TICK", 0.9 if rank == 1 else 0.05)
-    comm = MPI.COMM_WORLD.Split(int(rank == size - 1), rank)
-    mpiad.mpi_init(comm)
 
-    def fun(x: Any) -> Any:
-        if rank == size - 1:
-            raise ValueError("at once")
+    def part(comm: Any) -> None:
         if rank == 0:
             time.sleep(2.9)
         mpiad.mpi_allreduce(1.0, comm=comm)
         if rank == 1:
             time.sleep(1.5)
-        return bowl(x)
 
-    expect_worker_error(size - 1, "at once", fun, np.zeros(3), objective="mean")
-    comm.Free()
+    expect_error_beside_messages(rank, size, part)
 
 
 def test_exception_in_the_callback(rank: int) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from mpiad.differentiation.rules.protocol import anp, one_negated, unary_vjp
 
-_SLOPES = {
+_RULES = {
     anp.negative: lambda x, ans: one_negated,
     anp.exp: lambda x, ans: lambda g: (g * ans,),
     anp.log: lambda x, ans: lambda g: (g / x,),
@@ -14,5 +14,5 @@ _SLOPES = {
     anp.cos: lambda x, ans: lambda g: (-(g * anp.sin(x)),),
     anp.sqrt: lambda x, ans: lambda g: (g / (ans + ans),),  # autograd's rule calls pow
 }
-VJPS = {fun: partial(unary_vjp, fun, rule) for fun, rule in _SLOPES.items()}
+VJPS = {fun: partial(unary_vjp, fun, rule) for fun, rule in _RULES.items()}
 JVPS: dict = {}

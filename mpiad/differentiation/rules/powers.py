@@ -1,4 +1,4 @@
-"""Powers, square and square root, without a call to `pow` for constant exponents for which products suffice."""
+"""Powers; for constant real exponents with one product less, and without a call to `pow` for squares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound, one_unchanged
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound
 from mpiad.transport.device_arrays import is_device_array
 
 Slope = Callable[[Array], Array]
@@ -19,13 +19,11 @@ def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangent of `x**y` by `y x**(y-1)` for the base, by `log(x) x**y` for the exponent."""
     if kwargs:
         bound(anp.power, "x1 x2", args, kwargs)
-    slope = None if argnums != (0,) else _slope(args[0], args[1], ans)
+    slope = None if argnums != (0,) else _slope(args[0], args[1])
     if slope is None:
         parts = [(_general_slope(i, ans, *args), fitting(args[i], ans)) for i in argnums]
         return lambda g: tuple([g * each if fit is None else fit(g * each) for each, fit in parts])
     fit = fitting(args[0], ans)
-    if slope is _unit_slope:
-        return one_unchanged if fit is None else lambda g: (fit(g),)
     return (lambda g: (slope(g),)) if fit is None else lambda g: (fit(slope(g)),)
 
 
@@ -33,7 +31,7 @@ def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
     """Multiply the tangents by the slopes, and add up."""
     if kwargs:
         bound(anp.power, "x1 x2", args, kwargs)
-    slope = None if argnums != (0,) else _slope(args[0], args[1], ans)
+    slope = None if argnums != (0,) else _slope(args[0], args[1])
     return sum(_general_slope(i, ans, *args) * g for i, g in zip(argnums, gs)) if slope is None else slope(gs[0])
 
 
@@ -46,7 +44,7 @@ def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
     return ans * anp.log(anp.where(x, x, 1.0 + 0j if anp.iscomplexobj(ans) else 1.0))
 
 
-def _slope(x: Array, y: Array, ans: Array) -> Slope | None:
+def _slope(x: Array, y: Array) -> Slope | None:
     """Return the map g -> g y x**(y-1), or None if `y` isn't one constant real number other than 0."""
     # Autograd's rule defines the derivative of x**0 for infinite or NaN x; so the exponent zero is left to it.
     if type(y) is not int and type(y) is not float:
@@ -59,12 +57,8 @@ def _slope(x: Array, y: Array, ans: Array) -> Slope | None:
         # Autograd's rule looks for zeros among the exponents, with an array of NumPy's.
         return (lambda g: g * 0.0 * x) if is_device_array(getval(x)) else None
     if y == 1:
-        return _unit_slope
+        return lambda g: g
     return lambda g: g * y * x ** (y - 1)
-
-
-def _unit_slope(g: Array) -> Array:
-    return g
 
 
 VJPS = {anp.power: power_vjp}

@@ -1,4 +1,4 @@
-"""Operations that reshape, transpose or shift elements, or change their dtype."""
+"""Operations that transpose or shift elements, or change their dtype."""
 
 from __future__ import annotations
 
@@ -37,8 +37,5 @@ def astype_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
     return _astype(gs[0], *args[1:], **kwargs)
 
 
-VJPS = {
-    anp.transpose: transpose_vjp,
-    anp.roll: roll_vjp,
-}
+VJPS = {anp.transpose: transpose_vjp, anp.roll: roll_vjp}
 JVPS = {_astype: astype_jvp}

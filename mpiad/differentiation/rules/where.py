@@ -24,13 +24,8 @@ def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 def _part(argnum: int, fit: Function | None, condition: Array, g: Array) -> Array | None:
     if argnum == 0:
         return None
-    part = _kept(condition if argnum == 1 else ~condition, g)
+    part = (anp if type(g) in BOX_TYPES else np).where(condition if argnum == 1 else ~condition, g, 0.0)
     return part if fit is None else fit(part)
-
-
-def _kept(condition: Array, g: Array) -> Array:
-    """Return the cotangent at elements that meet the condition, zero elsewhere."""
-    return (anp if type(g) in BOX_TYPES else np).where(condition, g, 0.0)
 
 
 def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
