@@ -217,9 +217,13 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
     mistakes = []
     # The most common mistake: n processes, each of which is rank 0 of its own world and computes everything.
     if found.size > 1 and size == 1:
+        remedy = ", or install an mpi4py that is built for the MPI of this launcher"
+        if found.name.startswith("Slurm"):
+            remedy = ", or with another `srun --mpi=` (`srun --mpi=list` lists them)"
         text = (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
-            f"{library.vendor} {library.version}, which that launcher doesn't start. {_right_launcher(library, found)}"
+            f"{library.vendor} {library.version}, which that launcher doesn't start. Start the program with "
+            f"{_mpiexec_of(library)}{'' if mpiexec_beside(library.path) else remedy}."
         )
         mistakes.append(Mistake("error", text))
     elif found.name and found.size != size:
@@ -234,14 +238,8 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
     return mistakes
 
 
-def _right_launcher(library: Library, found: Launcher) -> str:
-    mpiexec = mpiexec_beside(library.path)
-    if mpiexec:
-        return f"Start it with {mpiexec}."
-    name = f"the mpiexec of {library.vendor}"
-    if found.name.startswith("Slurm"):
-        return f"Start it with {name}, or with another `srun --mpi=` (`srun --mpi=list` lists them)."
-    return f"Start it with {name}, or install an mpi4py that is built for the MPI of this launcher."
+def _mpiexec_of(library: Library) -> str:
+    return mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
 
 
 def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
@@ -251,10 +249,9 @@ def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os
         return []
     family, wanted = _family_of_mpiexec(program), family_of(library.vendor)
     if family and wanted and family != wanted:
-        mpiexec = mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
         text = (
             f"`mpiexec` is {program}, of {_OF_FAMILY[family]}, but mpi4py loads {library.vendor}: "
-            f"the processes that it starts won't find each other. Use {mpiexec}."
+            f"the processes that it starts won't find each other. Use {_mpiexec_of(library)}."
         )
         return [Mistake("warning", text)]
     if family == "openmpi":
@@ -295,39 +292,35 @@ def _family_of_mpiexec(program: str) -> str:
 
 def of_places(places: list[Place]) -> list[Mistake]:
     """Return mistakes in the distribution of cores and threads to the ranks of each node."""
-    mistakes = []
-    for node in dict.fromkeys(place.node for place in places):
-        mistakes += _mistakes_of_node(node, [place for place in places if place.node == node])
-    return mistakes
+    nodes = dict.fromkeys(place.node for place in places)
+    found = {node: _mistake_of_node([place for place in places if place.node == node]) for node in nodes}
+    return [Mistake("warning", f"{node}: {text}") for node, text in found.items() if text]
 
 
-def _mistakes_of_node(node: str, ranks: list[Place]) -> list[Mistake]:
+def _mistake_of_node(ranks: list[Place]) -> str:
     cores = len({core for place in ranks for core in place.cores})
     # A container's limit of CPU time doesn't change the set of cores on which it may run.
     usable = min(cores, ranks[0].quota)
     threads = sum(max(place.threads.values(), default=1) for place in ranks)
     counted = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
     if len(ranks) > usable:
-        text = (
-            f"{node}: {len(ranks)} ranks share {counted}. MPI busy-waits, so that each message takes milliseconds. "
+        return (
+            f"{len(ranks)} ranks share {counted}. MPI busy-waits, so that each message takes milliseconds. "
             f"Start at most {max(int(usable), 1)} there, or use more nodes."
         )
-        return [Mistake("warning", text)]
     if threads > usable:
         share = max(int(usable) // len(ranks), 1)
-        text = (
-            f"{node}: the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {counted}. "
+        return (
+            f"the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {counted}. "
             f"Set OMP_NUM_THREADS={share} (or leave it unset: mpiad then limits them itself)."
         )
-        return [Mistake("warning", text)]
     pinned = [place.cores for place in ranks if len(place.cores) < cores]
     if len(pinned) != len(set(pinned)):
-        text = (
-            f"{node}: several ranks are bound to the same cores. Let the launcher distribute them: "
+        return (
+            "several ranks are bound to the same cores. Let the launcher distribute them: "
             "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
         )
-        return [Mistake("warning", text)]
-    return []
+    return ""
 
 
 def of_versions(places: list[Place]) -> list[Mistake]:
@@ -473,48 +466,39 @@ def _counted(count: int, noun: str) -> str:
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each environment variable that starts with MPIAD and isn't one of the library's."""
-    said = []
-    for name, value in sorted(environment.items()):
-        if name.upper().startswith("MPIAD") and name not in VARIABLES:
-            close = difflib.get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0.0)[0]
-            said.append(f"{name}={value!r} isn't a variable of mpiad and has no effect. The closest name is {close}.")
-    return said
+    unknown = [name for name in sorted(environment) if name.upper().startswith("MPIAD") and name not in VARIABLES]
+    return [
+        f"{name}={environment[name]!r} isn't a variable of mpiad and has no effect. The closest name is "
+        f"{difflib.get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0.0)[0]}."
+        for name in unknown
+    ]
 
 
 _LIMIT = 30.0  # seconds; the report takes about two
 
 
-class _TimeLimit:
-    """Ends the process after a time limit: otherwise it would wait forever for a rank that doesn't respond."""
+def main(limit: float = _LIMIT) -> int:
+    """Print the report on one process, and return the exit code, the same on all ranks.
 
-    def __init__(self, limit: float):
-        self._limit, self._stage = limit, ""
-        self._timer = threading.Timer(limit, self._abort)
-        self._timer.daemon = True
-        self._timer.start()
+    After `limit` seconds the process is ended: otherwise it would wait forever for a rank that doesn't respond.
+    """
+    stages = ["starting"]
 
-    def enter(self, stage: str) -> None:
-        self._stage = stage
-
-    def _abort(self) -> None:
+    def abort() -> None:
         sys.stderr.write(
-            f"mpiad: not finished after {self._limit:g} s: process {launcher().rank} of {launcher().size} waits for others "
-            f"while {self._stage}. They run another program, or their messages don't arrive (a firewall, another network "
+            f"mpiad: not finished after {limit:g} s: process {launcher().rank} of {launcher().size} waits for others while "
+            f"{stages[-1]}. They run another program, or their messages don't arrive (a firewall, another network "
             "interface on each node).\n"
         )
         sys.stderr.flush()
         # In a thread sys.exit would only end that thread, and MPI_Finalize would wait for the other ranks.
         os._exit(1)
 
-    def end(self) -> None:
-        self._timer.cancel()
-
-
-def main(limit: float = _LIMIT) -> int:
-    """Print the report on one process, and return the exit code, the same on all ranks."""
-    time_limit = _TimeLimit(limit)
-    found = _examined(channel(None, "python -m mpiad"), time_limit.enter)
-    time_limit.end()
+    timer = threading.Timer(limit, abort)
+    timer.daemon = True
+    timer.start()
+    found = _examined(channel(None, "python -m mpiad"), stages.append)
+    timer.cancel()
     # In separate worlds each process is rank 0 of its own world; the launcher's rank distinguishes them.
     if found.places[0].rank == 0 and launcher().rank == 0:
         sys.stdout.write(f"{found}\n")

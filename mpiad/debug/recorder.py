@@ -119,9 +119,9 @@ class Recorder:
     the threads, by number.
     """
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self) -> None:
         self._noted: list[tuple] = []
-        self.dropped, self._most = 0, most
+        self.dropped = 0
         self.since = self.until = 0.0
         self.threads: list[str] = []
         self._stacks, self._lock = _Stacks(), threading.Lock()
@@ -178,7 +178,7 @@ class Recorder:
             self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NOTHING))
 
     def _note(self, noted: tuple) -> None:
-        if len(self._noted) < self._most:
+        if len(self._noted) < MOST:
             self._noted.append(noted)
         else:
             self.dropped += 1

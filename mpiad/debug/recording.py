@@ -22,7 +22,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.checkpoint_files import begin
-from mpiad.debug.recorder import MOST, Event, Message, Recorder
+from mpiad.debug.recorder import Event, Message, Recorder
 from mpiad.environment_variables import path
 from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
@@ -317,21 +317,14 @@ def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str
     return json.dumps(found)
 
 
-_WITHOUT_TRACE = 100_000  # events if no trace is written; fewer than `MOST`, since few programs ask for a report
 _log = logging.getLogger("mpiad")
 
 
 class Recording:
-    """The events of all ranks between `start` and `stop`, both collective.
+    """The events of all ranks from the constructor, which is collective, until `stop`."""
 
-    `most`: the maximum number of events of each rank. `recorder`: records this rank's events.
-    """
-
-    def __init__(self, most: int = MOST) -> None:
-        self.recorder = Recorder(most)
-
-    def start(self) -> None:
-        """Compare the clocks and begin."""
+    def __init__(self) -> None:
+        self.recorder = Recorder()
         with _scratch() as comm:
             self.rank = comm.rank
             self._first = read_clock(comm)
@@ -446,7 +439,6 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
 def _recording() -> Iterator[Recording]:
     global _latest
     recording = _latest = Recording()
-    recording.start()
     try:
         yield recording
     finally:
@@ -457,22 +449,18 @@ def record_program() -> None:
     """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective."""
     global _latest
     with _scratch() as comm:
-        named = next(filter(None, comm.allgather(path("MPIAD_TRACE"))), None)
-        file = Path(named).absolute() if named else None  # the program may change its working directory
-        if comm.rank == 0 and file is not None and not os.access(file.parent, os.W_OK):
+        named = next(filter(None, comm.allgather(path("MPIAD_TRACE"))))
+        file = Path(named).absolute()  # the program may change its working directory
+        if comm.rank == 0 and not os.access(file.parent, os.W_OK):
             _log.warning("MPIAD_TRACE=%s: %s isn't writable; there will be no trace.", named, file.parent)
-    recording = _latest = Recording() if file is not None else Recording(_WITHOUT_TRACE)
-    recording.start()
+    recording = _latest = Recording()
     world.at_end(lambda: _finish(recording, file))
-    if file is not None:
-        # Called if an exception aborts the job; `_finish` isn't called then.
-        last_words.append(partial(recording.write_part, file))
+    # Called if an exception aborts the job; `_finish` isn't called then.
+    last_words.append(partial(recording.write_part, file))
 
 
-def _finish(recording: Recording, file: Path | None) -> None:
+def _finish(recording: Recording, file: Path) -> None:
     recording.stop()
-    if file is None:
-        return
     try:
         recording.write(file)
     except OSError as error:

@@ -29,7 +29,7 @@ def texts(found, severity="warning"):
 def test_processes_that_are_each_alone():
     (said,) = texts(of_start(OPENMPI, HYDRA, 1), "error")
     assert "started 4 processes, but each of them is a world of one rank: mpi4py loads Open MPI 5.0.11" in said
-    assert "Start it with the mpiexec of Open MPI" in said
+    assert "Start the program with the mpiexec of Open MPI" in said
 
 
 def test_the_mpiexec_to_use_is_named(tmp_path):
@@ -37,7 +37,7 @@ def test_the_mpiexec_to_use_is_named(tmp_path):
     (tmp_path / "bin" / "mpiexec").touch()
     library = OPENMPI._replace(path=str(tmp_path / "lib" / "libmpi.so.40"))
     (said,) = texts(of_start(library, HYDRA, 1), "error")
-    assert said.endswith(f"Start it with {tmp_path}/bin/mpiexec.")
+    assert said.endswith(f"Start the program with {tmp_path}/bin/mpiexec.")
 
 
 def test_slurm_has_several_ways_to_start():
