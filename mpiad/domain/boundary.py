@@ -77,21 +77,22 @@ def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
     if not isinstance(boundary, (tuple, list)):
         side = _side(boundary, call)
         return ((side, side),) * ndim
-    if len(boundary) != ndim:
+    return tuple((_side(low, call), _side(high, call)) for low, high in pairs_of(boundary, ndim, _ALLOWED, call))
+
+
+def pairs_of(boundary: Boundary, ndim: int, allowed: str, call: str) -> list[tuple[Any, ...]]:
+    """Return a pair of entries, before and after, for each dimension; raise a ValueError for a wrong number of entries."""
+    entries = boundary if isinstance(boundary, (tuple, list)) else (boundary,) * ndim
+    if len(entries) != ndim:
         raise ValueError(
-            f"{call}: boundary has {len(boundary)} entries for a grid of {ndim} dimensions: {boundary!r}. "
-            f"It must be {_ALLOWED}."
+            f"{call}: boundary has {len(entries)} entries for a grid of {ndim} dimensions: {boundary!r}. "
+            f"It must be {allowed}."
         )
-    return tuple(_pair(along, call) for along in boundary)
-
-
-def _pair(along: object, call: str) -> tuple[Side, Side]:
-    if not isinstance(along, (tuple, list)):
-        side = _side(along, call)
-        return side, side
-    if len(along) != 2:
-        raise ValueError(f"{call}: a dimension has two sides, but boundary has {len(along)} entries for it: {along!r}.")
-    return _side(along[0], call), _side(along[1], call)
+    pairs = [tuple(entry) if isinstance(entry, (tuple, list)) else (entry, entry) for entry in entries]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ValueError(f"{call}: a dimension has two sides, but boundary has {len(pair)} entries for it: {pair!r}.")
+    return pairs
 
 
 def _side(kind: object, call: str) -> Side:

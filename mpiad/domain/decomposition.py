@@ -14,8 +14,8 @@ from mpiad.domain.boundary import Sides
 from mpiad.domain.halo import Halo
 from mpiad.domain.partition import Partition, choose_dims, lengths
 from mpiad.domain.root_copies import require_own_block
-from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raising_together, require_same
+from mpiad.transport import channel
+from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_array
 
 
@@ -32,7 +32,10 @@ class Decomposition:
         comm: Comm = None,
     ):
         used = channel(comm, "Domain")
-        partition, self.halo = layout(used, shape, halo, periodic, dims)
+        given = [f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}"]
+        partition, self.halo = alike_on_all(
+            used, lambda: _partition(used.size, shape, halo, periodic, dims), lambda _: given, "Domain"
+        )
         self.comm, self._channel, self._partition = comm, used, partition
         self.shape, self.dims, self.periodic = partition.shape, partition.dims, partition.periodic
         self.position = partition.position(used.rank)
@@ -89,35 +92,18 @@ PerDimension: TypeAlias = "int | Sequence[int]"
 """A number for all dimensions, or one for each."""
 
 
-def layout(
-    channel: Channel, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
-) -> tuple[Partition, tuple[int, ...]]:
-    """Return the partition and the halo's width along each dimension; collective.
-
-    Arguments and exceptions are those of `Domain`.
-    """
-    with raising_together(channel):
-        made = _made(channel.size, shape, halo, periodic, dims)
-    require_same(channel, f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}", "Domain")
-    return made
-
-
-def _made(
+def _partition(
     size: int, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
 ) -> tuple[Partition, tuple[int, ...]]:
-    cells = _shape(shape)
+    """Return the partition and the halo's width along each dimension; arguments and exceptions are those of `Domain`."""
+    cells = tuple(_integers(shape if isinstance(shape, Sequence) else [shape], "shape", 1))
+    if not 1 <= len(cells) <= 3:
+        raise ValueError(f"Domain: shape must have 1, 2 or 3 dimensions, but got {shape!r}.")
     ndim = len(cells)
     widths = tuple(_integers(per_dimension(halo, ndim, "halo"), "halo", 0))
     wraps = tuple(map(bool, per_dimension(periodic, ndim, "periodic")))
     ranks = _chosen(size, cells, widths, wraps) if dims is None else _given(size, cells, widths, dims)
     return Partition(cells, ranks, wraps), widths
-
-
-def _shape(shape: int | Sequence[int]) -> Shape:
-    cells = tuple(_integers(shape if isinstance(shape, Sequence) else [shape], "shape", 1))
-    if not 1 <= len(cells) <= 3:
-        raise ValueError(f"Domain: shape must have 1, 2 or 3 dimensions, but got {shape!r}.")
-    return cells
 
 
 def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:

@@ -14,7 +14,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.domain.boundary import Boundary, Sides, check_values, homogeneous, shifted, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block
 from mpiad.domain.halo import Halo, fill_halo, fill_local, fold_local
-from mpiad.domain.halo_messages import Coming, add, post, put
+from mpiad.domain.halo_messages import Coming, complete, post
 from mpiad.domain.routes import FACES, IN_TURN, TOGETHER
 from mpiad.errors import RequestError
 from mpiad.primitives.addresses import point_to_point
@@ -149,12 +149,10 @@ def _finish(x: None, begun: Begun) -> LocalArray:
     # The buffers are freed even if the user keeps `begun`.
     begun.done, begun.values, begun.coming = True, None, []
     halo = exchange.halo
-    if exchange.backwards:
-        with restoring_state(), suspended():
-            add(values, coming)
-        return values[halo.interior]
     with restoring_state(), suspended():
-        put(values, coming)
+        complete(values, coming, exchange.backwards)
+    if exchange.backwards:
+        return values[halo.interior]
     (local,) = halo.local(exchange.sides, exchange.scheme)
     fill_local(values, local, exchange.sides)
     return values

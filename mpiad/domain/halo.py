@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.domain.boundary import ZERO, Side, Sides, homogeneous
-from mpiad.domain.halo_messages import PreparedStage, add, post, put
+from mpiad.domain.halo_messages import PreparedStage, complete, post
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
@@ -99,7 +99,7 @@ def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TU
     for _, local in stages:
         _fill_constants(out, local, sides)
     for stage, local in stages:
-        put(out, post(out, stage.routes, False, _TAG, halo.comm))
+        complete(out, post(out, stage.routes, False, _TAG, halo.comm), False)
         _fill_copies(out, local, sides)
 
 
@@ -138,7 +138,7 @@ def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         # In the reverse order of filling, since local copies may be copies of cells that messages have filled.
         fold_local(total, local, sides, len(halo.shape))
-        add(total, post(total, stage.routes, True, _TAG, halo.comm))
+        complete(total, post(total, stage.routes, True, _TAG, halo.comm), True)
 
 
 def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -> None:

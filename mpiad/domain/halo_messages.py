@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,39 +36,28 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
         parts = route.ours if backwards else route.ghosts
         coming.append(Coming(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
     for route in routes:
-        mpi_send(_packed(values, route.ghosts if backwards else route.ours), route.peer, tag, comm)
+        parts = route.ghosts if backwards else route.ours
+        mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), route.peer, tag, comm)
     return coming
 
 
-def put(values: LocalArray, coming: list[Coming]) -> None:
-    """Wait for the messages of a stage and write them to their cells."""
-    for index, part in _received(values, coming):
-        values[index] = part
-
-
-def add(values: LocalArray, coming: list[Coming]) -> None:
-    """Wait for the messages of a stage and add them to their cells."""
-    for index, part in _received(values, coming):
-        values[index] += part
-
-
-def _received(values: LocalArray, coming: list[Coming]) -> Any:
+def complete(values: LocalArray, coming: list[Coming], backwards: bool) -> None:
+    """Wait for the messages of a stage, and write them to their cells; with `backwards` add them to these."""
     for parts, request in coming:
         # In the order of the routes, not of arrival: cells that belong to several parts are summed in a fixed order.
         message, start = mpi_wait(request), 0
         for index in parts:
             shape = values[index].shape
             stop = start + math.prod(shape)
-            yield index, message[start:stop].reshape(shape)
-            start = stop
+            part, start = message[start:stop].reshape(shape), stop
+            if backwards:
+                values[index] += part
+            else:
+                values[index] = part
 
 
 def _buffer_for(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
     return empty_like(values, (sum(values[index].size for index in parts),))
-
-
-def _packed(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
-    return np.concatenate([values[index].reshape(-1) for index in parts])
 
 
 class PreparedStage:

@@ -95,19 +95,13 @@ class PointTables:
         fraction = anp.reshape(where.fraction, (-1, ndim))[mine].astype(dtype)
         steps = list(itertools.product((0, 1), repeat=ndim))
         places = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self.halo.padded) for step in steps]
-        weights = anp.stack([_corner_weight(fraction, step) for step in steps])
+        # The weight of a corner of a cell is the product of its weights along each dimension.
+        factors = [(1.0 - fraction[:, axis], fraction[:, axis]) for axis in range(ndim)]
+        weights = anp.stack([reduce(operator.mul, map(operator.getitem, factors, step)) for step in steps])
         order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
         kept = weights if isbox(weights) else Constants(weights)
         owned = Constants((owners == self._rank).astype(dtype))
         return PointTable(Constants(np.stack(places)), Constants(order), owned, kept, where.owner.shape)
-
-
-def _corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
-    """Return the weight of one corner of a cell: the product of its weights along each dimension."""
-    weight = 1.0
-    for axis, s in enumerate(step):
-        weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
-    return weight
 
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:

@@ -83,16 +83,12 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
     ]
 
     def cost(dims: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        return _exchanged_cells(shape, dims, halo, periodic), tuple(-p for p in dims)
+        cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
+        # At each cut across a dimension of n cells, `halo` layers of cells / n cells are exchanged.
+        exchanged = sum(cut * max(1, h) * (math.prod(shape) // n) for cut, h, n in zip(cuts, halo, shape))
+        return exchanged, tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)
-
-
-def _exchanged_cells(shape: Shape, dims: tuple[int, ...], halo: tuple[int, ...], periodic: tuple[bool, ...]) -> int:
-    cells = math.prod(shape)
-    # At each cut across a dimension of n cells, `halo` layers of cells / n cells are exchanged.
-    cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
-    return sum(cut * max(1, h) * (cells // n) for cut, h, n in zip(cuts, halo, shape))
 
 
 def _factorisations(size: int, ndim: int) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import autograd.numpy as anp
 import numpy as np
@@ -59,7 +60,8 @@ def to_local(domain: Decomposition, index: Array, halo: bool) -> Array:
         cell = tuple(cells[outside][0].tolist())
         raise IndexError(
             f"{call}: cell {cell} belongs to rank {owner(domain, cell)}, and isn't in the block "
-            f"{'with its halo ' if halo else ''}of rank {domain._channel.rank}, {_ranges(domain.owned)}. "
+            f"{'with its halo ' if halo else ''}of rank {domain._channel.rank}, "
+            f"[{', '.join(f'{cells.start}:{cells.stop}' for cells in domain.owned)}]. "
             "domain.owner(index) returns the owners of cells."
         )
     return local
@@ -100,21 +102,13 @@ def _require_inside(index: np.ndarray, shape: np.ndarray, message: str) -> None:
         raise IndexError(message.format(tuple(index[outside][0].tolist()), tuple(shape.tolist())) + ".")
 
 
-def _ranges(block: tuple[slice, ...]) -> str:
-    return "[" + ", ".join(f"{cells.start}:{cells.stop}" for cells in block) + "]"
-
-
 @primitive
 def into_blocks(u: RootArray, partition: Partition) -> RootArray:
     """Reorder a whole array of shape (..., *partition.shape) to shape (cells, ...), with cells in the order of ranks."""
     lead = u.shape[: u.ndim - len(partition.shape)]
     out = empty_like(u, (math.prod(partition.shape), *lead))
-    start = 0
-    for rank in range(math.prod(partition.dims)):
-        block = u[(..., *partition.block(rank))].reshape(*lead, -1)
-        stop = start + block.shape[-1]
-        out[start:stop] = np.moveaxis(block, -1, 0)
-        start = stop
+    for cells, block in _places(partition):
+        out[cells] = np.moveaxis(u[(..., *block)].reshape(*lead, -1), -1, 0)
     return out
 
 
@@ -123,14 +117,19 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     """Return the whole array of shape (..., *partition.shape), the inverse of `into_blocks`."""
     lead = cells.shape[1:]
     out = empty_like(cells, lead + partition.shape)
+    for own, block in _places(partition):
+        out[(..., *block)] = np.moveaxis(cells[own], 0, -1).reshape(lead + lengths(block))
+    return out
+
+
+def _places(partition: Partition) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+    """Yield each rank's cells in the order of ranks, and its block in the grid."""
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = partition.block(rank)
-        shape = lengths(block)
-        stop = start + math.prod(shape)
-        out[(..., *block)] = np.moveaxis(cells[start:stop], 0, -1).reshape(lead + shape)
+        stop = start + math.prod(lengths(block))
+        yield slice(start, stop), block
         start = stop
-    return out
 
 
 # Both are permutations, whose transposes are their inverses.

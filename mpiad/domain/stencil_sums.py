@@ -17,7 +17,7 @@ import numpy as np
 from mpiad._typing import LocalArray, Shape
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.halo import Halo, fill_local, fold_in_place
-from mpiad.domain.halo_messages import post, put
+from mpiad.domain.halo_messages import complete, post
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.transport.buffers import empty_like, zeros_like
@@ -87,7 +87,7 @@ class StencilSums:
         coming = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
             weighted_sum(padded, self.terms, out, self._inside)
-        put(padded, coming)
+        complete(padded, coming, False)
         fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
         for box in self._along_sides:
             weighted_sum(padded, self.terms, out, box)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from math import factorial
 
@@ -13,11 +12,9 @@ from mpiad._typing import Array, LocalArray
 from mpiad.domain.boundary import Boundary, Sides, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block, listed, per_dimension
 from mpiad.domain.halo import Halo, fill_halo
-from mpiad.domain.root_copies import require_own_block
 from mpiad.domain.routes import IN_TURN
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 from mpiad.domain.varying_stencil import varying_sum
-from mpiad.transport.device_arrays import is_array
 
 
 class Stencil:
@@ -31,9 +28,8 @@ class Stencil:
         Largest offset along each dimension.
     """
 
-    def __init__(self, sums: StencilSums):
-        self.sums, self.weights, self.radius = sums, sums.weights, sums.radius
-        self._ranks = math.prod(sums.halo.geometry.partition.dims)
+    def __init__(self, domain: Decomposition, sums: StencilSums):
+        self._domain, self.sums, self.weights, self.radius = domain, sums, sums.weights, sums.radius
 
     def __call__(self, u: LocalArray) -> LocalArray:
         """Apply the stencil to a field.
@@ -61,22 +57,11 @@ class Stencil:
         The stencil with its weights reversed along each dimension; values in halo cells are added to the cells of which
         these are copies.
         """
-        self._checked(u, "Stencil")
+        found = getval(checked_block(self._domain, u, "Stencil"))
+        if found.dtype.kind not in "fc":
+            kind = f"{type(found).__name__} of {found.dtype}"
+            raise TypeError(f"Stencil: expected an array of floats or complex numbers, but got {kind}. Convert it.")
         return apply_stencil(u, self.sums)
-
-    def _checked(self, u: LocalArray, call: str) -> None:
-        found = getval(u)
-        shape = self.sums.halo.shape
-        if not is_array(found) or found.dtype.kind not in "fc":
-            raise TypeError(
-                f"{call}: expected an array of floats or complex numbers of shape (..., *{shape}), but got "
-                f"{type(found).__name__}{f' of {found.dtype}' if is_array(found) else ''}."
-            )
-        if found.shape[max(0, found.ndim - len(shape)) :] != shape:
-            raise ValueError(
-                f"{call}: expected an array of shape (..., *{shape}), this rank's block, but got {found.shape}."
-            )
-        require_own_block(u, shape, self._ranks, self.sums.halo.geometry.rank, call)
 
     def __repr__(self) -> str:
         return f"Stencil(radius={self.radius}, {np.count_nonzero(self.weights)} weights)"
@@ -94,7 +79,7 @@ def stencil(domain: Decomposition, weights: Array, boundary: Boundary) -> Stenci
     sides = sides_of(boundary, len(domain.shape), call)
     if any(isbox(side.value) for pair in sides for side in pair):
         raise TypeError(f"{call}: a boundary value can't be traced here. Use Domain.exchange and slices.")
-    return Stencil(StencilSums(found.astype(float), _halo_for(domain, found.shape, sides, call), sides))
+    return Stencil(domain, StencilSums(found.astype(float), _halo_for(domain, found.shape, sides, call), sides))
 
 
 def laplacian(domain: Decomposition, spacing: float | Sequence[float], order: int, boundary: Boundary) -> Stencil:

@@ -128,7 +128,7 @@ def test_messages_travel_while_the_rank_computes_in_both_directions(monkeypatch)
 
         return noted
 
-    for name in ("post", "put", "add"):
+    for name in ("post", "complete"):
         function = getattr(mpiad.domain.halo_messages, name)
         monkeypatch.setattr(mpiad.domain.field_exchange, name, noting(name, function))
     compute = primitive(noting("compute", np.sin))
@@ -140,7 +140,7 @@ def test_messages_travel_while_the_rank_computes_in_both_directions(monkeypatch)
         return domain.sum(inside) + domain.norm(domain.end_exchange(begun)[domain.interior])
 
     mpiad.grad(loss)(np.ones(domain.local_shape))
-    assert events == ["post", "compute", "put", "post", "compute back", "add"]
+    assert events == ["post", "compute", "complete", "post", "compute back", "complete"]
 
 
 def test_ends_in_another_order_on_each_rank(rank, rank_rng):

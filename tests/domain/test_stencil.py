@@ -180,10 +180,12 @@ def test_one_message_to_each_neighbour_while_the_inside_is_summed(rank, monkeypa
 
         return noted
 
-    for name in ("post", "weighted_sum", "put"):
+    for name in ("post", "weighted_sum", "complete"):
         monkeypatch.setattr(mpiad.domain.stencil_sums, name, noting(name, getattr(mpiad.domain.stencil_sums, name)))
     domain.laplacian(order=4)(np.ones(domain.local_shape))
-    assert events[:3] == (["post", "weighted_sum", "put"] if mpiad.mpi_size() > 1 else ["post", "put", "weighted_sum"])
+    assert events[:3] == (
+        ["post", "weighted_sum", "complete"] if mpiad.mpi_size() > 1 else ["post", "complete", "weighted_sum"]
+    )
 
 
 def test_weights_that_are_all_zero(size, rng):

@@ -11,11 +11,12 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
+from mpiad.domain.boundary import pairs_of
 from mpiad.domain.decomposition import per_dimension
 from mpiad.linalg.vectors import require_together
 from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
-from mpiad.transport.agreement import raising_together, require_same
+from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import arrays_of
 
 _KINDS = ("dirichlet", "neumann")
@@ -40,26 +41,15 @@ def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, c
         raise TypeError(f"{call}: spacing must be a number, or one for each dimension, but got {spacing!r}.") from None
     if not all(0 < step < math.inf for step in steps):
         raise ValueError(f"{call}: spacing must be positive and finite, but got {spacing!r}.")
-    return Sides(steps, _fixed(domain, boundary, call), bool(centred))
-
-
-def _fixed(domain: Domain, boundary: object, call: str) -> tuple[tuple[bool, bool], ...]:
-    ndim = len(domain.shape)
-    along = boundary if isinstance(boundary, (tuple, list)) else (boundary,) * ndim
-    if len(along) != ndim:
-        raise ValueError(
-            f"{call}: boundary has {len(along)} entries for a grid of {ndim} dimensions: {boundary!r}. It must be "
-            f"{_ALLOWED}."
-        )
-    pairs = [tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds, kinds) for kinds in along]
-    for pair in pairs:
-        if len(pair) != 2 or any(kind not in _KINDS for kind in pair):
-            raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {boundary!r}.")
-    return tuple(
-        # Periodic dimensions have no sides.
-        (False, False) if wraps else (low == _KINDS[0], high == _KINDS[0])
+    pairs = pairs_of(boundary, ndim, _ALLOWED, call)
+    if any(kind not in _KINDS for pair in pairs for kind in pair):
+        raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {boundary!r}.")
+    # Periodic dimensions have no sides.
+    fixed = [
+        (not wraps and low == _KINDS[0], not wraps and high == _KINDS[0])
         for (low, high), wraps in zip(pairs, domain.periodic)
-    )
+    ]
+    return Sides(steps, tuple(fixed), bool(centred))
 
 
 class Elliptic:
@@ -108,10 +98,13 @@ class Elliptic:
     ):
         if not isinstance(domain, Domain):
             raise TypeError(f"Elliptic: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r}.")
-        used = channel(domain.comm, "Elliptic")
-        with raising_together(used):
-            self.sides = sides_of(domain, spacing, boundary, centred, "Elliptic")
-        require_same(used, f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}", "Elliptic")
+        given = [f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}"]
+        self.sides = alike_on_all(
+            channel(domain.comm, "Elliptic"),
+            lambda: sides_of(domain, spacing, boundary, centred, "Elliptic"),
+            lambda _: given,
+            "Elliptic",
+        )
         # A domain with a halo of one point, which may be narrower than that of the given one.
         self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
         self.walls = _walls(self.domain, self.sides)

@@ -50,7 +50,7 @@ def test_negative_c(domain):
         (ValueError, "mean_zero=True is for singular operators", {"mean_zero": True}),
         (ValueError, "boundary must be .* but got 'robin'", {"boundary": "robin"}),
         (ValueError, "boundary has 3 entries for a grid of 2", {"boundary": ("neumann",) * 3}),
-        (ValueError, "boundary must be .* pair", {"boundary": ("neumann", ("dirichlet",) * 3)}),
+        (ValueError, "two sides, but boundary has 3 entries", {"boundary": ("neumann", ("dirichlet",) * 3)}),
         (ValueError, "spacing must be positive and finite, but got -1", {"spacing": -1}),
         (ValueError, "spacing must be positive and finite, but got 0.0", {"spacing": 0.0}),
         (ValueError, r"spacing must be positive and finite, but got \(1.0, inf\)", {"spacing": (1.0, np.inf)}),
