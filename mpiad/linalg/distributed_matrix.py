@@ -23,7 +23,7 @@ from mpiad.linalg.sparse_products import GhostPlan, Pattern, ProductWith, produc
 from mpiad.linalg.vectors import on_host, require_floats, require_together, through_host
 from mpiad.primitives import mpi_allgather, mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel
+from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together, raising_together
 from mpiad.transport.buffers import even_lengths
 from mpiad.transport.device_arrays import arrays_of
@@ -108,32 +108,6 @@ def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
     )
 
 
-# The rows of a matrix that each rank stores: given by each rank, or taken from the root's matrix.
-
-
-def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
-    """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.
-
-    Raises the errors of `DistributedMatrix`, on all ranks.
-    """
-    with raising_together(used):
-        _require_matrix(rows, "DistributedMatrix: rows")
-        if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
-            raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
-    matrix: Any = scipy.sparse.csr_matrix(rows)
-    if not matrix.has_canonical_format:
-        # A copy of the caller's matrix, because duplicate entries are added in place.
-        matrix = matrix.copy()
-        matrix.sum_duplicates()
-    mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
-    every = np.empty((used.size, 3), np.int64)
-    used.data.Allgather(mine, every)
-    raise_together(used, _misfit(every, columns))
-    offsets = [np.concatenate([[0], np.cumsum(every[:, k])]) for k in (0, 1)]
-    own = [slice(int(at[used.rank]), int(at[used.rank + 1])) for at in offsets]
-    return matrix, own, offsets, matrix.indptr
-
-
 def _require_matrix(matrix: Array, what: str) -> None:
     if not scipy.sparse.issparse(matrix):
         raise TypeError(
@@ -161,33 +135,18 @@ def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
     return None
 
 
-def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None) -> tuple[Any, int]:
-    """Return this rank's rows of the root's matrix, and its number of columns; raises as `DistributedMatrix.from_scipy`."""
-    if not 0 <= root < used.size:
-        raise ValueError(f"DistributedMatrix.from_scipy: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
-    pieces = None
-    with raising_together(used):
-        if used.rank == root:
-            _require_matrix(matrix, "DistributedMatrix.from_scipy: matrix")
-            if counts is not None:
-                _require_counts(counts, used.size, matrix.shape[0])
-            rows = even_lengths(matrix.shape[0], used.size) if counts is None else list(counts)
-            columns = rows if matrix.shape[0] == matrix.shape[1] else even_lengths(matrix.shape[1], used.size)
-            matrix = scipy.sparse.csr_matrix(matrix)
-            pieces = [(matrix[stop - n : stop], int(m)) for stop, n, m in zip(np.cumsum(rows), rows, columns)]
-    return used.data.scatter(pieces, root)
-
-
-def _require_counts(counts: Sequence[int], size: int, total: int) -> None:
+def _counts(counts: Sequence[int], size: int, total: int) -> list[int]:
+    """Return the user's numbers of rows per rank; raise a ValueError if they don't fit the matrix."""
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:  # raised below, with a better message
         rows = []
-    if not (len(rows) == size and min(rows) >= 0 and sum(rows) == total):
-        raise ValueError(
-            f"DistributedMatrix.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
-            f"got {counts!r}."
-        )
+    if len(rows) == size and min(rows) >= 0 and sum(rows) == total:
+        return rows
+    raise ValueError(
+        f"DistributedMatrix.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
+        f"got {counts!r}."
+    )
 
 
 class DistributedMatrix:
@@ -234,21 +193,34 @@ class DistributedMatrix:
     """
 
     def __init__(self, rows: object, *, columns: int | None = None, comm: Comm = None):
-        used = channel(comm, "DistributedMatrix")
-        matrix, own, offsets, starts = local_rows(used, rows, columns)
-        self.comm, self._channel = comm, used
-        self.shape = int(offsets[0][-1]), int(offsets[1][-1])
+        self.comm, self._channel = comm, channel(comm, "DistributedMatrix")
+        used = self._channel
+        with raising_together(used):
+            _require_matrix(rows, "DistributedMatrix: rows")
+            if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
+                raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
+        matrix: Any = scipy.sparse.csr_matrix(rows)
+        if not matrix.has_canonical_format:
+            # A copy of the caller's matrix, because duplicate entries are added in place.
+            matrix = matrix.copy()
+            matrix.sum_duplicates()
+        mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
+        every = np.empty((used.size, 3), np.int64)
+        used.data.Allgather(mine, every)
+        raise_together(used, _misfit(every, columns))
+        self.offsets = [np.concatenate([[0], np.cumsum(every[:, k])]) for k in (0, 1)]
+        own = [slice(int(at[used.rank]), int(at[used.rank + 1])) for at in self.offsets]
         self.owned_rows, self.owned_columns = own
-        self.local_shape = matrix.shape[0], own[1].stop - own[1].start
-        self.offsets, self.values = offsets, matrix.data
+        self.shape = int(self.offsets[0][-1]), int(self.offsets[1][-1])
+        self.local_shape, self.values = (matrix.shape[0], own[1].stop - own[1].start), matrix.data
         self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
-        mine = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
-        ghosts = np.unique(matrix.indices[~mine])
+        owned = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
+        ghosts = np.unique(matrix.indices[~owned])
         # This rank's columns come first, followed by the ghosts, as in `Pattern`.
         numbers = np.where(
-            mine, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
+            owned, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
         )
-        self._pattern = Pattern(numbers, starts, self.local_shape, GhostPlan(ghosts, offsets[1], comm))
+        self._pattern = Pattern(numbers, matrix.indptr, self.local_shape, GhostPlan(ghosts, self.offsets[1], comm))
 
     @classmethod
     def from_scipy(
@@ -279,8 +251,20 @@ class DistributedMatrix:
         -----
         All ranks call it.
         """
-        rows, columns = rows_of(channel(comm, "DistributedMatrix.from_scipy"), matrix, root, counts)
-        return cls(rows, columns=columns, comm=comm)
+        call, pieces = "DistributedMatrix.from_scipy", None
+        used = channel(comm, call)
+        if not 0 <= root < used.size:
+            raise ValueError(f"{call}: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
+        with raising_together(used):
+            if used.rank == root:
+                _require_matrix(matrix, f"{call}: matrix")
+                whole: Any = scipy.sparse.csr_matrix(matrix)
+                n, m = whole.shape
+                rows = even_lengths(n, used.size) if counts is None else _counts(counts, used.size, n)
+                columns = rows if n == m else even_lengths(m, used.size)
+                pieces = [(whole[stop - k : stop], int(own)) for stop, k, own in zip(np.cumsum(rows), rows, columns)]
+        mine, length = used.data.scatter(pieces, root)
+        return cls(mine, columns=length, comm=comm)
 
     @classmethod
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:

@@ -76,7 +76,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
 def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalArray, np.ndarray]:
     r = b - system.apply(x)
     norms = system.norms(r)
-    system.require_finite(float(norms.sum()), r, "the residual (of x0, or of the solution)")
+    system.require_finite(norms, r, "the residual (of x0, or of the solution)")
     return r, norms
 
 

@@ -75,8 +75,7 @@ class _Basis:
         squares = np.einsum("kn,kn->k", w.conj(), w)
         local = [products(known, v).ravel() for v in (last, w)]
         total = system.sums(on_host(np.concatenate([*local, squares])))
-        if not np.isfinite(total).all():
-            system.require_finite(complex(total.sum()), w, "a product with matvec or preconditioner")
+        system.require_finite(total, w, "a product with matvec or preconditioner")
         column, s = total[: -len(w)].reshape(2, len(w), -1)
         j = column.shape[1] - 1
         self.gram[:, : j + 1, j] = column
@@ -200,8 +199,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
 
 def _finite(system: System, product: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
     sums = system.dots(*pairs)
-    if not np.isfinite(sums).all():
-        system.require_finite(complex(sums.sum()), product, "a product with matvec or preconditioner")
+    system.require_finite(sums, product, "a product with matvec or preconditioner")
     return sums
 
 
@@ -220,10 +218,9 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         z = system.precondition(r)
         w = system.apply(z)
         rr, rz, wz = system.dots((r, r), (r, z), (w, z))
-        sums = (rr, r, "the residual"), (rz, z, "the result of preconditioner"), (wz, w, "the result of matvec")
-        if not all(np.isfinite(values).all() for values, _, _ in sums):
-            for values, array, name in sums:
-                system.require_finite(complex(values.sum()), array, name)
+        system.require_finite(rr, r, "the residual")
+        system.require_finite(rz, z, "the result of preconditioner")
+        system.require_finite(wz, w, "the result of matvec")
         if not known:
             before, norms = norms, np.sqrt(rr.real)
             system.note(norms)

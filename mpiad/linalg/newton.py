@@ -19,12 +19,11 @@ from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
 from mpiad.linalg.solve import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint, wrong_function
 from mpiad.linalg.system import Settings, System, agree_on, mistake_in, unfit_preconditioner
+from mpiad.linalg.vectors import wrong_block
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten
 from mpiad.transport.agreement import agreed_among
-from mpiad.transport.buffers import conversion
-from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import opaque
 from mpiad.transport.user_failures import DeferredFailures
@@ -58,7 +57,7 @@ def find_root(
     u = system.rows(u0)
     f = system.apply(u)
     norm = float(system.norms(f)[0])
-    system.require_finite(norm, f, "the residual at u0")
+    system.require_finite(np.array(norm), f, "the residual at u0")
     system.note(np.array([norm]))
     target, forcing = max(settings.rtol * norm, settings.atol), _FIRST_FORCING
     while norm > target:
@@ -298,13 +297,9 @@ def _mistake(
     residual: object, u0: Array, preconditioner: Function | None, linear: Settings, settings: Settings
 ) -> Exception | None:
     functions = {"residual": residual, "preconditioner": preconditioner, "callback": settings.callback}
-    error = wrong_function(_CALL, functions)
+    error = wrong_function(_CALL, functions) or wrong_block(_CALL, "u0", u0)
     if error is not None:
         return error
-    known = isinstance(u0, np.ndarray) or is_device_array(u0)
-    if not known or u0.dtype.char not in "fdFD" or not u0.dtype.isnative:
-        kind = f"an array of dtype {u0.dtype}. {conversion(u0.dtype, 'u0')}".rstrip() if known else f"{type(u0).__name__}."
-        return TypeError(f"{_CALL}: u0 must be an array of float32, float64, complex64 or complex128, but got {kind}")
     if settings.maxiter is None:
         return ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
     return (

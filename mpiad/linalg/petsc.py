@@ -18,10 +18,10 @@ from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.solve import Problem, solution
 from mpiad.linalg.system import Settings, System, agree_on, mistake_in
-from mpiad.linalg.vectors import require_host
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
+from mpiad.transport.device_arrays import is_device_array, named
 from mpiad.transport.recovery import recoverable
 
 _CALL = "linalg.petsc.solve"
@@ -108,10 +108,13 @@ def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, 
         return TypeError(f"{_CALL}: operator must be a function or a DistributedMatrix, but got {type(operator).__name__}.")
     if isinstance(operator, DistributedMatrix) and params:
         return ValueError(f"{_CALL}: a DistributedMatrix takes no params, but got {len(params)}.")
-    try:
-        require_host(_CALL, b, *([stop_gradient(operator.values)] if isinstance(operator, DistributedMatrix) else []))
-    except TypeError as error:
-        return error
+    arrays: list[Any] = [b, *([stop_gradient(operator.values)] if isinstance(operator, DistributedMatrix) else [])]
+    for array in arrays:
+        if is_device_array(array):
+            return TypeError(
+                f"{_CALL} works on the host, but got {named(array)} of shape {array.shape}. Copy it with "
+                "mpiad.device.to_host, and the result back with mpiad.device.to_device; linalg.solve runs on devices."
+            )
     if not isinstance(b, np.ndarray) or b.dtype != scalar:
         kind = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
         return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {kind}.")

@@ -15,14 +15,13 @@ from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
 from mpiad.linalg.system import Settings, System, agree_on, mistake_in, unfit_preconditioner
-from mpiad.linalg.vectors import inner
+from mpiad.linalg.vectors import inner, wrong_block
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed
-from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import opaque, restoring_state
@@ -42,7 +41,6 @@ from mpiad.transport.user_failures import DeferredFailures
 # operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, more iterations are needed.
 
 
-DERIVED = "derived"
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
 
@@ -375,18 +373,12 @@ def _mistake(problem: Problem, b: Array) -> Exception | None:
     functions = {
         "matvec": problem.matvec,
         "preconditioner": problem.preconditioner,
-        "preconditioner_transpose": None if isinstance(given, str) and given == DERIVED else given,
+        "preconditioner_transpose": None if isinstance(given, str) and given == "derived" else given,
         "callback": problem.settings.callback,
     }
-    allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
-    error = wrong_function("linalg.solve", functions)
+    error = wrong_function("linalg.solve", functions) or wrong_block("linalg.solve", "b", b)
     if error is not None:
         return error
-    if not isinstance(b, np.ndarray) and not is_device_array(b):
-        return TypeError(f"linalg.solve: b must be {allowed}, but got {type(b).__name__}.")
-    if b.dtype.char not in "fdFD" or not b.dtype.isnative:
-        cure = conversion(b.dtype, "b") or "Convert it."
-        return TypeError(f"linalg.solve: b must be {allowed}, but got dtype {b.dtype}. {cure}")
     if x0 is not None and is_device_array(x0) != is_device_array(b):
         return TypeError("linalg.solve: x0 must be where b is, but one is on the host and the other on a device.")
     if x0 is not None and np.shape(x0) != b.shape:

@@ -247,7 +247,7 @@ class System:
         """
         own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
         squares, size, unknowns = np.split(self.sums(own), [self.count, 2 * self.count])
-        self.require_finite(float(size.sum()), b, "the right-hand side (b, or a cotangent)")
+        self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MOST_ITERATIONS) if s.maxiter is None else s.maxiter
         # A safe distance from overflow and underflow, since the residuals become smaller.
@@ -269,11 +269,11 @@ class System:
             if self.settings.callback is not None:
                 self.failures.attempt("callback", self.settings.callback, norm)
 
-    def require_finite(self, value: complex, array: LocalArray, name: str) -> None:
-        """Raise a ValueError on all ranks if a sum over an array isn't finite; it names the rank with the wrong array."""
-        if np.isfinite(value):
+    def require_finite(self, sums: np.ndarray, array: LocalArray, name: str) -> None:
+        """Raise a ValueError on all ranks if sums over an array aren't finite; it names the rank with the wrong array."""
+        if np.isfinite(sums).all():
             return
-        # The sum is the same on all ranks, so all of them raise.
+        # The sums are the same on all ranks, so all of them raise.
         used = channel(self.settings.comm, self.settings.call)
         bad = int(array.size - on_host(np.sum(np.isfinite(array))))
         text = (
@@ -315,6 +315,5 @@ def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tu
         return r, norms, np.ones_like(norms)
     seen = system.precondition(r)
     found = system.norms(seen)
-    if not np.isfinite(found).all():
-        system.require_finite(float(found.sum()), seen, "the result of preconditioner")
+    system.require_finite(found, seen, "the result of preconditioner")
     return seen, found, np.where((norms > 0.0) & (found > 0.0), found / np.where(norms > 0.0, norms, 1.0), 1.0)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, LocalArray
+from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 from mpiad.transport.threads import combination, vdot, vdots
 
@@ -95,6 +96,16 @@ def require_floats(call: str, value: Array, length: int) -> None:
         raise TypeError(f"{call}: expected an array of floats of shape (..., {length}), but got {kind}.")
 
 
+def wrong_block(call: str, name: str, value: Array) -> Exception | None:
+    """Return a TypeError if a plain argument isn't an array of single- or double-precision floats."""
+    known = isinstance(value, np.ndarray) or is_device_array(value)
+    if known and value.dtype.char in "fdFD" and value.dtype.isnative:
+        return None
+    kind = f"dtype {value.dtype}. {conversion(value.dtype, name) or 'Convert it.'}" if known else f"{type(value).__name__}."
+    allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
+    return TypeError(f"{call}: {name} must be {allowed}, but got {kind}")
+
+
 def require_together(call: str, **values: Any) -> None:
     """Raise a TypeError if some plain arrays are on another device than the first of them; numbers fit all."""
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
@@ -107,16 +118,6 @@ def require_together(call: str, **values: Any) -> None:
             raise TypeError(
                 f"{call}: {first} and {other} must be in one place, but {first} is {one} and {other} {two}. Nothing is "
                 "copied unasked: see mpiad.device.to_device and to_host."
-            )
-
-
-def require_host(call: str, *values: Any) -> None:
-    """Raise a TypeError if a plain value is a device array."""
-    for value in values:
-        if is_device_array(value):
-            raise TypeError(
-                f"{call} works on the host, but got {named(value)} of shape {value.shape}. Bring it there with "
-                "mpiad.device.to_host, and the result back with mpiad.device.to_device; linalg.solve runs on devices."
             )
 
 

@@ -105,19 +105,14 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
     usable = np.isfinite(field) & (field >= 0.0 if zero_allowed else field > 0.0)
     if not usable.all():
         kind = ValueError if np.isfinite(field).all() else NotFiniteError
-        raise kind(_wrong(domain, field, usable, name, zero_allowed))
+        first = np.unravel_index(int(np.argmin(usable)), field.shape)
+        place = tuple(int(i) + cells.start for i, cells in zip(first, domain.owned))
+        raise kind(
+            f"{_CALL}: {name} must be {'zero or more' if zero_allowed else 'positive'} and finite, but is "
+            f"{float(field[first])!r} at point {place} of the grid, and wrong at {int(np.count_nonzero(~usable))} of "
+            f"{field.size} points of this rank.{'' if zero_allowed else ' Take the exponential of a learned field.'}"
+        )
     return field
-
-
-def _wrong(domain: Domain, field: LocalArray, usable: np.ndarray, name: str, zero_allowed: bool) -> str:
-    first = np.unravel_index(int(np.argmin(usable)), field.shape)
-    place = tuple(int(i) + cells.start for i, cells in zip(first, domain.owned))
-    wanted = "zero or more" if zero_allowed else "positive"
-    advice = "" if zero_allowed else " Of a field that is learned, take the exponential."
-    return (
-        f"{_CALL}: {name} must be {wanted} and finite, but is {float(field[first])!r} at point {place} of the grid, and "
-        f"wrong at {int(np.count_nonzero(~usable))} of {field.size} points of this rank.{advice}"
-    )
 
 
 # The number of levels that are visited twice if κ varies by more than a factor, and this factor.
