@@ -107,17 +107,6 @@ class GaussianPrior:
         return self.mean + self.sqrt(self.domain.normal(seed, self.noise))
 
 
-def positive(value: object, name: str) -> float:
-    """Return the value as a float; raise a ValueError if it isn't a positive finite number."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if 0.0 < number < math.inf:
-        return number
-    raise ValueError(f"{name} must be a positive number, but got {value!r:.60}.")
-
-
 def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
     """Return the block; raise a ValueError on all ranks if one has the wrong shape; collective.
 
@@ -152,7 +141,12 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
                     f"{value!r:.60}."
                 )
             for each in value if several else [value]:
-                positive(each, f"{call}: {name}")
+                try:
+                    valid = 0.0 < float(each) < math.inf
+                except (TypeError, ValueError):
+                    valid = False
+                if not valid:
+                    raise ValueError(f"{call}: {name} must be a positive number, but got {each!r:.60}.")
         for k, (name, value) in enumerate(fields.items()):
             block = np.asarray(stop_gradient(value), dtype=float)
             if block.shape not in ((), domain.local_shape):

@@ -39,12 +39,12 @@ class Failed(NamedTuple):
 
     failure: Failure
     rank: Rank
+    index: int
 
-    def error(self, index: int | None) -> WorkerError:
+    def error(self) -> WorkerError:
         """Return the exception for a failed item, which all ranks raise, or which is stored among the results."""
-        item = "" if index is None else f" at item {index}"
-        text = f"mpi_map: rank {self.rank} raised {self.failure.summary}{item}."
-        return WorkerError(text, self.rank, self.failure.trace, index, self.failure.exit_code)
+        text = f"mpi_map: rank {self.rank} raised {self.failure.summary} at item {self.index}."
+        return WorkerError(text, self.rank, self.failure.trace, self.index, self.failure.exit_code)
 
 
 class Ended(NamedTuple):
@@ -58,7 +58,6 @@ class Outcome(NamedTuple):
     """The end of a map: the failure that all ranks raise, or the results if all ranks get them."""
 
     failed: Failed | None
-    index: int | None
     results: list[Any] | None
 
 
@@ -74,7 +73,7 @@ def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank
             require_plain(result, "fun returned")
         # SystemExit, too, since other ranks wait for this one.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
-            result = Failed(Failure.of(error), rank)
+            result = Failed(Failure.of(error), rank, index)
         results.append((index, result))
         if isinstance(result, Failed) and not goes_on:
             break
@@ -141,7 +140,7 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
             try:
                 PackedObject.of(result, lent=True)
             except Exception as error:  # noqa: BLE001 - as above
-                results[k] = index, Failed(Failure.of(error), rank)
+                results[k] = index, Failed(Failure.of(error), rank, index)
         return PackedObject.of(ended._replace(results=results))
 
 
@@ -244,7 +243,7 @@ class Scheduler:
         self._seconds: float | None = None  # running mean of the time per batch
         self._looked = Backoff()
         self.results: dict[int, Any] = {}
-        self.failed: tuple[Failed, int | None] | None = None
+        self.failed: Failed | None = None
 
     def run(self) -> None:
         """Evaluate all items on the workers, up to the first failure unless exceptions are returned."""
@@ -299,7 +298,7 @@ class Scheduler:
         try:
             return _Packed([index for index, _ in batch], PackedObject.of(batch))
         except Exception as error:  # noqa: BLE001 - pickle may raise anything
-            self._fail(Failed(Failure.of(error), self._rank), batch[0][0])
+            self.failed = self.failed or Failed(Failure.of(error), self._rank, batch[0][0])
             return None
 
     def _next_batch(self) -> Batch:
@@ -311,7 +310,7 @@ class Scheduler:
             except StopIteration:
                 self._exhausted = True
             except Exception as error:  # noqa: BLE001 - a generator is the user's code
-                self._fail(Failed(Failure.of(error), self._rank), self._taken)
+                self.failed = Failed(Failure.of(error), self._rank, self._taken)
             else:
                 batch.append((self._taken, item))
                 self._taken += 1
@@ -343,19 +342,15 @@ class Scheduler:
         self._seconds = share
         for index, result in ended.results:
             if isinstance(result, Failed) and not self._goes_on:
-                self._fail(result, index)
+                self.failed = self.failed or result
                 return
-            self.results[index] = result.error(index) if isinstance(result, Failed) else result
+            self.results[index] = result.error() if isinstance(result, Failed) else result
         self._show()
 
     def _show(self) -> None:
         if self._progress is not None:
             self._progress.total = self._taken if self._exhausted else self._progress.total
             self._progress.update(len(self.results) - self._progress.n)
-
-    def _fail(self, failed: Failed, index: int | None) -> None:
-        if self.failed is None:
-            self.failed = failed, index
 
     # ---- ranks that die
 
@@ -463,7 +458,7 @@ def mpi_map(
             recover(used, error, "mpi_map")
         raise
     if outcome.failed is not None:
-        raise outcome.failed.error(outcome.index)
+        raise outcome.failed.error()
     return outcome.results
 
 
@@ -526,10 +521,10 @@ def _run(
     scheduler.run()
     if bar is not None:
         bar.close()
-    failed, index = scheduler.failed or (None, None)
-    results = None if failed is not None else [scheduler.results[k] for k in range(len(scheduler.results))]
-    scheduler.stop(Outcome(failed, index, results if everywhere else None))
-    return Outcome(failed, index, results)
+    results = None if scheduler.failed is not None else [scheduler.results[k] for k in range(len(scheduler.results))]
+    outcome = Outcome(scheduler.failed, results)
+    scheduler.stop(outcome if everywhere else outcome._replace(results=None))
+    return outcome
 
 
 def _count(items: Iterator[Any]) -> int | None:

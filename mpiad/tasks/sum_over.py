@@ -97,9 +97,7 @@ def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
         return given
     known = _kept.setdefault(channel(comm, _GROUPS_CALL), {})
     if not isinstance(given, int) or given not in known:
-        made = RankGroups(given, comm)
-        known[made.count] = made
-        return made
+        known[given] = RankGroups(given, comm)
     return known[given]
 
 

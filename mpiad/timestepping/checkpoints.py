@@ -152,15 +152,11 @@ class CheckpointSchedule(NamedTuple):
     host: bool = False
 
 
-def checkpoints_of(given: Any, call: str) -> CheckpointSchedule | None:
-    """Validate the user's `checkpoints`, and return them as a schedule; None is returned unchanged.
-
-    `given`: an integer, a `CheckpointSchedule` or None. Raises a TypeError or ValueError if it is invalid, or allows no
-    stored state.
-    """
+def schedule_of(given: Any) -> CheckpointSchedule | None:
+    """Return the user's `checkpoints` as a schedule, or None; raise a TypeError or ValueError if they are invalid."""
     if given is None:
         return None
-    kept = given if isinstance(given, CheckpointSchedule) else CheckpointSchedule(given)
+    call, kept = "timestepping.scan", given if isinstance(given, CheckpointSchedule) else CheckpointSchedule(given)
     for name, number in (("memory", kept.memory), ("disk", kept.disk)):
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise TypeError(

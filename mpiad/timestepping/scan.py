@@ -18,7 +18,7 @@ from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.pytrees import is_variable, named_leaves
-from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, checkpoints_of
+from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, schedule_of
 from mpiad.timestepping.snapshots import Snapshots, own
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, spans
 from mpiad.transport import Spec
@@ -417,7 +417,7 @@ def _scan(
     step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: Any
 ) -> Any:
     _check_arguments(step, u0, n_steps, inputs, observe)
-    steps, kept = int(n_steps), checkpoints_of(checkpoints, "timestepping.scan")
+    steps, kept = int(n_steps), schedule_of(checkpoints)
     length = kept.recorded if kept is not None and kept.recorded > 1 else steps
     stepping = UserStepping(step, observe, u0, inputs, params, length)
     if steps == 0:

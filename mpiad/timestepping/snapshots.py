@@ -142,11 +142,10 @@ def _by_numpy(
     return numbers, corner, int(max(numbers.max(), -numbers.min()))
 
 
-def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the largest absolute value of each row, and of its change from `before`; NaN if the row contains NaN."""
     sizes = np.abs(field), np.abs(field - before)
-    top, change = (each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)
-    return top, change
+    return tuple(each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)
 
 
 def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least: float) -> tuple[float, int]:
