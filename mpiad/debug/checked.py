@@ -22,13 +22,13 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     call_sites : bool
         Whether the ranks must make a collective call without a root from the same line.
     timeout : float, optional
-        Seconds that a wait may take; 0 for no limit. By default that of ``MPIAD_TIMEOUT``, else 300.
+        Seconds that a wait may take; 0 for no limit. By default the value of ``MPIAD_TIMEOUT``, else 300.
 
     Raises
     ------
     CommunicationMismatchError
-        Inside the block, on all ranks of a communicator whose calls differ; a `MessageMismatchError` if a message doesn't
-        match the array that receives it.
+        Inside the block, on all ranks of the communicator, if their calls differ; a `MessageMismatchError` if a message
+        doesn't match the array that receives it.
     DeadlockError
         Inside the block, if a wait takes longer than the timeout.
     ValueError
@@ -36,7 +36,7 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
 
     Ranks
     -----
-    All ranks of the world enter it, at the same place among their communication, and leave it.
+    All ranks of the world enter and leave the block, after the same communication on each rank.
 
     Examples
     --------
@@ -67,10 +67,10 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     Raises
     ------
     ReplicationError
-        A ValueError that names the ranks whose copies differ from the majority's, the first difference (the path of the
-        leaf and the index) and its size; or the differences of shapes, dtypes and structures.
+        A ValueError with the ranks whose copies differ from those of most ranks, the path and index of the first
+        difference, and its size; or with the differences of shapes, dtypes and structures.
     TypeError
-        On all ranks, if one holds a leaf that isn't a number, string or array of them.
+        On all ranks, if any rank has a leaf that isn't a number, a string, or an array of these.
 
     Ranks
     -----
@@ -85,5 +85,5 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     --------
     >>> mpiad.debug.assert_replicated({"w": np.ones(2)})  # raises if any rank holds another value
     """
-    used = channel(comm, "assert_replicated")
-    require_replicated(used, named_leaves(x, name), f"assert_replicated: {name} must be the same on all ranks")
+    group = channel(comm, "assert_replicated")
+    require_replicated(group, named_leaves(x, name), f"assert_replicated: {name} must be the same on all ranks")

@@ -50,10 +50,10 @@ class Place(NamedTuple):
     local_rank: Rank  # among the ranks of its node
     node: str
     cores: tuple[int, ...]  # the numbers of the cores on which the process may run
-    quota: float  # a container's limit of CPU time in cores, inf if there is none
+    quota: float  # a container's limit of CPU time, as a number of cores; infinite if there is none
     threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
     huge_pages: str  # whether its arrays are in huge pages
-    gpus: list[str]  # names of all GPUs of the node; empty except on the first rank of the node
+    gpus: list[str]  # names of all GPUs of the node; empty on all ranks but the first of the node
     gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible ones
     python: str  # path of the interpreter
     versions: dict[str, str]  # versions of Python, the packages, and the optional packages that are installed
@@ -87,8 +87,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-_LARGE = 4 << 20  # bytes
-_ENOUGH = 0.15  # seconds for each measurement
+_LARGE_MESSAGE = 4 << 20  # bytes
+_SECONDS = 0.15  # duration of each measurement
 
 
 class Speed(NamedTuple):
@@ -106,25 +106,25 @@ class Speed(NamedTuple):
 
 
 def speed_of(channel: Channel) -> Speed | None:
-    """Measure the messages of a communicator; collective, with the same result on all ranks; None for a single rank."""
+    """Measure the messages of a communicator; collective, with the same result on all ranks: None for a single rank."""
     if channel.size == 1:
         return None
-    # On a separate duplicate, so that messages don't match those of the program.
+    # A duplicate, so that its messages aren't confused with those of the program.
     comm = make_communicator(channel.user.Dup)
     try:
-        small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE // 8))
+        small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE_MESSAGE // 8))
         reduction = _fastest(comm, lambda comm, array: comm.Allreduce(array, np.empty_like(array)), np.zeros(1))
-        return comm.bcast(Speed(small, _LARGE / large, reduction), 0)
+        return comm.bcast(Speed(small, _LARGE_MESSAGE / large, reduction), 0)
     finally:
         comm.Free()
 
 
 def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
-    """Return the shortest time of several repetitions, whose number rank 0 determines from a first measurement."""
+    """Return the shortest time of several repetitions; rank 0 determines their number from a first measurement."""
     start = perf_counter()
     for _ in range(3):
         exchange(comm, array)
-    count = comm.bcast(max(3, min(1000, int(_ENOUGH / (perf_counter() - start) * 3))), 0)
+    count = comm.bcast(max(3, min(1000, int(_SECONDS / (perf_counter() - start) * 3))), 0)
     times = np.empty(count)
     for k in range(count):
         start = perf_counter()
@@ -143,7 +143,7 @@ def _ping_pong(comm: Comm, array: np.ndarray) -> None:
 
 
 _TOLERANCE = 1e-12
-_LENGTH = 5
+_SELFTEST_LENGTH = 5
 
 
 class SelfTest(NamedTuple):
@@ -165,11 +165,11 @@ class SelfTest(NamedTuple):
 def run_selftest(comm: Comm = None) -> SelfTest:
     """Compare value and gradient of a program of several primitives with their closed forms; collective."""
     rank, size = mpi_rank(comm), mpi_size(comm)
-    before, after = (rank - 1) % size, (rank + 1) % size
+    previous, following = (rank - 1) % size, (rank + 1) % size
 
     def loss(x: Array) -> Scalar:
-        received = mpi_irecv(x, before, tag=7, comm=comm)
-        sent = mpi_isend(x, after, tag=7, comm=comm)
+        received = mpi_irecv(x, previous, tag=7, comm=comm)
+        sent = mpi_isend(x, following, tag=7, comm=comm)
         squares = mpi_allreduce(anp.sum(x**2), comm=comm)
         last = mpi_bcast(x, root=size - 1, comm=comm)
         mixed = anp.sum(anp.sin(x) * mpi_wait(received))
@@ -179,22 +179,23 @@ def run_selftest(comm: Comm = None) -> SelfTest:
     xs = [_input(r) for r in range(size)]
     value, gradient = value_and_grad(loss, comm=comm)(xs[rank])
     expected_value, expected = _closed_form(xs, rank)
-    of_value, of_gradient = abs(value - expected_value) / abs(expected_value), np.abs(gradient - expected)
-    error = np.maximum(of_value, of_gradient.max() / np.abs(expected).max())  # propagates NaN
+    value_error, gradient_error = abs(value - expected_value) / abs(expected_value), np.abs(gradient - expected)
+    error = np.maximum(value_error, gradient_error.max() / np.abs(expected).max())  # propagates NaN
     errors = mpi_allreduce(np.where(np.arange(size) == rank, error, 0.0), comm=comm)
     worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
     return SelfTest(float(errors[worst]), worst)
 
 
 def _input(rank: int) -> np.ndarray:
-    return 0.5 + np.sin(1.0 + rank + np.arange(_LENGTH) ** 2) / 3
+    return 0.5 + np.sin(1.0 + rank + np.arange(_SELFTEST_LENGTH) ** 2) / 3
 
 
 def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
-    # A rank's x occurs in its own sine, in the next rank's product and in the squares; the last rank's x also in `last`.
+    # The x of a rank occurs in its own sine, in the next rank's product and in the squares; that of the last rank also in
+    # `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
@@ -206,8 +207,8 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """An error, or a cause of slowness, in the start of a program."""
 
-    # "error": results are wrong or missing. "warning": the program is slow or may fail. "note": the program may fail on
-    # another machine or with more ranks.
+    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": it may fail on another
+    # machine or with more ranks.
     severity: str
     text: str  # a description and the remedy
 
@@ -394,30 +395,30 @@ def environment(comm: Comm = None) -> Environment:
         return _examined(channel(comm, "environment"), lambda stage: None)
 
 
-def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
+def _examined(group: Channel, entered: Callable[[str], None]) -> Environment:
     """Implement `environment`; `entered` is called with the name of each stage before it begins."""
     entered("exchanging their hosts and cores")
-    places = _places(used)
+    places = _places(group)
     entered("measuring messages")
-    speed = speed_of(used)
+    speed = speed_of(group)
     entered("comparing a gradient with its closed form")
-    selftest = run_selftest(used.user)
+    selftest = run_selftest(group.user)
     entered("collecting the results")
     found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
-    mistakes = of_start(loaded, found, used.size) + of_places(places) + of_versions(places)
+    mistakes = of_start(loaded, found, group.size) + of_places(places) + of_versions(places)
     mistakes += [Mistake("warning", text) for text in misspelt()]
-    # Not started by a launcher: check the one that the shell finds.
+    # Without a launcher, check the one that the shell finds.
     if not found.name:
         mistakes += of_mpiexec(loaded, len(places[0].cores))
-    # All ranks get rank 0's result: they need the same exit code.
-    return Environment(*used.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
+    # All ranks get rank 0's result, because they need the same exit code.
+    return Environment(*group.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
 
 
-def _places(used: Channel) -> list[Place]:
-    mine = place(used.rank, world.local_rank())
-    count = {found.node: len(found.gpus) for found in used.data.allgather(mine) if found.gpus}.get(mine.node, 0)
+def _places(group: Channel) -> list[Place]:
+    mine = place(group.rank, world.local_rank())
+    count = {found.node: len(found.gpus) for found in group.data.allgather(mine) if found.gpus}.get(mine.node, 0)
     gpu, gpus = device_of(mine.local_rank, count), mine.gpus if visible(count) else []
-    return used.data.allgather(mine._replace(gpu=gpu, gpus=gpus))
+    return group.data.allgather(mine._replace(gpu=gpu, gpus=gpus))
 
 
 def _lines(found: Environment) -> list[str]:
@@ -478,9 +479,9 @@ _LIMIT = 30.0  # seconds; the report takes about two
 
 
 def main(limit: float = _LIMIT) -> int:
-    """Print the report on one process, and return the exit code, the same on all ranks.
+    """Print the report on one process, and return the exit code, which is the same on all ranks.
 
-    After `limit` seconds the process is ended: otherwise it would wait forever for a rank that doesn't respond.
+    After `limit` seconds the process ends, because it may be waiting for a rank that never answers.
     """
     stages = ["starting"]
 
@@ -499,7 +500,7 @@ def main(limit: float = _LIMIT) -> int:
     timer.start()
     found = _examined(channel(None, "python -m mpiad"), stages.append)
     timer.cancel()
-    # In separate worlds each process is rank 0 of its own world; the launcher's rank distinguishes them.
+    # If each process is rank 0 of a world of its own, only the launcher's rank distinguishes the processes.
     if found.places[0].rank == 0 and launcher().rank == 0:
         sys.stdout.write(f"{found}\n")
         sys.stdout.flush()

@@ -12,36 +12,33 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
-# Forward and backward phases are reported to active recorders.
-#
-# While a recorder is active, the functions that run phases are replaced by ones that report them, as for operations (see
-# `transport.calls`). So without a recorder there is no overhead.
-
+# While a recorder is active, the functions that run forward and backward passes are replaced by functions that also
+# report them to the recorders, as operations are in `transport.calls`. Without a recorder there is no overhead.
 
 _active: list[Recorder] = []
 # Saved at import, before they are replaced.
-_bare_sweep, _bare_enter, _bare_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
+_original_sweep, _original_enter, _original_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 
-def _noted_sweep(*args: Any) -> None:
+def _recorded_sweep(*args: Any) -> None:
     key = object()
     _begin_phase(key, "backward")
     try:
-        _bare_sweep(*args)
+        _original_sweep(*args)
     finally:
         _end_phase(key)
 
 
-def _noted_enter(self: OrderedTape) -> Any:
+def _recorded_enter(self: OrderedTape) -> Any:
     _begin_phase(self, "forward")
-    return _bare_enter(self)
+    return _original_enter(self)
 
 
-def _noted_exit(
+def _recorded_exit(
     self: OrderedTape, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
     try:
-        _bare_exit(self, kind, error, trace)
+        _original_exit(self, kind, error, trace)
     finally:
         _end_phase(self)
 
@@ -57,15 +54,15 @@ def _end_phase(key: object) -> None:
 
 
 def _switch(on: bool) -> None:
-    backward.sweep = _noted_sweep if on else _bare_sweep
-    OrderedTape.__enter__ = _noted_enter if on else _bare_enter  # type: ignore[method-assign]
-    OrderedTape.__exit__ = _noted_exit if on else _bare_exit  # type: ignore[method-assign]
+    backward.sweep = _recorded_sweep if on else _original_sweep
+    OrderedTape.__enter__ = _recorded_enter if on else _original_enter  # type: ignore[method-assign]
+    OrderedTape.__exit__ = _recorded_exit if on else _original_exit  # type: ignore[method-assign]
 
 
 calls.register(_switch)
 
 
-MOST = 500_000  # events of a few hundred bytes each
+MAX_EVENTS = 500_000  # maximum number of events, of a few hundred bytes each
 _NOTHING = Arguments()
 _WAITS = ("mpi_wait", "mpi_waitall")
 
@@ -75,12 +72,10 @@ class Message(NamedTuple):
 
     outgoing: bool
     communicator: str
-    # `source`, `dest`: ranks in the world.
-    source: int
+    source: int  # rank in the world, as `dest`
     dest: int
-    # `tag`, `number`: the user's tag, and the index of the message among those with that tag.
-    tag: int
-    number: int
+    tag: int  # the user's tag
+    number: int  # the index of the message among those with this tag
     reverse: bool  # whether it belongs to an adjoint
 
 
@@ -88,16 +83,14 @@ class Event(NamedTuple):
     """A communication or a phase."""
 
     thread: int  # 0 is the main thread
-    # `began`, `ended`: times of this rank's `time.perf_counter()`.
-    began: float
+    began: float  # time of this rank's `time.perf_counter()`, as `ended`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
     called: str  # `name` with the library function that the user called, for example "adjoint of exchange"
     operation: str  # the operation executed, which in an adjoint may differ from the forward one; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
-    # `innermost`: whether it contains no other communication. `outermost`: whether no other communication contains it.
-    innermost: bool
-    outermost: bool
+    innermost: bool  # whether it contains no other communication
+    outermost: bool  # whether no other communication contains it
     site: str  # the line of the user's program
     forward_site: str  # for an adjoint, the line of the forward call; else ""
     arguments: Arguments
@@ -105,7 +98,7 @@ class Event(NamedTuple):
 
 
 class _Stacks(threading.local):
-    """The open events of each thread: key, time, whether they contain a communication, and a phase's name."""
+    """The open events of each thread: lists of key, start time, whether they contain a communication, and name."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -113,22 +106,18 @@ class _Stacks(threading.local):
 
 
 class Recorder:
-    """Records events between `start` and `stop`.
-
-    `dropped`: the number of events beyond the maximum. `since`, `until`: times of `start` and `stop`. `threads`: names of
-    the threads, by number.
-    """
+    """Records events between `start` and `stop`, with their times."""
 
     def __init__(self) -> None:
         self._noted: list[tuple] = []
-        self.dropped = 0
-        self.since = self.until = 0.0
-        self.threads: list[str] = []
+        self.dropped = 0  # number of events beyond the maximum
+        self.since = self.until = 0.0  # times of `start` and `stop`
+        self.threads: list[str] = []  # names of the threads, by number
         self._stacks, self._lock = _Stacks(), threading.Lock()
 
     def start(self) -> None:
         """Begin to record."""
-        # First, so that this thread, the program's main one, has number 0.
+        # The first thread that is numbered, the main thread of the program, has number 0.
         self._number()
         self.since = perf_counter()
         calls.observers.append(self)
@@ -153,22 +142,22 @@ class Recorder:
         return [_event(*noted) for noted in self._noted]
 
     def began(self, call: Call) -> None:
-        """Begin a communication; all open events contain it."""
+        """Open a communication."""
         opened = self._stacks.open
-        # Open events aren't innermost: they contain this one.
+        # All open events contain this one, so they aren't innermost.
         for entry in opened:
             entry[2] = True
         opened.append([call, call.began, False, ""])
 
     def ended(self, call: Call) -> None:
-        """Close a communication."""
+        """Close a communication and record it."""
         entry = self._closed(call)
         if entry is not None:
-            # Most attributes are evaluated later, in `events`, so that this function is fast: it runs in every call.
+            # Most attributes are computed later, in `events`, because this function runs in every communication.
             self._note((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:
-        """Open a phase, "forward" or "backward"; `key` identifies it."""
+        """Open a phase, "forward" or "backward"; `key` identifies it in `phase_ended`."""
         self._stacks.open.append([key, perf_counter(), False, name])
 
     def phase_ended(self, key: object) -> None:
@@ -178,13 +167,13 @@ class Recorder:
             self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NOTHING))
 
     def _note(self, noted: tuple) -> None:
-        if len(self._noted) < MOST:
+        if len(self._noted) < MAX_EVENTS:
             self._noted.append(noted)
         else:
             self.dropped += 1
 
     def _closed(self, key: object) -> list[Any] | None:
-        """Close an event and all inner ones that an exception left open; return it, None if its start wasn't recorded."""
+        """Close an event, and inner events left open by an exception; return it, None if it isn't known."""
         opened = self._stacks.open
         for place in range(len(opened) - 1, -1, -1):
             if opened[place][0] is key:
@@ -202,13 +191,13 @@ class Recorder:
         return number
 
 
-def _event(thread: int, what: Call | str, began: float, ended: float, innermost: bool, given: Arguments) -> Event:
-    if isinstance(what, str):
-        return Event(thread, began, ended, what, what, "", "phase", False, True, "", "", given, ())
-    names = what.described, what.called, what.name, what.direction
-    sites = what.site.text, what.forward_site.text if what.forward_site else ""
-    messages = _messages(what.name, given) if innermost else ()
-    return Event(thread, began, ended, *names, innermost, what.outer is None, *sites, given, messages)
+def _event(thread: int, source: Call | str, began: float, ended: float, innermost: bool, given: Arguments) -> Event:
+    if isinstance(source, str):
+        return Event(thread, began, ended, source, source, "", "phase", False, True, "", "", given, ())
+    names = source.described, source.called, source.name, source.direction
+    sites = source.site.text, source.forward_site.text if source.forward_site else ""
+    messages = _messages(source.name, given) if innermost else ()
+    return Event(thread, began, ended, *names, innermost, source.outer is None, *sites, given, messages)
 
 
 def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
@@ -217,11 +206,11 @@ def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
         return ()  # counted in the wait that completes it
     found = []
     for envelope in given.envelopes:
-        # The wait for a send sends nothing.
+        # A send is counted when it starts, not in the wait that completes it.
         if envelope.number is None or (operation in _WAITS and envelope.outgoing):
             continue
         channel = envelope.channel
-        here, there = channel.members[channel.rank], channel.members[envelope.peer]
-        ends = (here, there) if envelope.outgoing else (there, here)
+        own, peer = channel.members[channel.rank], channel.members[envelope.peer]
+        ends = (own, peer) if envelope.outgoing else (peer, own)
         found.append(Message(envelope.outgoing, channel.label, *ends, envelope.tag, envelope.number, envelope.reverse))
     return tuple(found)

@@ -31,11 +31,11 @@ _START, _END = "start of the recording", "end of the recording"
 
 
 class Place(NamedTuple):
-    """The code between two communications, or the code inside a library function that communicates several times."""
+    """The code between two communications, or inside a library function that communicates several times."""
 
     phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or outside of all derivatives
-    # `after`, `until`: the lines of the communications before and after the code (for adjoints, the lines of their forward
-    # calls). They are equal in a loop around one communication. Inside a function of the library both name that function.
+    # `after`, `until`: the lines of the communications before and after the code; for an adjoint the line of its forward
+    # call. The two lines are equal in a loop around one communication. Inside a library function both name the function.
     after: str
     until: str
 
@@ -48,26 +48,22 @@ class Stretch(NamedTuple):
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
-    """Return a rank's seconds of computation at each place.
-
-    Together with the durations of the innermost communications they add up to the duration of the recording. Only the main
-    thread counts, since other threads may wait between two calls.
-    """
+    """Return a rank's seconds of computation at each place, on the main thread: other threads may be waiting."""
     mine = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
     for began, ended, place in gaps(recorder, mine):
         found[place] += ended - began
     for event, seconds in _inside(mine):
-        # Computation between the messages of a function of the library, such as a solve, is listed under that function.
+        # Computation inside a library function, such as a solve, is listed under the name of the function.
         named = f"inside {event.called}"
         found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
     return dict(found)
 
 
 def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
-    """Yield begin, end and place of the intervals between a thread's communications, divided where a phase changes."""
+    """Yield begin, end and place of the intervals between a thread's communications, divided at the ends of phases."""
     phases: list[str] = []
-    pending: list[tuple[float, float, str]] = []  # since the last communication: begin, end and phase
+    pending: list[tuple[float, float, str]] = []  # begin, end and phase of intervals since the last communication
     at, after = recorder.since, _START
 
     def passed(time: float) -> None:
@@ -78,15 +74,15 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
         yield from [(began, ended, Place(phase, after, until)) for began, ended, phase in pending]
         pending.clear()
 
-    for time, _, what in sorted(_marks(events), key=itemgetter(0, 1)):
+    for time, _, mark in sorted(_marks(events), key=itemgetter(0, 1)):
         passed(time)
         at = max(at, time)
-        if isinstance(what, Event):
-            line = what.forward_site or what.site
+        if isinstance(mark, Event):
+            line = mark.forward_site or mark.site
             yield from reached(line)
-            at, after = what.ended, line
-        elif what:
-            phases.append(what)
+            at, after = mark.ended, line
+        elif mark:
+            phases.append(mark)
         elif phases:
             phases.pop()
     passed(recorder.since + recorder.elapsed)
@@ -94,10 +90,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield (time, order, what): `order` sorts equal times.
-
-    `what` is a communication, the name of a phase that begins, or "" if a phase ends.
-    """
+    """Yield (time, order, mark): a communication, or the name of a phase that begins, or "" if a phase ends."""
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name
@@ -120,16 +113,15 @@ def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
             inner = 0.0
 
 
-# One clock for all ranks: each rank's offset from rank 0's clock, measured at the start and at the end.
+# One clock for all ranks: the offset of each rank's clock from rank 0's is measured at the start and at the end.
 #
-# In a timed round trip, the message in one direction bounds the offset from below and the reply bounds it from above. The
-# fastest round trip gives the best estimate between the bounds. On a busy machine most messages wait for a core, but not
-# all in the same direction, so the bounds of several round trips are combined until further ones don't narrow the interval.
-# Processes of one machine share a clock, and clocks of different machines may differ by hours. So if zero lies within the
-# bounds, the offset is zero. The offset is assumed to change linearly between the two measurements (clock drift).
+# In a round trip, the message in one direction bounds the offset from below, and the reply bounds it from above. The
+# fastest round trip gives the best estimate between the bounds. On a busy machine most messages wait for a core, but
+# not all in the same direction. Therefore the bounds of several round trips are combined until further ones don't
+# narrow the interval. Processes of one machine share a clock, so the offset is zero if the bounds allow it. Between the
+# two measurements the offset is assumed to change linearly (clock drift).
 
-
-_TIMES, _MOST = 10, 200  # round trips at a time, and in total
+_ROUND_TRIPS, _MAX_ROUND_TRIPS = 10, 200  # number of round trips per estimate, and in total
 
 
 class Reading(NamedTuple):
@@ -140,7 +132,7 @@ class Reading(NamedTuple):
 
 
 class Clock:
-    """Convert this rank's times to rank 0's clock."""
+    """Converts this rank's times to rank 0's clock."""
 
     def __init__(self, first: Reading, last: Reading):
         self._first = first
@@ -159,56 +151,51 @@ def read_clock(comm: Comm) -> Reading:
         for rank in range(1, comm.size):
             comm.Send(np.array([0.0, _difference(comm, rank)]), rank)
         return Reading(perf_counter(), 0.0)
-    asked, now = np.empty(2), np.empty(1)
+    request, reply = np.empty(2), np.empty(1)
     while True:
-        comm.Recv(asked, 0)
-        now[0] = perf_counter()
-        if not asked[0]:
-            return Reading(float(now[0]), float(asked[1]))
-        comm.Send(now, 0)
+        comm.Recv(request, 0)
+        reply[0] = perf_counter()
+        if not request[0]:
+            return Reading(float(reply[0]), float(request[1]))
+        comm.Send(reply, 0)
 
 
 def _difference(comm: Comm, rank: int) -> float:
     """Return the offset of rank 0's clock from another rank's."""
-    asked, theirs = np.ones(2), np.empty(1)
+    request, theirs = np.ones(2), np.empty(1)
     low, high, fastest = -np.inf, np.inf, (np.inf, 0.0)
-    for count in range(_TIMES, _MOST + 1, _TIMES):
+    for count in range(_ROUND_TRIPS, _MAX_ROUND_TRIPS + 1, _ROUND_TRIPS):
         before = high - low
-        for _ in range(_TIMES):
+        for _ in range(_ROUND_TRIPS):
             start = perf_counter()
-            comm.Send(asked, rank)
+            comm.Send(request, rank)
             comm.Recv(theirs, rank)
             end = perf_counter()
             low, high = max(low, start - theirs[0]), min(high, end - theirs[0])
             fastest = min(fastest, (end - start, (start + end) / 2 - float(theirs[0])))
-        if count > _TIMES and high - low > 0.9 * before:
+        if count > _ROUND_TRIPS and high - low > 0.9 * before:
             break
     return 0.0 if low <= 0 <= high else float(np.clip(fastest[1], low, high))
 
 
-# The trace file: all ranks' events in one file, written atomically.
+# The trace file: the events of all ranks, written atomically in Chrome's trace event format, which Perfetto reads.
 #
-# It has Chrome's trace event format, which Perfetto reads: one process per rank, "complete" events. Times are integer
-# nanoseconds on one clock, so that nested events remain nested after rounding. The time between two communications is
-# computation, and gets an event of its own.
+# There is one process per rank, with "complete" events. Times are integer nanoseconds on one clock, so that nested
+# events remain nested after rounding. The time between two communications becomes an event "computation".
 
-
-_PIECE = 1 << 20  # approximate number of characters per write
+_CHARACTERS = 1 << 20  # approximate number per write
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"
 _SHORTEST = 1000  # nanoseconds; shorter computation gets no event
 
 
 def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
-    """Write the events of all ranks; collective.
-
-    Raise an OSError on all ranks if rank 0 can't write the file; an existing file stays unchanged.
-    """
+    """Write the events of all ranks; collective. Raise an OSError on all ranks if rank 0 can't write the file."""
     starts, dropped = zip(*comm.allgather((clock(recorder.since), recorder.dropped)))
     pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
     error = None
     if comm.rank == 0:
-        # Rank after rank, so that rank 0 doesn't hold the events of all ranks.
+        # Rank 0 receives from one rank after the other, so that it doesn't hold the events of all ranks.
         received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
         error = _written(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
     else:
@@ -232,12 +219,12 @@ def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
             file.write(_FOOTER)
             file.flush()
             os.replace(temporary, path)  # before closing, which releases the lock of `begin`
-    except (OSError, ValueError) as failure:
+    except (OSError, ValueError) as write_error:
         for _ in pieces:
             pass  # the senders wait until their data are received, even if they can't be written
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        return str(failure)
+        return str(write_error)
     return None
 
 
@@ -247,7 +234,7 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
     for event in events:
         held.append(event)
         size += len(event)
-        if size >= _PIECE:
+        if size >= _CHARACTERS:
             yield ",\n".join(held)
             held, size = [], 0
     if held:
@@ -255,11 +242,7 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
 
 
 def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[float], float], zero: float) -> Iterator[str]:
-    """Yield a rank's events, each as the text of a JSON object.
-
-    `node` : name of the machine. `aligned` : function from this rank's times to the common clock. `zero` : the start of the
-    recording on the common clock.
-    """
+    """Yield a rank's events as JSON texts, with times on the clock `aligned`, on which the recording starts at `zero`."""
 
     def tick(time: float) -> int:
         return round(1e9 * (aligned(time) - zero))
@@ -270,15 +253,15 @@ def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[fl
     for number, name in enumerate(recorder.threads):
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
-        # In the file an outer event precedes the inner ones, which begin later or end earlier. If both times are equal, the
-        # reversed order of recording decides: inner events are recorded first.
+        # An outer event must precede its inner events, which begin later or end earlier. If both times are equal, the
+        # reversed order of recording decides, since inner events are recorded first.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
         for start, end, event in spans:
             yield _complete(rank, number, start, end, event)
             for message in event.messages:
                 yield _flow(rank, number, start, end, message)
-        # On other threads than the main one, the time between two calls may be waiting instead of computation.
+        # Other threads may be waiting between two calls, instead of computing.
         for began, ended, _ in gaps(recorder, [event for _, _, event in spans]) if number == 0 else ():
             start, end = tick(began), tick(ended)
             if end - start >= _SHORTEST:
@@ -303,14 +286,14 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
     args |= {name: getattr(given, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
     args["dtype"] = None if given.dtype is None else str(given.dtype)
     args |= {"shape": given.shape and list(given.shape), "bytes": given.nbytes}
-    # An inner event is named after the operation executed, since an adjoint contains calls of other operations.
+    # An adjoint contains calls of other operations, so an inner event is named after the operation that was executed.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
 
 
 def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
-    # Perfetto draws an arrow between two events with the same id. So the sender and the receiver of a message must compute
-    # the same id, which no other message has. Python's hash would differ between processes.
+    # Perfetto draws an arrow between two events with the same id. Sender and receiver must compute the same id, which
+    # no other message has; Python's hash would differ between processes.
     number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
     found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
     found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
@@ -337,7 +320,7 @@ class Recording:
 
     @contextmanager
     def compared(self) -> Iterator[tuple[Comm, Clock]]:
-        """Enter a context with the clock of all ranks, and a communicator to exchange recorded events; collective."""
+        """Enter a context with the clock of all ranks and a communicator for recorded events; collective."""
         with _scratch() as comm:
             yield comm, Clock(self._first, read_clock(comm))
 
@@ -347,9 +330,9 @@ class Recording:
             gather_into(path, comm, self.recorder, clock)
 
     def write_part(self, path: Path) -> Path:
-        """Write this rank's events alone, to a file next to `path`, after a failure; return the file's path."""
+        """After a failure, write this rank's events to a file next to `path`; return the file's path."""
         self.stop()
-        # The first reading of the clock serves for the end, too, since a second one would need the other ranks.
+        # A second reading of the clock would need the other ranks, so the first one is also used for the end.
         clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
         events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.since))
         error = _written(part, _HEADER % (1, self.recorder.dropped), _pieces(events))

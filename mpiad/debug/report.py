@@ -17,16 +17,15 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.tracing import restoring_state
 
-# A rank's wait in each communication, until the others arrive.
+# The wait of a rank in each communication, until the others begin it.
 #
-# Waiting and transfer can't be distinguished inside an MPI call, but the time at which each rank began it is known. A
-# receiver waits until its sender begins to send. A rank that receives data from all ranks waits until the last of them
-# begins, and a rank that receives data from the root waits until the root begins. This time, but at most the duration of
-# the call, counts as wait; the rest counts as transfer. Sends, and the starts of nonblocking operations, don't wait. The
-# completion of a nonblocking send or reduction counts entirely as wait, since the rank can do nothing else.
+# MPI doesn't show how long a call waits, but the time at which each rank began the call is known. A receiver waits
+# until its sender begins to send. A rank that receives data from all ranks waits until the last of them begins, and a
+# rank that receives data from the root waits until the root begins. This time, but at most the duration of the call,
+# counts as wait; the rest counts as transfer. Sends and the starts of nonblocking operations don't wait. The completion
+# of a nonblocking send or reduction counts entirely as wait, since the rank does nothing else.
 #
-# Times of different ranks are compared on one clock, which is exact to a few microseconds.
-
+# The times of different ranks are compared on one clock, which is exact to a few microseconds.
 
 _STARTS = ("mpi_isend", "mpi_irecv", "mpi_iallreduce", "mpi_send")
 _COMPLETIONS = ("mpi_wait", "mpi_waitall")
@@ -54,7 +53,7 @@ def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]
     """Return the seconds that this rank waited in each of its innermost communications; collective over the world."""
     sent = _sends(events, clock, comm)
     arrivals = _arrivals(events, clock, comm.rank)
-    # The first member of each group compares its arrivals, so that no rank holds the arrivals of all ranks.
+    # The first rank of each group compares the arrivals, so that no rank holds the arrivals of all ranks.
     latest = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
     return [_wait(event, sent, latest.get(k), clock) for k, event in enumerate(events)]
 
@@ -89,17 +88,14 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
             continue
         kind = (given.communicator or "", name)
         root = None if given.root is None else given.members[given.root]
-        # All ranks of a group call its collectives in the same order, so equal counts identify one collective.
+        # All ranks of a group call its collectives in the same order, so equal counts mean the same call.
         found[k] = _Arrival(_Collective(*kind, counts[kind]), rank, clock(event.began), root)
         counts[kind] += 1
     return found
 
 
 def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
-    """Return the latest start among the ranks that this rank waits for, by event index.
-
-    `owners` are the ranks that compare the arrivals.
-    """
+    """Return the latest start among the ranks that this rank waits for, by event index; `owners` compare the arrivals."""
     indices: list[list[int]] = [[] for _ in range(comm.size)]
     for k, owner in owners.items():
         indices[owner].append(k)
@@ -123,14 +119,13 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
 
 # Thresholds of advice: shares of the time, and ratios.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
-_SMALL = 10_000  # bytes: below, a message takes about as long as an empty one
+_SMALL_MESSAGE = 10_000  # bytes: below, a message takes about as long as an empty one
 
 
 class Totals(NamedTuple):
-    """The numbers of a report on which advice is based."""
+    """The numbers on which advice is based."""
 
-    # `elapsed`, `communicating`, `waiting`: seconds of each rank, shape (P,).
-    elapsed: np.ndarray
+    elapsed: np.ndarray  # seconds of each rank, shape (P,), as `communicating` and `waiting`
     communicating: np.ndarray
     waiting: np.ndarray
     busiest: str  # the operation with the longest transfer, and its line
@@ -175,7 +170,7 @@ def _transfer(totals: Totals) -> Iterator[str]:
     size = totals.nbytes / totals.calls
     remedy = (
         "Latency: send several arrays in one message, and less often (wider halos, a vector instead of numbers)"
-        if size < _SMALL
+        if size < _SMALL_MESSAGE
         else "Bandwidth: send less, or let it overlap with computing (`begin_exchange`, `mpi_isend`, `mpi_iallreduce`)"
     )
     yield (
@@ -219,7 +214,7 @@ def over_mean(values: np.ndarray) -> float:
     return float(values.max() / mean) if mean > 0 else 0.0
 
 
-_NOTHING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into `with mpiad.debug.recorded():`."
+_NO_RECORDING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into `with mpiad.debug.recorded():`."
 
 
 class Row(NamedTuple):
@@ -228,11 +223,11 @@ class Row(NamedTuple):
     Attributes
     ----------
     operation : str
-        The library's function that the program calls there: ``"mpi_bcast"``, ``"exchange"``, ``"adjoint of exchange"``.
+        The library function that the program calls: ``"mpi_bcast"``, ``"exchange"``, ``"adjoint of exchange"``.
     site : str
         The line of the forward call.
     calls : array of int, shape (P,)
-        Number of calls of that function, or of its communications if it makes several independent ones.
+        Number of calls of the function, or of its communications if it makes several independent ones.
     messages : array of int, shape (P,)
         Number of point-to-point messages that these calls sent and received.
     nbytes : array of int, shape (P,)
@@ -240,7 +235,7 @@ class Row(NamedTuple):
     seconds : array, shape (P,)
         Time inside the calls.
     waited : array, shape (P,)
-        The part of `seconds` before the ranks on which the call depends had begun.
+        The part of `seconds` before the ranks on which the call depends had begun the call.
 
     Examples
     --------
@@ -302,7 +297,7 @@ class Report(NamedTuple):
         return advice(_totals(self), self.computing) if self.rows else []
 
     def __str__(self) -> str:
-        return _text(self) if self.rows else f"mpiad: {_NOTHING}"
+        return _text(self) if self.rows else f"mpiad: {_NO_RECORDING}"
 
 
 def report(file: IO[str] | None = None) -> Report:
@@ -324,8 +319,7 @@ def report(file: IO[str] | None = None) -> Report:
 
     Notes
     -----
-    The report covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`); if there is none, the last
-    one.
+    The report covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`), else the last one.
 
     Examples
     --------
@@ -351,7 +345,8 @@ _COLUMNS = 5
 
 def _collected(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
-    # An adjoint consists of operations. With both, its time would count twice.
+    # Only the innermost communications are timed: otherwise the time of an adjoint and of its operations would be
+    # added.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
         mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
@@ -364,10 +359,10 @@ def _collected(recording: Recording) -> Report:
             row = mine[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
-        # Each rank sums its own events first, so that it sends a few hundred rows instead of all events.
+        # Each rank sums its own events first, to send a few hundred rows instead of all events.
         every = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
     rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in every], [0.0] * _COLUMNS)]
-    # The longest wait first: waits can be avoided, while transfers may just be large.
+    # The longest wait comes first, since waits can be avoided, whereas transfers may just be large.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
     computing = [Stretch(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in every], 0.0)]
     computing.sort(key=lambda each: -each.seconds.sum())
@@ -380,8 +375,8 @@ def _key(event: Event) -> tuple[str, str]:
 
 
 def _by_rank(parts: list[dict], nothing: object) -> list[tuple[Any, np.ndarray]]:
-    """Return one array per key of any rank, with that key's value on each rank."""
-    # A dict, because a set's order may differ between ranks.
+    """Return one array per key of any rank, with the value of the key on each rank; `nothing` if a rank lacks it."""
+    # A dict, because the order of a set may differ between ranks.
     keys = dict.fromkeys(key for part in parts for key in part)
     return [(key, np.array([part.get(key, nothing) for part in parts])) for key in keys]
 
@@ -404,9 +399,9 @@ def _text(found: Report) -> str:
     head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {found.elapsed.max():.3g} s"
     computing = totals.elapsed - totals.communicating
     uneven = f"max/mean: computing {over_mean(computing):.2f}, waiting {over_mean(totals.waiting):.2f}"
-    said = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in found.advice]
+    advice_lines = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in found.advice]
     parts = [_table(_communication(found.rows), 2), [*_table(_ranks(found, totals), 0), uneven]]
-    parts += [_table(_computation(found), 3), said]
+    parts += [_table(_computation(found), 3), advice_lines]
     return "\n\n".join([head, *map("\n".join, parts)])
 
 
@@ -429,12 +424,12 @@ def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
     return lines
 
 
-_SHOWN = 8  # rows of computation; the others are summed up in one row
+_MAX_ROWS = 8  # rows of computation; the others are summed up in one row
 
 
 def _computation(found: Report) -> list[tuple[str, ...]]:
-    lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], found.computing[:_SHOWN]
-    if rest := found.computing[_SHOWN:]:
+    lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], found.computing[:_MAX_ROWS]
+    if rest := found.computing[_MAX_ROWS:]:
         shown.append(Stretch(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
     for (phase, after, until), seconds in shown:
         lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{over_mean(seconds):.2f}"))
@@ -446,7 +441,7 @@ def _longest(seconds: np.ndarray) -> str:
 
 
 def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Return aligned lines, with this number of left-aligned columns."""
+    """Return aligned lines; the first `left` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(cell.ljust(width) if k < left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths)))

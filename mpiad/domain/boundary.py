@@ -1,7 +1,6 @@
 """Boundary conditions on the physical sides of a grid: halo cells are a value plus a factor times cells of the block.
 
-A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file: the layers that are
-copied, the transpose (`Side.folded`) and the derivative (`homogeneous`).
+A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def _mirrored(n: int, h: int, place: int) -> slice:
 class Side(NamedTuple):
     """Boundary values beyond one side: value + factor * layers."""
 
-    # ``layers(n, h, place)`` returns the slice of copied layers in a block with its halo: h layers, or one that is
-    # repeated. None if no layer is copied.
+    # ``layers(n, h, place)`` returns the slice of the copied layers in a block with its halo: h layers, or one that is
+    # repeated. None: nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # A block must have this number of cells in addition to the width of the halo; None without such a condition.
+    # The number of cells that a block needs in addition to the width of the halo; None: no condition.
     spare: int | None = None
     factor: complex = 1
     value: Any = 0
@@ -54,7 +53,7 @@ class Side(NamedTuple):
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
         """Return the cotangent of the layers, given that of the halo: the transpose of `filled`'s linear part."""
-        # If all layers of the halo are copies of one layer, their cotangents add up.
+        # If all layers of the halo are copies of one layer, their cotangents are added.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total
 
@@ -69,11 +68,7 @@ _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair
 
 
 def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
-    """Return the boundary of each side.
-
-    Raise a ValueError for an unknown name or a wrong number of dimensions; a TypeError for anything but strings, numbers
-    and tuples of them.
-    """
+    """Return the boundary of each side; raise a ValueError or TypeError if it is unknown or for other dimensions."""
     if not isinstance(boundary, (tuple, list)):
         side = _side(boundary, call)
         return ((side, side),) * ndim
@@ -113,20 +108,17 @@ def homogeneous(sides: Sides) -> Sides:
 
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
-    """Return the traced boundary value v, None if there is none, and the sides with zero in its place.
-
-    An exchange of u with the boundary value v equals an exchange of u - v with boundary value zero, plus v. Raise a
-    TypeError if v isn't one number, the same on all sides that have a value.
-    """
-    every = [side for pair in sides for side in pair]
-    values = [side.value for side in every if side.layers is None]
-    traced = [side.value for side in every if isbox(side.value)]
+    """Return the traced boundary value v, None without one, and the sides with zero in its place; v must be one number."""
+    # An exchange of u with the value v equals an exchange of u - v with the value zero, plus v.
+    all_sides = [side for pair in sides for side in pair]
+    values = [side.value for side in all_sides if side.layers is None]
+    traced = [side.value for side in all_sides if isbox(side.value)]
     if not traced:
         return None, sides
     value = traced[0]
     shape = np.shape(getval(value))
-    # One number is subtracted from all cells of u, so other sides must copy layers with factor one and value zero.
-    uniform = all(side.value is value if side.layers is None else side[2:] == (1, 0) for side in every)
+    # v is subtracted from all cells of u, so other sides must copy layers with factor one and value zero.
+    uniform = all(side.value is value if side.layers is None else side[2:] == (1, 0) for side in all_sides)
     if shape != () or not uniform:
         raise TypeError(
             f"{call}: a traced boundary value must be one number, the same on all sides that have a value, but got "
@@ -136,7 +128,7 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
 
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
-    """Raise a TypeError if a value can't be cast to the array's dtype by "same_kind", for example from complex to real."""
+    """Raise a TypeError if a value can't be cast to the array's dtype by the rule "same_kind"."""
     for value in [side.value for pair in sides for side in pair]:
         if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(

@@ -1,7 +1,4 @@
-"""Coordinates of cells in a grid with equal spacing, and positions of points between them.
-
-The positions are differentiable functions of the points.
-"""
+"""Coordinates of cells in a grid with equal spacing, and positions of points between them, differentiable functions."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ class Lattice(NamedTuple):
 def lattice_of(
     shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
 ) -> Lattice:
-    """Return the positions of cells, given the arguments of `Domain.coordinates`.
-
-    If the dimension is periodic, the upper end of `extent` is the first cell again. Raise a ValueError if an argument
-    doesn't have one entry per dimension, or an upper end isn't above the lower one.
-    """
+    """Return the positions of cells from the arguments of `Domain.coordinates`; raise a ValueError if one is invalid."""
     if extent is None:
         ndim = len(shape)
         steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
@@ -43,7 +36,7 @@ def lattice_of(
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
         if not high > low:
             raise ValueError(f"Domain.coordinates: extent must go from a lower to a higher end, but got ({low}, {high}).")
-        # On a periodic dimension there are as many steps as cells.
+        # A periodic dimension has as many steps as cells: its upper end is the first cell again.
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)
@@ -71,11 +64,7 @@ class Location(NamedTuple):
 
 
 def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
-    """Return the owners, cells and positions of points.
-
-    Raise a TypeError if points aren't numbers; a ValueError if they don't have one coordinate per dimension, or if one lies
-    outside the grid.
-    """
+    """Return owners, cells and positions of points; raise a TypeError or ValueError if they aren't points of the grid."""
     ndim, plain = len(partition.shape), np.asarray(stop_gradient(points))
     if plain.dtype.kind not in "fiu":
         raise TypeError(f"{call}: points must be an array of numbers, but got {type(points).__name__} of {plain.dtype}.")

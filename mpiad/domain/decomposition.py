@@ -31,16 +31,16 @@ class Decomposition:
         dims: Sequence[int] | None = None,
         comm: Comm = None,
     ):
-        used = channel(comm, "Domain")
+        group = channel(comm, "Domain")
         given = [f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}"]
         partition, self.halo = alike_on_all(
-            used, lambda: _partition(used.size, shape, halo, periodic, dims), lambda _: given, "Domain"
+            group, lambda: _partition(group.size, shape, halo, periodic, dims), lambda _: given, "Domain"
         )
-        self.comm, self._channel, self._partition = comm, used, partition
+        self.comm, self._channel, self._partition = comm, group, partition
         self.shape, self.dims, self.periodic = partition.shape, partition.dims, partition.periodic
-        self.position = partition.position(used.rank)
-        self.neighbours = partition.neighbours(used.rank)
-        self.owned = partition.block(used.rank)
+        self.position = partition.position(group.rank)
+        self.neighbours = partition.neighbours(group.rank)
+        self.owned = partition.block(group.rank)
         self.local_shape = lengths(self.owned)
         self._halos: dict[tuple[int, ...], Halo] = {}
         self._halo = self.halo_of(self.halo)
@@ -58,7 +58,7 @@ class Decomposition:
 
 
 def checked_block(domain: Decomposition, u: Array, call: str, shape: Shape | None = None) -> LocalArray:
-    """Return u; raise a TypeError or ValueError if it isn't an array of shape (..., *shape), by default the block's."""
+    """Return u; raise a TypeError or ValueError if its shape isn't (..., *shape), by default that of the block."""
     shape = domain.local_shape if shape is None else shape
     found = getval(u)
     if not is_array(found):
@@ -95,7 +95,7 @@ PerDimension: TypeAlias = "int | Sequence[int]"
 def _partition(
     size: int, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
 ) -> tuple[Partition, tuple[int, ...]]:
-    """Return the partition and the halo's width along each dimension; arguments and exceptions are those of `Domain`."""
+    """Return the partition and the halo's widths; arguments and exceptions are those of `Domain`."""
     cells = tuple(_integers(shape if isinstance(shape, Sequence) else [shape], "shape", 1))
     if not 1 <= len(cells) <= 3:
         raise ValueError(f"Domain: shape must have 1, 2 or 3 dimensions, but got {shape!r}.")

@@ -26,15 +26,14 @@ from mpiad.transport.tracing import restoring_state
 
 # Halo exchange in two halves, *begin* and *end*, which overlaps messages with computation, forwards and backwards.
 #
-# All messages of an exchange start together, also those between diagonal neighbors, and the end returns the block with its
-# halo. In the reverse pass the end comes first: its adjoint starts to send the halo's cotangents to the owners of the
-# cells, and the adjoint of the begin receives and adds them. So the adjoint of each half of filling a halo is a half of
-# folding it (adding its cells to their originals), and vice versa. The first half passes its data to the second in a
-# request, as other nonblocking operations do.
+# All messages of an exchange start together, also those between diagonal neighbors, and the end returns the block with
+# its halo. In the reverse pass the end comes first: its adjoint starts to send the halo's cotangents to the owners of
+# the cells, and the adjoint of the begin receives and adds them. So the adjoint of each half of filling a halo is a
+# half of folding it (adding its cells to their originals), and vice versa. The first half passes its data to the second
+# in a request.
 #
-# Ranks begin exchanges in the same order but may end them in any order. Therefore each exchange on a communicator has a
-# number, from which the tag of its messages, and of those of its adjoint and tangents, is computed.
-
+# Ranks begin exchanges in the same order but may end them in any order. Therefore the exchanges on a communicator are
+# numbered; the tag of the messages of an exchange, its adjoint and its tangents follows from its number.
 
 _FIRST_TAG, _TAGS = 32512, 224  # at most `_TAGS` exchanges may be active; other exchanges use higher tags
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
@@ -69,11 +68,7 @@ class Exchange(NamedTuple):
 
 
 class Begun(Request):
-    """An active exchange: `Domain.end_exchange` returns its result.
-
-    `values`, of shape (..., *padded): the array being filled or folded. `finish`: function from the filled array to the
-    user's result.
-    """
+    """An active exchange: `Domain.end_exchange` returns its result."""
 
     __slots__ = ("__weakref__", "coming", "exchange", "finish", "values")
 
@@ -81,36 +76,33 @@ class Begun(Request):
         lead = values.shape[: values.ndim - len(exchange.halo.shape)]
         shape = lead + (exchange.halo.shape if exchange.backwards else exchange.halo.padded)
         super().__init__(_BEGIN, None, None, None, Spec(shape, values.dtype))
+        # `values`, of shape (..., *padded), is the array being filled or folded.
         self.exchange, self.values, self.coming = exchange, values, coming
-        self.finish: Any = None
+        self.finish: Any = None  # function from the filled array to the user's result
 
 
 def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
-    """Start to fill the halo of a block; all ranks of the domain begin their exchanges in the same order.
-
-    Raise a RequestError if the number of unfinished exchanges reaches that of the tags. The adjoint is the end of
-    folding.
-    """
-    used = point_to_point(halo.comm, _BEGIN)
-    exchange = Exchange(halo, sides, scheme, _next_number(used))
+    """Start to fill the halo of a block; raise a RequestError if no tag is free. The adjoint is the end of folding."""
+    group = point_to_point(halo.comm, _BEGIN)
+    exchange = Exchange(halo, sides, scheme, _next_number(group))
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
-    # A weak reference, since an exchange without other references can't be ended any more.
-    used.active_exchanges[exchange.tag] = ref(begun)
+    # A weak reference, since an exchange without other references can't be ended.
+    group.active_exchanges[exchange.tag] = ref(begun)
     return begun
 
 
-def _next_number(used: Channel) -> int:
+def _next_number(group: Channel) -> int:
     """Return the number of a new exchange; raise a RequestError if its tag is still in use."""
-    number = used.exchanges
-    held = used.active_exchanges.get(_tag_of(number))
-    earlier = None if held is None else held()
-    # The numbers are equal if the number was reset after a trace and the same exchange begins again.
+    number = group.exchanges
+    reference = group.active_exchanges.get(_tag_of(number))
+    earlier = None if reference is None else reference()
+    # Equal numbers: the number was reset after a trace, and the same exchange begins again.
     if earlier is not None and not earlier.done and earlier.exchange.number != number:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
         )
-    used.exchanges += 1
+    group.exchanges += 1
     return number
 
 
@@ -119,11 +111,7 @@ def _tag_of(number: int) -> int:
 
 
 def end_fill(begun: Begun) -> LocalArray:
-    """Complete an exchange and return the block with its halo; a rank may end its exchanges in any order.
-
-    Raise a TypeError if `begun` isn't an exchange; a RequestError if it has ended before, or began in another trace. The
-    adjoint is the start of folding.
-    """
+    """Complete an exchange and return the block with its halo. The adjoint is the start of folding."""
     if not isinstance(begun, Begun):
         raise TypeError(f"{_END}: expected a result of {_BEGIN}, but got {type(begun).__name__}.")
     return communicate(_END_OPERATION, None, claim(begun, _END))
@@ -180,8 +168,8 @@ def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
 
 
 def _tangent_of_begin(dx: Array, ans: Begun, x: Array, exchange: Exchange, level: int) -> None:
-    along = exchange._replace(sides=homogeneous(exchange.sides))
-    ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, along)
+    tangent = exchange._replace(sides=homogeneous(exchange.sides))
+    ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, tangent)
 
 
 def _tangent_of_end(dx: None, ans: Array, x: None, begun: Begun, level: int) -> Any:
@@ -217,11 +205,11 @@ def begin_exchange(domain: Decomposition, u: LocalArray | Sequence[LocalArray], 
 
 def _prepared(domain: Decomposition, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
     """Return one array to exchange, its boundary, and the function that makes the result from the padded array."""
-    # A traced value is subtracted and added outside of the exchange, whose only traced input is u.
+    # A traced value is subtracted before and added after the exchange, whose only traced input is u.
     value, sides = shifted(sides_of(boundary, len(domain.shape), call), call)
     if value is not None and not corners:
         raise TypeError(f"{call}: a traced boundary value needs corners=True, because it also fills the corners.")
-    u, finish = _joined(domain, u, call) if isinstance(u, (tuple, list)) else (checked_block(domain, u, call), _as_it_is)
+    u, finish = _joined(domain, u, call) if isinstance(u, (tuple, list)) else (checked_block(domain, u, call), _unchanged)
     if u is None:
         return u, sides, finish
     check_values(sides, u.dtype, call)
@@ -239,17 +227,17 @@ def _joined(domain: Decomposition, fields: Sequence[LocalArray], call: str) -> t
             f"{', '.join(str(field.dtype) for field in fields)}. Convert them, or exchange them separately."
         )
     if not fields:
-        return None, _as_it_is
-    leads = [field.shape[: field.ndim - len(domain.shape)] for field in fields]
-    stops = np.cumsum([math.prod(lead) for lead in leads])
+        return None, _unchanged
+    leading = [field.shape[: field.ndim - len(domain.shape)] for field in fields]
+    stops = np.cumsum([math.prod(lead) for lead in leading])
 
     def apart(padded: LocalArray) -> list[LocalArray]:
-        pieces = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leads)]
-        return [piece.reshape(lead + domain.padded_shape) for piece, lead in zip(pieces, leads)]
+        pieces = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leading)]
+        return [piece.reshape(lead + domain.padded_shape) for piece, lead in zip(pieces, leading)]
 
     # The leading axes of each field are flattened to one, along which the fields are joined.
     return concatenate([field.reshape((-1, *domain.local_shape)) for field in fields]), apart
 
 
-def _as_it_is(padded: LocalArray) -> LocalArray:
+def _unchanged(padded: LocalArray) -> LocalArray:
     return padded

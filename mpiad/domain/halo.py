@@ -1,8 +1,8 @@
 """Halo exchange and its transpose: copy the cells around a block from the ranks that own them, and add them back.
 
 Filling a halo copies cells from the blocks that own them; beyond physical sides it sets boundary values, one dimension
-after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell of which it is a copy, on the
-rank that owns the original cell. Each of the two is one node on the tape, and is the adjoint of the other. `field_exchange`
+after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell of which it is a copy, on
+the rank that owns this cell. Each of the two is one node on the tape, and the adjoint of the other. `field_exchange`
 divides each into two halves, between which the program can compute.
 """
 
@@ -29,7 +29,7 @@ class Local(NamedTuple):
     """Cells of the halo that no message fills."""
 
     ghost: Index
-    copied: Index | None  # the cells of this rank of which they are copies, None if they hold a given value
+    copied: Index | None  # this rank's cells of which they are copies, None if they have a given value
     axis: int = 0  # dimension of the physical side beyond which they lie
     place: int | None = None  # 0 or 1 for the low or high side; None if they don't lie beyond a physical side
 
@@ -39,12 +39,7 @@ class Local(NamedTuple):
 
 
 class Halo:
-    """The messages and local copies that fill the halo of a block.
-
-    - `widths`: number of layers on each side, for each dimension; at most the length of the smallest block.
-    - `shape`, `padded`: shape of the block, without and with its halo.
-    - `interior`: index of the block in an array that includes its halo.
-    """
+    """The messages and local copies that fill the halo of a block; `interior`: index of the block in a padded array."""
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...], comm: Comm):
         self.geometry, self.comm = Geometry(partition, rank, widths), comm
@@ -61,7 +56,7 @@ class Halo:
 
     def local(self, sides: Sides, scheme: str) -> list[list[Local]]:
         """Return, for each stage, the cells of the halo that no message fills, in the order in which they are filled."""
-        # Without the values in the key, since a program may give another value in each step.
+        # The key doesn't contain the values, since a program may give another value in each step.
         key = (scheme, *[side.layers for pair in sides for side in pair])
         if key not in self._local:
             self._local[key] = [self._local_of(stage, sides) for stage in self.stages(scheme)]
@@ -69,7 +64,7 @@ class Halo:
 
     def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
         beyond = [self._beyond(axis, place, across, sides[axis][place]) for axis, place, across in stage.beyond]
-        # Reversed, so that folding, which goes through the list backwards, adds these in their original order.
+        # Reversed, since folding goes through the list backwards, and then adds them in their original order.
         around = [Local(ghost, owned) for owned, ghost in reversed(stage.here)]
         return [*around, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
 
@@ -83,10 +78,7 @@ class Halo:
 
 @custom_operator
 def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded); `sides` defines boundary values.
-
-    All ranks of the domain call it. The adjoint is `fold_halo`.
-    """
+    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded); collective. The adjoint is `fold_halo`."""
     out = empty_like(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
     out[halo.interior] = u
     fill_in_place(out, halo, sides, scheme)
@@ -123,10 +115,7 @@ def _fill_copies(out: LocalArray, local: list[Local], sides: Sides) -> None:
 
 @custom_operator
 def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Add the halo cells of g (..., *halo.padded) to the cells that they are copies of; return (..., *halo.shape).
-
-    All ranks of the domain call it. The adjoint is `fill_halo`, with zero for the values of `sides`.
-    """
+    """Add the halo cells of g (..., *halo.padded) to their originals; return the block. The adjoint is `fill_halo`."""
     total = copied(g)
     fold_in_place(total, halo, sides, scheme)
     # A view, which saves a copy but keeps the halo allocated.
@@ -136,14 +125,14 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        # In the reverse order of filling, since local copies may be copies of cells that messages have filled.
+        # The order of filling is reversed, since local copies may be copies of cells that messages have filled.
         fold_local(total, local, sides, len(halo.shape))
         complete(total, post(total, stage.routes, True, _TAG, halo.comm), True)
 
 
 def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -> None:
     """Add the cells that no message fills to the cells that they are copies of."""
-    # In the reverse order of filling, since a later side may copy halo cells of an earlier one.
+    # The order of filling is reversed, since a later side may copy halo cells of an earlier one.
     for cells in reversed(local):
         if cells.copied is not None:
             side, layers = cells.side(sides), total[cells.copied]
@@ -211,10 +200,7 @@ def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
 
 
 def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return the cells that don't change while messages are active, as `InPlace.still`.
-
-    At each end of an axis ``layers(width)`` layers are left out, except at a side with a given value.
-    """
+    """Return the cells that don't change during messages, all but ``layers(width)`` layers at sides with copies."""
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
     given = {(cells.axis, cells.place) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}

@@ -25,26 +25,22 @@ class Coming(NamedTuple):
 
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[Coming]:
-    """Start the messages of a stage, for values of shape (..., *padded).
-
-    Each rank sends cells of its block to the halos of its neighbors; with `backwards` it sends cells of its halo to the
-    ranks that own them.
-    """
+    """Start the messages of a stage for values (..., *padded): block to halo, or `backwards` halo to block."""
     # Receives first, so that MPI needn't buffer the messages.
-    coming = []
+    incoming = []
     for route in routes:
         parts = route.ours if backwards else route.ghosts
-        coming.append(Coming(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
+        incoming.append(Coming(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
     for route in routes:
         parts = route.ghosts if backwards else route.ours
         mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), route.peer, tag, comm)
-    return coming
+    return incoming
 
 
-def complete(values: LocalArray, coming: list[Coming], backwards: bool) -> None:
+def complete(values: LocalArray, incoming: list[Coming], backwards: bool) -> None:
     """Wait for the messages of a stage, and write them to their cells; with `backwards` add them to these."""
-    for parts, request in coming:
-        # In the order of the routes, not of arrival: cells that belong to several parts are summed in a fixed order.
+    for parts, request in incoming:
+        # In the order of the routes, not of arrival, so that a cell of several parts is summed in a fixed order.
         message, start = mpi_wait(request), 0
         for index in parts:
             shape = values[index].shape
@@ -61,20 +57,17 @@ def _buffer_for(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
 
 
 class PreparedStage:
-    """The messages of a stage, for an array with a fixed address that is exchanged repeatedly.
-
-    Parameters are those of `post`.
-    """
+    """The messages of a stage, for an array with a fixed address that is exchanged repeatedly; arguments as for `post`."""
 
     def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
-        going = [_Edges(values, route.ghosts if backwards else route.ours) for route in routes]
-        # Backwards, received values are added to the cells, so that they need a buffer.
-        coming = [_Edges(values, route.ours if backwards else route.ghosts, apart=backwards) for route in routes]
-        self._packed = [copy for edges in going for copy in edges.copies]
-        self._unpacked = [copy for edges in coming for copy in edges.copies]
+        outgoing = [_Edges(values, route.ghosts if backwards else route.ours) for route in routes]
+        # Backwards, received values are added to the cells, so they need a buffer.
+        incoming = [_Edges(values, route.ours if backwards else route.ghosts, buffered=backwards) for route in routes]
+        self._packed = [copy for edges in outgoing for copy in edges.copies]
+        self._unpacked = [copy for edges in incoming for copy in edges.copies]
         self._combine = _add if backwards else np.copyto
-        used, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
-        self._messages = PreparedMessages(used, peers, tag, [e.message for e in going], [e.message for e in coming])
+        group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
+        self._messages = PreparedMessages(group, peers, tag, [e.message for e in outgoing], [e.message for e in incoming])
 
     def run(self) -> Iterator[None]:
         """Start the messages, yield, and complete them; the cells of active messages mustn't change meanwhile."""
@@ -87,8 +80,8 @@ class PreparedStage:
             messages.finish("exchange")
         except BaseException as error:
             # A GeneratorExit if the program was abandoned; active messages may still write to the array.
-            left = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
-            messages.leave(f"{left} left a program in which messages were under way.")
+            name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
+            messages.leave(f"{name} left a program in which messages were under way.")
             raise
         combine = self._combine
         for cells, part in self._unpacked:
@@ -96,15 +89,12 @@ class PreparedStage:
 
 
 class _Edges:
-    """A message of several parts of an array: a view of the array if they are contiguous, else a buffer.
+    """A message of several parts of an array: a view if they are contiguous, else a buffer."""
 
-    `copies`: list of pairs: each part of the array, and the corresponding view of the buffer.
-    """
-
-    def __init__(self, values: np.ndarray, parts: tuple[Index, ...], apart: bool = False):
+    def __init__(self, values: np.ndarray, parts: tuple[Index, ...], buffered: bool = False):
         cells = [values[index] for index in parts]
-        self.copies: list[tuple[np.ndarray, np.ndarray]] = []
-        if len(cells) == 1 and cells[0].flags.c_contiguous and not apart:
+        self.copies: list[tuple[np.ndarray, np.ndarray]] = []  # parts of the array and the views of the buffer
+        if len(cells) == 1 and cells[0].flags.c_contiguous and not buffered:
             self.message = cells[0]
             return
         self.message, start = _buffer_for(values, parts), 0

@@ -1,7 +1,7 @@
 """Coordinates of cells, owners of points, and interpolation at points between cells.
 
-The cells of a grid represent points with equal spacing. A user's point lies between a cell and the next one along each
-dimension; it belongs to the rank that owns the first of them.
+The cells of a grid represent points with equal spacing. A user's point lies, along each dimension, between a cell and
+the next one; it belongs to the rank that owns the first of them.
 """
 
 from __future__ import annotations
@@ -35,33 +35,29 @@ from mpiad.transport.tracing import settled
 
 # Interpolation weights are computed on the host.
 #
-# They are cached in a table, so that a program that evaluates a field at the same receivers in each step locates them once.
-# For a field on a device the table is copied there once, and the interpolation runs there. The weights of traced points are
-# traced, and are computed and copied by each call.
+# They are cached in a table, so that a program that evaluates a field at the same receivers in each step locates them
+# once. For a field on a device the table is copied there once, and the interpolation runs there. The weights of traced
+# points are traced, and are computed and copied in each call.
 
-
-_KEPT = 8  # cached tables
+_MAX_TABLES = 8  # cached tables
 
 
 class PointTable(NamedTuple):
     """The cells and weights of a set of points on one rank."""
 
-    # `places`: the cells around each of the p points that this rank owns, shape (2**dimensions, p), as indices of the
-    # flattened block with its halo. `order`: the index of each point in the list of this rank's points and then the others.
+    # The cells around each of the p points that this rank owns, shape (2**dimensions, p), in the flattened padded block.
     places: Constants
-    order: Constants
+    order: Constants  # the index of each point in a list of this rank's points, followed by the others
     owned: Constants  # for all points, 1.0 for those of this rank and 0.0 for others, in the weights' dtype
     weights: Any  # weights of the cells in `places`; Constants, or an array if it is traced
     shape: Shape  # shape of the array of points, without its last axis
 
 
 class PointTables:
-    """The tables of the most recently used sets of points.
-
-    `halo`: a halo of one cell, whatever that of the domain is, since interpolation uses the cell after the block's last.
-    """
+    """The tables of the most recently used sets of points, for blocks with a halo of one cell."""
 
     def __init__(self, domain: Decomposition):
+        # One cell, whatever the halo of the domain is, since interpolation uses the cell after the last one of the block.
         self.halo = domain.halo_of((1,) * len(domain.shape))
         self._partition, self._rank = domain._partition, domain._channel.rank
         # The index, in the whole grid, of the first cell of the block with this halo.
@@ -69,30 +65,27 @@ class PointTables:
         self._kept: OrderedDict[tuple, PointTable] = OrderedDict()
 
     def table(self, points: Array, lattice: Lattice, dtype: np.dtype, call: str) -> PointTable:
-        """Return the table of points of shape (..., dimensions) on the host, with weights of this dtype.
-
-        Points may be traced. Exceptions are those of `located`.
-        """
+        """Return the table of host points (..., dimensions), traced or not; raise the exceptions of `located`."""
         # The weights of traced points belong to this trace and aren't cached.
         if isbox(points):
             return self._found(located(points, lattice, self._partition, call), dtype)
         plain: Any = np.ascontiguousarray(points)
-        # The key is a hash of the values, since a program may write other points into the same array.
-        held = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
-        key = (*held, *lattice.firsts, *lattice.steps, dtype.char)
+        # The key hashes the values, since a program may write other points into the same array.
+        content = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
+        key = (*content, *lattice.firsts, *lattice.steps, dtype.char)
         if key not in self._kept:
             self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
-            if len(self._kept) > _KEPT:
+            if len(self._kept) > _MAX_TABLES:
                 # The least recently used table.
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _found(self, where: Location, dtype: np.dtype) -> PointTable:
-        ndim, owners = len(self._starts), where.owner.reshape(-1)
+    def _found(self, location: Location, dtype: np.dtype) -> PointTable:
+        ndim, owners = len(self._starts), location.owner.reshape(-1)
         mine = np.flatnonzero(owners == self._rank)
-        corner = (where.cell.reshape(-1, ndim)[mine] - self._starts).T
-        fraction = anp.reshape(where.fraction, (-1, ndim))[mine].astype(dtype)
+        corner = (location.cell.reshape(-1, ndim)[mine] - self._starts).T
+        fraction = anp.reshape(location.fraction, (-1, ndim))[mine].astype(dtype)
         steps = list(itertools.product((0, 1), repeat=ndim))
         places = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self.halo.padded) for step in steps]
         # The weight of a corner of a cell is the product of its weights along each dimension.
@@ -101,7 +94,7 @@ class PointTables:
         order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
         kept = weights if isbox(weights) else Constants(weights)
         owned = Constants((owners == self._rank).astype(dtype))
-        return PointTable(Constants(np.stack(places)), Constants(order), owned, kept, where.owner.shape)
+        return PointTable(Constants(np.stack(places)), Constants(order), owned, kept, location.owner.shape)
 
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
@@ -113,7 +106,7 @@ def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray
     elif namespace is not None:
         weights = array_to_device(weights, namespace)
     (places,) = table.places.on(namespace)
-    # One corner after the other, so that rounding doesn't depend on the number of points that a rank owns.
+    # Corners are added one by one, so that rounding doesn't depend on the number of points that a rank owns.
     terms = anp.reshape(padded, (*lead, cells))[..., places] * weights
     values = reduce(operator.add, [terms[..., k, :] for k in range(len(places))])
     count, known = math.prod(table.shape), places.shape[-1]
@@ -124,8 +117,8 @@ def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray
     return anp.reshape(values, (*lead, *table.shape))
 
 
-_SAME = 'with result="all" and "share" points must be the same on all ranks'
-_HOW_TO_AGREE = 'Draw them with the same seed on all ranks, or broadcast them. Use result="own" for different points.'
+_SAME_POINTS = 'with result="all" and "share" points must be the same on all ranks'
+_REMEDY = 'Draw them with the same seed on all ranks, or broadcast them. Use result="own" for different points.'
 
 
 def coordinates(domain: Decomposition, lattice: Lattice, halo: bool) -> tuple[LocalArray, ...]:
@@ -159,11 +152,11 @@ def interpolate(
     points = _on_host(points)
     if watch_settings.debug():
         named_points = [("points", np.asarray(stop_gradient(points)))]
-        settled(require_replicated, domain._channel, named_points, f"{call}: {_SAME}", _HOW_TO_AGREE)
+        settled(require_replicated, domain._channel, named_points, f"{call}: {_SAME_POINTS}", _REMEDY)
     share, table = _share(domain, tables, u, points, lattice, call)
     if result == "share":
         return share
-    # The number of owners of each point is summed up in the same message; it isn't one if points differ between ranks.
+    # The same message sums the number of owners of each point, which isn't one if points differ between ranks.
     (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)
@@ -191,7 +184,7 @@ def _interpolate_own(
         points = _on_host(points)
         located(points, lattice, domain._partition, call)
     ndim, shape = len(domain.shape), np.shape(stop_gradient(points))[:-1]
-    # Converted to floats, since some ranks may pass integers, and all must gather the same dtype.
+    # Converted to floats: some ranks may pass integers, but all must gather the same dtype.
     flat = anp.reshape(points, (-1, ndim)) * 1.0
     counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=domain.comm)]
     # The points are gathered on all ranks; each value is returned only to the rank that asked for it.
@@ -214,8 +207,8 @@ def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
         return
     wrong = np.flatnonzero(counts != 1.0)
     raise agreed(channel, ValueError(
-        f"{call}: {_SAME}, but differ: {wrong.size} of {counts.size} points aren't owned by exactly one rank. For example, "
-        f"{counts[wrong[0]].real:.0f} ranks own their point {wrong[0]}. {_HOW_TO_AGREE}"
+        f"{call}: {_SAME_POINTS}, but differ: {wrong.size} of {counts.size} points aren't owned by exactly one rank. For "
+        f"example, {counts[wrong[0]].real:.0f} ranks own their point {wrong[0]}. {_REMEDY}"
     ))  # fmt: skip
 
 

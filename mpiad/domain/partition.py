@@ -1,7 +1,7 @@
 """The division of a grid: a Cartesian grid of ranks, and the block of cells that each rank owns.
 
-Ranks are numbered in row-major order (the last dimension varies fastest), as in MPI's Cartesian communicators. If the cells
-along a dimension don't divide evenly, the first blocks have one cell more.
+Ranks are numbered in row-major order, as in MPI's Cartesian communicators. If the cells along a dimension don't divide
+evenly, the first blocks have one cell more.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Partition:
 
     def neighbours(self, rank: Rank) -> tuple[tuple[Rank | None, Rank | None], ...]:
         """Return the ranks before and after a rank along each dimension."""
-        here = self.position(rank)
+        own = self.position(rank)
 
         def neighbour(axis: int, step: int) -> Rank | None:
-            return self.rank((*here[:axis], here[axis] + step, *here[axis + 1 :]))
+            return self.rank((*own[:axis], own[axis] + step, *own[axis + 1 :]))
 
         return tuple((neighbour(axis, -1), neighbour(axis, 1)) for axis in range(len(self.dims)))
 
@@ -73,11 +73,7 @@ def lengths(block: tuple[slice, ...]) -> Shape:
 
 
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
-    """Return the grid of ranks with the least halo surface, None if no grid gives every rank enough cells.
-
-    No block may have fewer cells along a dimension than the halo. Of grids with the same surface, choose the one with most
-    ranks along the first dimensions, since their halo layers are contiguous in memory.
-    """
+    """Return the grid of ranks with the least halo surface, None if no grid gives every rank enough cells."""
     fitting = [
         dims for dims in _factorisations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
     ]
@@ -86,6 +82,7 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
         cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
         # At each cut across a dimension of n cells, `halo` layers of cells / n cells are exchanged.
         exchanged = sum(cut * max(1, h) * (math.prod(shape) // n) for cut, h, n in zip(cuts, halo, shape))
+        # Of equal surfaces, most ranks along the first dimensions: their halo layers are contiguous in memory.
         return exchanged, tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)

@@ -1,10 +1,9 @@
-"""Detect the mistake of using variables of a solve as blocks of a grid, if the root holds the variables.
+"""Detect variables of a solve that are used as blocks of a grid although the root holds them.
 
-Such a solve passes the root's variables to every rank. If it is started from ``np.zeros(domain.local_shape)``, shapes
-agree, but every rank gets the same block, and the objective is that of a grid of equal blocks. Therefore the solve
-registers the arrays that it passes, and operations of a domain raise if they get one of them, or a view of one, as a block.
-An array that is computed from the variables may be intended as a block. So it only causes a warning, and only if a variable
-has the block's shape.
+Such a solve passes the root's variables to every rank. If they have the shape of a block, every rank gets the same
+block, and the objective is that of a grid of equal blocks. Therefore the solve registers the arrays that it passes, and
+operations of a domain raise if they get one of them, or a view of one, as a block. An array that is computed from the
+variables may be intended as a block, so it only causes a warning, and only if a variable has the shape of a block.
 """
 
 from __future__ import annotations
@@ -52,12 +51,9 @@ def of_root_copies(fun: Function) -> Function:
 
 
 def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
-    """Raise a ValueError if u is a registered variable; warn, on rank 0, if it may be computed from one.
-
-    Arrays that don't have shape (..., *shape) aren't checked, nor are grids that are divided among one rank (`ranks`),
-    since several ranks may hold copies of such a grid.
-    """
+    """Raise a ValueError if u is a registered variable; warn, on rank 0, if it may be computed from one."""
     solve = tracing.root_copies
+    # If a grid is divided among one rank only, several ranks may hold copies of it.
     if solve is None or ranks == 1:
         return
     block = getval(u)
@@ -84,7 +80,7 @@ def _is_of(block: Array, array: Array, shape: Shape) -> bool:
         return True
     if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
         return False
-    # The whole array in another shape, or one of its fields. A block that is cut out of a whole grid is allowed.
+    # The whole array in another shape, or one of its fields; a block that is cut out of a whole grid is allowed.
     return block.size == array.size or _ends_in(array, shape)
 
 

@@ -1,12 +1,12 @@
 """The plan of an exchange: the cells that each rank sends to others, in consecutive stages.
 
-There are three schemes. "In turn": one stage per dimension. The layers of each stage include the halo of earlier
-dimensions, so that corners need no messages of their own; there are at most six messages. "Together": one stage with all
-neighbors, also diagonal ones; there are at most 26 messages, all of which overlap with computation. "Faces": one stage
-without diagonal neighbors, for star stencils.
+There are three schemes. "In turn": one stage per dimension, whose layers include the halo of earlier dimensions, so
+that corners need no messages of their own; at most six messages. "Together": one stage with all neighbors, also
+diagonal ones; at most 26 messages, all of which overlap with computation. "Faces": one stage without diagonal
+neighbors, for star stencils.
 
-All cells that a rank needs from another in one stage form one message, even if they lie on both sides (two ranks on
-a periodic dimension).
+All cells that a rank needs from another in one stage form one message, even if they lie on both sides (two ranks on a
+periodic dimension).
 """
 
 from __future__ import annotations
@@ -39,17 +39,13 @@ class Stage(NamedTuple):
     routes: tuple[Route, ...]
     here: tuple[tuple[Index, Index], ...]  # cells of this rank, and cells of its own halo that are copies of them
     # Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for the low or high side, and the extent
-    # of the layers along all dimensions (the entry of the side's dimension is ignored).
+    # of the layers along the other dimensions.
     beyond: tuple[tuple[int, int, tuple[slice, ...]], ...]
     empty: tuple[Index, ...] = ()  # halo cells that hold zero
 
 
 class Geometry:
-    """A block, its halo and its neighbors.
-
-    `widths`: number of halo layers on each side, for each dimension. `shape`, `padded`: shape of the block, without and
-    with its halo. `block`: slices of the block in an array that includes its halo.
-    """
+    """A block, its halo and its neighbors; `block` is the index of the block in a padded array."""
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...]):
         self.partition, self.rank, self.widths = partition, rank, widths
@@ -71,7 +67,7 @@ class Geometry:
         return self.partition.rank(tuple(along + s for along, s in zip(place, step)))
 
     def ghosts(self, step: Step, across: tuple[slice, ...]) -> Index:
-        """Return the halo cells in the direction of a step; along dimensions without a step they extend over `across`."""
+        """Return the halo cells in the direction of a step; along other dimensions they extend over `across`."""
         return (..., *[self.layers(axis, s) if s else across[axis] for axis, s in enumerate(step)])
 
     def ours(self, step: Step, across: tuple[slice, ...]) -> Index:
@@ -85,7 +81,7 @@ class Geometry:
         start = (h if side < 0 else n) if inside else (0 if side < 0 else n + h)
         return slice(start, start + h)
 
-    def reach(self, axis: int) -> slice:
+    def extent(self, axis: int) -> slice:
         """Return the extent along a dimension of the block with its halo, without the halo beyond physical sides."""
         low, high = self.neighbours[axis]
         n, h = self.shape[axis], self.widths[axis]
@@ -103,14 +99,14 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
         beyond = _beyond(geometry, lambda axis: geometry.block)
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
         return (_stage(geometry, adjacent, geometry.block, beyond, empty),)
-    reach = [geometry.reach(axis) for axis in range(ndim)]
-    # A side fills all cells along earlier dimensions; along later ones it leaves those beyond physical sides to these.
-    beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *reach[axis:]))
+    extents = [geometry.extent(axis) for axis in range(ndim)]
+    # A side fills all cells along earlier dimensions, but not the cells beyond physical sides of later dimensions.
+    beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *extents[axis:]))
     return (_stage(geometry, adjacent + diagonal, geometry.block, beyond),)
 
 
 def _stage_along(geometry: Geometry, axis: int) -> Stage:
-    # This includes the halo of earlier dimensions, so that corners need no separate messages.
+    # With the halo of earlier dimensions, so that corners need no separate messages.
     across = (*[slice(None)] * axis, *geometry.block[axis:])
     steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
     sides = tuple(side for side in _beyond(geometry, lambda _: across) if side[0] == axis)

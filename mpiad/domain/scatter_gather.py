@@ -32,11 +32,11 @@ def gather(domain: Decomposition, u: LocalArray, root: Rank) -> RootArray:
     """See `Domain.gather`."""
     u = checked_block(domain, u, "Domain.gather")
     lead = u.shape[: u.ndim - len(domain.shape)]
-    # The axis of cells comes first, as `from_blocks` expects; only its length differs between ranks.
+    # Blocks are concatenated along the axis of cells, the first one: only its length differs between ranks.
     cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=domain.comm)
     if domain._channel.rank == root:
         return from_blocks(cells, domain._partition)
-    # An empty array with the right number of axes, so that the same program runs on all ranks.
+    # Empty, but with the same number of axes, so that the same program runs on all ranks.
     return cells.reshape((*lead, 0, *domain.shape[1:]))
 
 
@@ -53,7 +53,7 @@ def to_local(domain: Decomposition, index: Array, halo: bool) -> Array:
     widths = np.array(domain.halo if halo else (0,) * len(domain.shape))
     starts = np.array([cells.start for cells in domain.owned]) - widths
     local = cells - starts
-    # A halo may hold the cells of the grid's other end.
+    # A halo may hold cells of the other end of the grid.
     local = np.where(np.array(domain.periodic), local % np.array(domain.shape), local)
     outside = ((local < 0) | (local >= np.array(domain.local_shape) + 2 * widths)).any(axis=-1)
     if outside.any():
@@ -104,7 +104,7 @@ def _require_inside(index: np.ndarray, shape: np.ndarray, message: str) -> None:
 
 @primitive
 def into_blocks(u: RootArray, partition: Partition) -> RootArray:
-    """Reorder a whole array of shape (..., *partition.shape) to shape (cells, ...), with cells in the order of ranks."""
+    """Reorder an array of shape (..., *partition.shape) to shape (cells, ...), with cells in the order of ranks."""
     lead = u.shape[: u.ndim - len(partition.shape)]
     out = empty_like(u, (math.prod(partition.shape), *lead))
     for cells, block in _places(partition):

@@ -1,9 +1,10 @@
-"""The operator S E of a stencil: E exchanges the halo, S computes the sums. It is one node on the tape and saves no arrays.
+"""The operator S E of a stencil: E exchanges the halo, S computes the sums. It is one node on the tape without arrays.
 
-Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights
-are reversed along each dimension. If each dimension is periodic or has the boundary "zero", Eᵀ Sᵀ is the mirrored stencil
-with the same exchange, so that the reverse pass costs as much as the forward pass. With "edge" or "reflect" cells beyond
-the sides are copies of cells inside, to which the values of the mirrored stencil beyond the sides are added.
+Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the
+weights are reversed along each dimension. If each dimension is periodic or has the boundary "zero", Eᵀ Sᵀ is the
+mirrored stencil with the same exchange, so the reverse pass costs as much as the forward pass. With "edge" or "reflect"
+cells beyond the sides are copies of cells inside; the values that the mirrored stencil has beyond the sides are added
+to the latter.
 """
 
 from __future__ import annotations
@@ -30,11 +31,7 @@ Box: TypeAlias = tuple[slice, ...]
 
 
 class StencilSums:
-    """The operator of a stencil.
-
-    `weights`: array with odd lengths, whose center is the weight of the cell itself. `halo`: has the radius of the weights
-    as its width. `sides`: values beyond physical sides.
-    """
+    """The operator of a stencil with odd lengths; `halo` is as wide as the radius of the weights."""
 
     def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):
         self.weights, self.radius, self.halo, self.sides, self.comm = weights, halo.widths, halo, sides, halo.comm
@@ -44,7 +41,7 @@ class StencilSums:
         self.scheme = FACES if (reached.sum(axis=1) <= 1).all() else TOGETHER
         (self._stage,) = halo.stages(self.scheme)
         self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
-        # A cached array of the padded shape, since a new one would cost more than the sums.
+        # A cached array of the padded shape, since allocating a new one would take longer than the sums.
         self._buffers: list[Any] = []
 
     @cached_property
@@ -70,11 +67,11 @@ class StencilSums:
     def buffer_for(self, u: LocalArray) -> LocalArray:
         """Return an array of shape (..., *padded) with arbitrary values, for `u`."""
         shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
-        # Removed from the cache while in use, so that another thread makes a new one.
+        # Removed from the cache during use, so that another thread makes a new one.
         buffer = self._buffers.pop() if self._buffers else None
         if buffer is not None and buffer.shape == shape and buffer.dtype == u.dtype and type(buffer) is type(u):
             return buffer
-        # Zeros, because sums that aren't used may read halo cells that aren't filled yet: NumPy mustn't warn of overflow.
+        # Zeros, because unused sums may read halo cells that aren't filled yet, and NumPy mustn't warn of overflow.
         return zeros_like(u, shape)
 
     def summed(self, u: LocalArray) -> LocalArray:
@@ -118,7 +115,7 @@ def terms_of(weights: np.ndarray) -> Terms:
 
 
 def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) -> None:
-    """Write the weighted sums of a box of cells: ``out[i]`` is the sum of ``weight * source[i + offset]``."""
+    """Write the sums of a box of cells: ``out[i]`` is the sum of ``weight * source[i + offset]``."""
     target = out[(..., *box)]
     if not terms:
         target[...] = 0
@@ -159,7 +156,7 @@ def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
 
 
 apply_stencil.alike = apply_transpose.alike = True
-# S E is affine, because of the values beyond the sides. The transpose has the weight from cell i to j as that from j to i.
+# S E is affine, because of the values beyond the sides. The transpose interchanges the cells i and j of each weight.
 defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
 defvjp(apply_transpose, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
@@ -171,7 +168,7 @@ def _all_of(shape: Shape) -> Box:
 
 
 def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
-    """Return the box of cells whose sums need no halo, None if there are none, and boxes that cover the others."""
+    """Return the box of cells whose sums need no halo, or None, and boxes that cover the other cells."""
     inside, boxes = list(_all_of(halo.shape)), []
     for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
         # In a block that isn't longer than both halos together, every sum needs halo cells.

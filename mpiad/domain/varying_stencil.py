@@ -1,8 +1,7 @@
 """Stencils whose weights differ from cell to cell; they are bilinear in the field and the weights.
 
 Three maps are each other's derivatives: the weighted sums y = Σ_k w_k u_k over shifted parts u_k of a padded field; the
-transpose, which adds w_k g to these parts; and the products g u_k, the derivative with respect to the weights. They don't
-communicate.
+transpose, which adds w_k g to these parts; and the products g u_k, the derivative with respect to the weights.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def varying_sum_transpose(g: LocalArray, weights: LocalArray) -> LocalArray:
 
 @primitive
 def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
-    """Return the derivative of `varying_sum` with respect to the weights; the last `ndim` axes are those of the grid."""
+    """Return the derivative of `varying_sum` with respect to the weights, for a grid of `ndim` dimensions."""
     cells = g.shape[g.ndim - ndim :]
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
     total = empty_like(_wider(g, padded), lengths + cells)
@@ -57,7 +56,7 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
 
 
 def _wider(x: LocalArray, y: LocalArray) -> LocalArray:
-    """Return an array with the dtype of a product of two arrays: one of these, or an empty one."""
+    """Return an array with the dtype of the product of two arrays."""
     dtype = np.result_type(x.dtype, y.dtype)
     return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
 

@@ -17,8 +17,7 @@ class Bilaplacian(GaussianPrior):
 
     A⁻² is the covariance of the Matérn family with smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) / correlation
     length. Near the sides of the domain, the variance of A⁻² is up to 2ᵈ times as large as inside. The diagonal matrix D
-    corrects this: the discrete field has the given standard deviation in every cell, so that no margin around the domain is
-    needed.
+    corrects this: the discrete field has the given standard deviation in every cell, without a margin around the domain.
 
     Parameters
     ----------

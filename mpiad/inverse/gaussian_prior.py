@@ -25,10 +25,10 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
 _STEP = 0.2  # step in s, for an error below 1e-12
-# The smallest t is _SMALL / (largest eigenvalue of A): for smaller t, e^(-tA) is replaced by the identity.
-_SMALL = 1e-8
-# The largest t is _DECAYED / (smallest eigenvalue of A): for larger t, the integrand is negligible.
-_DECAYED = 40.0
+# The first t is _FIRST_TIME / (largest eigenvalue of A); for smaller t, e^(-tA) is replaced by the identity.
+_FIRST_TIME = 1e-8
+# The last t is _LAST_TIME / (smallest eigenvalue of A); for larger t, the integrand is negligible.
+_LAST_TIME = 40.0
 
 
 class GaussianPrior:
@@ -108,10 +108,7 @@ class GaussianPrior:
 
 
 def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
-    """Return the block; raise a ValueError on all ranks if one has the wrong shape; collective.
-
-    With `several`, leading axes are allowed.
-    """
+    """Return the block; raise a ValueError on all ranks if it has the wrong shape; `several`: it may have leading axes."""
     with raising_together(channel(domain.comm, call)):
         shape = np.shape(block)
         if (shape[-len(domain.shape) :] if several else shape) != domain.local_shape:
@@ -123,16 +120,12 @@ def own_block(domain: Domain, block: LocalArray, call: str, several: bool = Fals
 
 
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
-    """Check the arguments of a prior, and return `fields` as blocks; collective.
-
-    `fields`: a dict from names to numbers or arrays of shape local_shape; all but the first must be positive. `numbers`: a
-    dict from names to a positive number, or a sequence with one per dimension, the same on all ranks. Raise a TypeError or
-    ValueError on all ranks if an argument is invalid on one.
-    """
+    """Return `fields` as blocks; raise an error on all ranks if an argument is invalid; collective."""
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
-    used, found = channel(domain.comm, call), []
-    with raising_together(used):
+    group, found = channel(domain.comm, call), []
+    with raising_together(group):
+        # Numbers are positive, or sequences of one per dimension, and the same on all ranks.
         for name, value in numbers.items():
             several = isinstance(value, (Sequence, np.ndarray))
             if several and len(value) != len(domain.shape):
@@ -147,6 +140,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
                     valid = False
                 if not valid:
                     raise ValueError(f"{call}: {name} must be a positive number, but got {each!r:.60}.")
+        # Fields are numbers or blocks; all but the first, the mean, are positive.
         for k, (name, value) in enumerate(fields.items()):
             block = np.asarray(stop_gradient(value), dtype=float)
             if block.shape not in ((), domain.local_shape):
@@ -157,17 +151,15 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
             if not np.all(np.isfinite(block)) or (k > 0 and not np.all(block > 0.0)):
                 raise ValueError(f"{call}: {name} must be {'finite' if k == 0 else 'positive'} in all cells.")
             found.append(np.broadcast_to(block, domain.local_shape).copy())
-    require_same(used, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
+    require_same(group, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
     return found
 
 
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
-    """Return this rank's block of the diagonal of A⁻ᵖ, A = c - Σ a_i ∂²_i with unit spacing and no flux through the sides.
-
-    The entries of a, of shape (d,), include the factors 1 / spacing²; c is positive, and the power p is 1 or 2.
-    """
+    """Return this rank's block of the diagonal of A⁻ᵖ, A = c - Σ a_i ∂²_i, c > 0, p = 1 or 2, without flux at sides."""
+    # The coefficients `a`, of shape (d,), include the factors 1 / spacing².
     largest = c + 4.0 * sum(a)
-    s = np.arange(math.log(_SMALL / largest), math.log(_DECAYED / c), _STEP)
+    s = np.arange(math.log(_FIRST_TIME / largest), math.log(_LAST_TIME / c), _STEP)
     times = np.exp(s)
     weights = _STEP * times**power * np.exp(-c * times) / math.gamma(power)
     factors = [
@@ -176,7 +168,7 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
     ]
     head, *rest = factors
     found = np.stack([_outer(weights * row, rest) for row in head])
-    # The second term is the integral from 0 to the start of the trapezoidal rule, where the integrand is nearly tᵖ⁻¹.
+    # The second term is the integral from 0 to the first t, where the integrand is nearly tᵖ⁻¹.
     return found + (times[0] * math.exp(-0.5 * _STEP)) ** power / math.gamma(power + 1)
 
 

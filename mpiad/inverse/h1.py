@@ -17,13 +17,13 @@ class H1(GaussianPrior):
     """The Gaussian field whose cost is half the integral of a |∇(m - mean)|² + c (m - mean)².
 
     In two and more dimensions the variance of a cell grows without bound as the mesh is refined. So this prior is useful
-    for regularization, but not for uncertainties; use `Bilaplacian` for these.
+    for regularization, but not for uncertainties: use `Bilaplacian` for those.
 
     Parameters
     ----------
     domain : Domain
     gradient, value : float
-        a and c, positive. A small c has little effect except that it makes the cost positive definite.
+        The positive coefficients a and c. A small c makes the cost positive definite, and has little other effect.
     mean : float or array of shape local_shape
     spacing : float or one for each dimension
         Distance between cells.
@@ -75,11 +75,9 @@ class H1(GaussianPrior):
         return self._levels(own_block(self.domain, r, "inverse.H1.precondition")) / self._volume
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ for noise ξ of shape (d + 1, *local_shape), with S Sᵀ the covariance, by one solve; collective.
-
-        The operator is GᵀG + c, in which G computes the differences across faces. So for white noise ξ₁ on the faces and ξ₂
-        in the cells, the covariance of Gᵀξ₁ + √c ξ₂ is the operator.
-        """
+        """Return S ξ for noise ξ of shape (d + 1, *local_shape), with S Sᵀ the covariance, by one solve; collective."""
+        # The operator is GᵀG + c, where G computes differences across faces: it is the covariance of Gᵀξ₁ + √c ξ₂ for white
+        # noise ξ₁ on the faces and ξ₂ in the cells.
         padded = self._levels.domain.exchange(xi[:-1], "zero", corners=False)
         total = math.sqrt(self._value) * xi[-1]
         for axis, rate in enumerate(self._rates):

@@ -1,8 +1,8 @@
 """The Laplace approximation: a Gaussian around the most probable field, from leading eigenpairs of the data's Hessian.
 
-Let H be the Hessian of the data's part of the objective and R the prior's inverse covariance. With H u = λ R u the
-posterior's covariance is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Directions that the data don't determine have small λ; their terms are
-omitted.
+Let H be the Hessian of the data misfit and R the inverse covariance of the prior. With the eigenpairs H u = λ R u the
+covariance of the posterior is R⁻¹ - Σ λ/(1 + λ) u uᵀ. The terms of small λ, in directions that the data don't determine,
+are omitted.
 
 References
 ----------
@@ -124,8 +124,8 @@ def laplace_approximation(
     Warns
     -----
     RuntimeWarning
-        If the last eigenvalue exceeds 1: k pairs then don't contain all information of the data. If a Ritz value is
-        negative beyond rounding: `product` then has the wrong sign or is indefinite, and negative values are replaced by 0.
+        If the last eigenvalue exceeds 1, so that k pairs don't contain all information of the data. If a Ritz value is
+        negative beyond rounding, because `product` has the wrong sign or is indefinite; it is replaced by 0.
 
     Ranks
     -----
@@ -149,7 +149,7 @@ def laplace_approximation(
         text = (
             f"laplace_approximation: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's "
             "inner product. Negative ones are replaced by zero, as if there were no data in these directions. If all are "
-            "negative, product has the wrong sign: it must be that of the Hessian of the negative log-likelihood. "
+            "negative, product has the wrong sign: it must be the product with the Hessian of the negative log-likelihood. "
             "Otherwise the Hessian is indefinite at m: use the Gauss-Newton product, JᵀJ."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)

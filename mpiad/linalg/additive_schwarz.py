@@ -1,10 +1,8 @@
 """`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices, with exact local solves by SciPy.
 
-Each rank solves the system of its own rows and some layers of its neighbors' rows around them; the solutions are added. The
-convergence of global components of the error becomes slower with the number of ranks. Therefore a coarse problem, with one
-unknown per rank that is constant on its rows, is also solved.
-
-Factors and messages are on the host. A residual on a device is copied to the host, and the correction back.
+Each rank solves the system of its own rows and some layers of its neighbors' rows around them; the solutions are added.
+Since global components of the error then converge more slowly on more ranks, a coarse problem is also solved, with one
+unknown per rank that is constant on its rows. A residual on a device is copied to the host, and the correction back.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class AdditiveSchwarz:
     matrix : DistributedMatrix
         Square, with rows and columns distributed alike.
     overlap : int
-        Layers of the neighbors' rows in each part; 0 is block Jacobi.
+        Number of layers of the neighbors' rows in each part; 0 is block Jacobi.
     restricted : bool
         Whether each rank uses the solution on its own rows only. This takes fewer iterations and messages, but isn't
         symmetric, so it is for "gmres" and "bicgstab" only.
@@ -76,26 +74,26 @@ class AdditiveSchwarz:
     def __init__(self, matrix: DistributedMatrix, *, overlap: int = 1, restricted: bool = False, coarse: bool = True):
         if not isinstance(matrix, DistributedMatrix):
             raise TypeError(f"{_CALL}: matrix must be a DistributedMatrix, but got {type(matrix).__name__}.")
-        used = channel(matrix.comm, _CALL)
-        with raising_together(used):
+        group = channel(matrix.comm, _CALL)
+        with raising_together(group):
             if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
                 raise ValueError(
                     f"{_CALL}: the matrix must be square, its rows and columns divided alike, but is {matrix!r}."
                 )
             if not isinstance(overlap, (int, np.integer)) or overlap < 0:
                 raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
-        self.comm, self.rank, self.size = matrix.comm, used.rank, used.size
+        self.comm, self.rank, self.size = matrix.comm, group.rank, group.size
         self.rows, self.restricted, self._transposed = matrix.local_shape[0], restricted, False
         with restoring_state(), suspended():
             rows = matrix.local_rows()
-            part, self._plan = _overlapping_part(matrix, rows, overlap, used)
-            with raising_together(used):
-                said = f"{_CALL}: the part of rank {used.rank}, {part.shape},"
-                self._factors = factors_of(part, said) if part.shape[0] else None
+            part, self._plan = _overlapping_part(matrix, rows, overlap, group)
+            with raising_together(group):
+                subject = f"{_CALL}: the part of rank {group.rank}, {part.shape},"
+                self._factors = factors_of(part, subject) if part.shape[0] else None
             self._coarse = None
             if coarse:
                 # The coarse matrix; its pseudoinverse is used if it is singular.
-                sums = np.zeros(used.size, rows.dtype)
+                sums = np.zeros(group.size, rows.dtype)
                 np.add.at(sums, np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1, rows.data)
                 self._coarse = np.linalg.pinv(mpi_allgather(sums, comm=matrix.comm))
 
@@ -129,7 +127,7 @@ class AdditiveSchwarz:
         return through_host(self._corrected, r)
 
     def _corrected(self, r: LocalArray) -> LocalArray:
-        # The restricted variant restricts only the output; its transpose restricts only the input.
+        # The restricted variant restricts the output; its transpose restricts the input.
         enters, leaves = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
         outside = self._plan.fetch(r) if enters else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
         extended = np.concatenate([r, outside], axis=-1)
@@ -156,26 +154,26 @@ class AdditiveSchwarz:
         )
 
 
-def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, used: Channel) -> tuple[Any, GhostPlan]:
+def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, group: Channel) -> tuple[Any, GhostPlan]:
     """Return the matrix of this rank's rows and of some layers around them, and the plan for fetching the latter."""
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
-    around, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
+    surrounding, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
     # For each layer, the rows of all columns that occur are added; this is collective.
     for _ in range(overlap):
         touched = np.unique(whole.indices)
-        around = np.union1d(around, np.setdiff1d(touched, own)).astype(np.int64)
-        plan = GhostPlan(around, matrix.offsets[0], matrix.comm)
-        whole = scipy.sparse.vstack([rows, _rows_of_others(rows, plan, used)], format="csr")
-    return whole[:, np.concatenate([own, around])].tocsc(), plan
+        surrounding = np.union1d(surrounding, np.setdiff1d(touched, own)).astype(np.int64)
+        plan = GhostPlan(surrounding, matrix.offsets[0], matrix.comm)
+        whole = scipy.sparse.vstack([rows, _rows_of_others(rows, plan, group)], format="csr")
+    return whole[:, np.concatenate([own, surrounding])].tocsc(), plan
 
 
-def _rows_of_others(rows: LocalArray, plan: GhostPlan, used: Channel) -> Any:
+def _rows_of_others(rows: LocalArray, plan: GhostPlan, group: Channel) -> Any:
     """Return the rows of a plan's ghosts, in their order."""
-    sent: list[Any] = [None] * used.size
+    sent: list[Any] = [None] * group.size
     for rank, places in plan.destinations:
         sent[rank] = rows[places]
-    received = used.data.alltoall(sent)
+    received = group.data.alltoall(sent)
     found: list[Any] = [scipy.sparse.csr_matrix((0, rows.shape[1]), dtype=rows.dtype)]
     # A plan's ghosts are sorted by index, and so by owner.
     found.extend(received[rank] for rank, _ in plan.sources)

@@ -32,24 +32,19 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # Probing: the matrix of an operator on a domain, from products with a few fields.
 #
-# If the stencil isn't wider than the halo, no point couples with two points that are more than two halos apart. So a field
-# that is one at many such points, and zero elsewhere, gives as many columns of the matrix. The required number of products
-# is 2 halo + 1 per dimension, independently of the size of the grid.
-
+# If the stencil isn't wider than the halo, no point couples with two points that are more than two halos apart. So the
+# product with a field that is one at such points, and zero elsewhere, gives the columns of all these points. The number
+# of products is 2 halo + 1 per dimension, for any size of the grid.
 
 _CALL = "DistributedMatrix.from_operator"
 
 
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
-    """Return this rank's rows of an operator's matrix, with points numbered block by block, and the number of columns.
-
-    Raises a TypeError or ValueError on all ranks if the operator doesn't return an array of the block's shape, or its
-    stencil is wider than the halo; or if a periodic dimension is too short to check that.
-    """
-    used = channel(domain.comm, _CALL)
+    """Return this rank's rows of an operator's matrix, points being numbered by block, and its number of columns."""
+    group = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
-    numbers = (sum(counts[: used.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
+    numbers = (sum(counts[: group.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
     # Each halo cell gets the number of the point that it copies, or -1 if there is none.
     around = domain.exchange(numbers, -1.0)
     steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
@@ -65,7 +60,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
             taken = rest & (around[window] >= 0.0) & _has_color(domain, steps, color, offset)
             found.append((numbers[taken] - numbers.flat[0], around[window][taken], image[taken]))
             rest &= ~taken
-        raise_together(used, _too_far(rest, domain))
+        raise_together(group, _too_far(rest, domain))
     rows, columns, values = (np.concatenate(part) for part in zip(*found))
     shape = count, int(sum(counts))
     return scipy.sparse.csr_matrix((values, (rows.astype(np.int64), columns.astype(np.int64))), shape), count
@@ -104,7 +99,7 @@ def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
     place = tuple(int(k) for k in np.argwhere(rest)[0])
     return ValueError(
         f"{_CALL}: at point {place} of a block matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
-        "(it adds something of its own). Give the domain as wide a halo as the operator looks."
+        "(it adds a constant). Give the domain a halo as wide as the stencil of the operator."
     )
 
 
@@ -129,8 +124,8 @@ def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
         if columns is not None:
             said = f"columns={parts} adds up to {sum(parts)}"
         return ValueError(
-            f"DistributedMatrix: {said}, but the matrix has {totals[0]} columns. Say with columns= how many of them "
-            "belong to each rank."
+            f"DistributedMatrix: {said}, but the matrix has {totals[0]} columns. Give the number of columns of each rank "
+            "as columns=."
         )
     return None
 
@@ -150,7 +145,7 @@ def _counts(counts: Sequence[int], size: int, total: int) -> list[int]:
 
 
 class DistributedMatrix:
-    """A sparse matrix, of which each rank has some rows; it can be multiplied with vectors, and solved with.
+    """A sparse matrix, of which each rank has some rows, for products with vectors and linear solves.
 
     Parameters
     ----------
@@ -194,8 +189,8 @@ class DistributedMatrix:
 
     def __init__(self, rows: object, *, columns: int | None = None, comm: Comm = None):
         self.comm, self._channel = comm, channel(comm, "DistributedMatrix")
-        used = self._channel
-        with raising_together(used):
+        group = self._channel
+        with raising_together(group):
             _require_matrix(rows, "DistributedMatrix: rows")
             if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
                 raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
@@ -205,11 +200,11 @@ class DistributedMatrix:
             matrix = matrix.copy()
             matrix.sum_duplicates()
         mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
-        every = np.empty((used.size, 3), np.int64)
-        used.data.Allgather(mine, every)
-        raise_together(used, _misfit(every, columns))
+        every = np.empty((group.size, 3), np.int64)
+        group.data.Allgather(mine, every)
+        raise_together(group, _misfit(every, columns))
         self.offsets = [np.concatenate([[0], np.cumsum(every[:, k])]) for k in (0, 1)]
-        own = [slice(int(at[used.rank]), int(at[used.rank + 1])) for at in self.offsets]
+        own = [slice(int(at[group.rank]), int(at[group.rank + 1])) for at in self.offsets]
         self.owned_rows, self.owned_columns = own
         self.shape = int(self.offsets[0][-1]), int(self.offsets[1][-1])
         self.local_shape, self.values = (matrix.shape[0], own[1].stop - own[1].start), matrix.data
@@ -252,18 +247,18 @@ class DistributedMatrix:
         All ranks call it.
         """
         call, pieces = "DistributedMatrix.from_scipy", None
-        used = channel(comm, call)
-        if not 0 <= root < used.size:
-            raise ValueError(f"{call}: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
-        with raising_together(used):
-            if used.rank == root:
+        group = channel(comm, call)
+        if not 0 <= root < group.size:
+            raise ValueError(f"{call}: root must be a rank from 0 to {group.size - 1}, but got {root!r}.")
+        with raising_together(group):
+            if group.rank == root:
                 _require_matrix(matrix, f"{call}: matrix")
                 whole: Any = scipy.sparse.csr_matrix(matrix)
                 n, m = whole.shape
-                rows = even_lengths(n, used.size) if counts is None else _counts(counts, used.size, n)
-                columns = rows if n == m else even_lengths(m, used.size)
+                rows = even_lengths(n, group.size) if counts is None else _counts(counts, group.size, n)
+                columns = rows if n == m else even_lengths(m, group.size)
                 pieces = [(whole[stop - k : stop], int(own)) for stop, k, own in zip(np.cumsum(rows), rows, columns)]
-        mine, length = used.data.scatter(pieces, root)
+        mine, length = group.data.scatter(pieces, root)
         return cls(mine, columns=length, comm=comm)
 
     @classmethod
@@ -430,7 +425,7 @@ class DistributedMatrix:
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
         self._require_square("solve")
-        # Checked together, since in a product only this rank would raise, while others wait for its messages.
+        # Checked together: in a product only this rank would raise, while others wait for its messages.
         with raising_together(self._channel):
             self._checked(b, 0, "solve")
         if method == "direct":
@@ -505,10 +500,7 @@ class Transposed:
 
 
 class GatheredFactors:
-    """A preconditioner that is the inverse: the matrix is factorized on rank 0, which solves for all ranks.
-
-    The constructor is collective, and raises a ValueError on all ranks if the matrix is singular.
-    """
+    """A preconditioner that is the inverse: the matrix is factorized on rank 0, which solves for all ranks."""
 
     def __init__(self, matrix: DistributedMatrix):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
@@ -530,7 +522,7 @@ class GatheredFactors:
         return through_host(self._solved, r)
 
     def _solved(self, r: LocalArray) -> LocalArray:
-        # With the distributed axis first, right-hand sides are columns, and one call of SciPy solves for all of them.
+        # With the distributed axis first, right-hand sides are the columns that one call of SciPy solves for.
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))

@@ -1,10 +1,10 @@
-"""The driver of all iterative methods: start, check of the true residual at the end, restarts, and diagnosis of failures.
+"""The driver of all iterative methods: start, check of the true residual at the end, restarts, diagnosis of failures.
 
 The residual of a recurrence differs from the true one by rounding errors, and is meaningless if the operator lacks
 properties that the method requires. Therefore a solution is accepted only after one more product with the operator: its
-true residual must be within ten times the tolerance, or within the effect of rounding the solution. If the iteration fails,
-a few products with the operator find the reason: it is singular, not linear or not symmetric, or the sizes of its rows
-differ too much.
+true residual must be within ten times the tolerance, or within the effect of rounding the solution. After a failure, a
+few products show whether the operator is singular, not linear or not symmetric, or the sizes of its rows differ too
+much.
 """
 
 from __future__ import annotations
@@ -17,38 +17,33 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.system import System
-from mpiad.linalg.vectors import beside, column, inner, on_host
+from mpiad.linalg.vectors import column, inner, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
-"""``method(system, x, r, norms, targets)`` improves x, shape (k, n), whose residual is r, in place, and returns whether its
-own residuals meet their targets; the others are to be restarted from the true residual. All ranks call it.
+"""``method(system, x, r, norms, targets)`` improves x (k, n) with residual r in place; returns whether r meets its targets.
 
-`norms` and `targets`, shape (k,), are the norm of each residual and what it is to fall to; the system gets the norms after
-each iteration as its history. On all ranks it raises a ValueError where a product with operator or preconditioner isn't
-finite, a ConvergenceError where the iterations are used up or (conjugate gradients) one of them isn't positive definite."""
+`norms` and `targets`, of shape (k,), are the norm of each residual and the norm to which it must fall. It adds the norms
+to the history of the system, and raises a ValueError or ConvergenceError on all ranks. If it returns False, the driver
+restarts it from the true residual."""
 
 _SLACK = 10.0  # allowed true residual, as a multiple of the tolerance
-_PATIENCE = 3  # number of successive restarts without progress after which the iteration fails
+_PATIENCE = 3  # number of successive restarts without progress until the iteration fails
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
-    """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; collective.
-
-    Raises the errors of `solve`, on all ranks.
-    """
+    """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; raises as `solve`."""
     b = system.rows(b)
     targets, norms = system.start(b)
     if not targets.any():
         return system.block(np.zeros_like(b))
     units = column(b, system.units.astype(b.real.dtype))
-    # The largest residual that may be due to rounding; a larger one shows that the operator is singular to working
-    # precision.
+    # A residual larger than this isn't due to rounding: the operator is singular to working precision.
     most = np.finfo(b.dtype).eps ** 0.25 * norms
     if x0 is None:
         x, r = np.zeros_like(b), b.copy()
     else:
         # For a zero right-hand side the solution is zero.
-        usable = beside(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
+        usable = on_device_of(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
         x = np.where(usable, system.rows(x0) / units, 0.0).astype(b.dtype)
         r, norms = _true_residual(system, b, x)
     system.note(norms)
@@ -86,22 +81,20 @@ def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bo
     which = f" of system {worst}" if len(norms) > 1 else ""
     if arrived:
         problem = f"its own residual met the tolerance, but the true one{which} has norm {norm:.3e} instead of {wanted:.3e}"
-        advice = "Is matvec linear, and symmetric for 'cg'? If so, ask for less by rtol, or compute in a higher precision."
+        advice = "Is matvec linear, and symmetric for 'cg'? If so, increase rtol, or compute in a higher precision."
     else:
-        problem = f"it stalls: the residual{which} stays at {norm:.3e}, to fall to {wanted:.3e}"
+        problem = f"it stalls: the residual{which} stays at {norm:.3e}, but must fall to {wanted:.3e}"
         advice = "Try a larger restart, a better preconditioner, or another method."
     found = diagnosis(system)
     system.fail(f"{problem}: {found}" if found else f"{problem}. {advice}")
 
 
-# Diagnosis of an operator.
-
 _SEED = 20250101
 _MARGIN = 100.0  # multiple of the rounding error of a product with the operator
 _SINGULAR = (
-    "it is singular: the operator maps a constant field to zero, so u is determined but for a constant (and exists only "
-    "where b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of "
-    "u to the operator"
+    "it is singular: the operator maps a constant field to zero, so u is determined only up to a constant (and exists only "
+    "if b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of u "
+    "to the operator"
 )
 _CONTRAST = 1e-8
 
@@ -118,23 +111,19 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
 
 
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
-    """Return an estimate of the smallest norm that the residual of a rounded solution can have, for each system.
-
-    Rounding changes each entry of x by up to half a unit in the last place. The effect on the residual is of the size of
-    eps A (±x), with random signs, times a factor, since an iteration adds up several such errors.
-    """
+    """Return an estimate of the smallest norm of the residual of a rounded solution, for each system."""
+    # Rounding changes each entry of x by up to half a unit in the last place, so the residual changes by about eps A (±x)
+    # with random signs, times a factor, since an iteration adds up several such errors.
     image = system.apply((_signs(x, 0) * x).astype(x.dtype))
     return np.maximum(targets, _MARGIN * np.finfo(x.dtype).eps * system.norms(image))
 
 
 def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> None:
-    """Raise on all ranks if the solution isn't unique because the operator maps constants to zero.
-
-    One product shows whether x plus a constant of the size of x also meets the tolerance. With a loose tolerance this may
-    happen for a nonsingular operator, too; another product then shows whether the constant's image is only rounding.
-    """
+    """Raise on all ranks if the solution isn't unique because the operator maps constants to zero."""
+    # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose, this
+    # may be so for a nonsingular operator; then another product shows whether the image of the constant is only rounding.
     image = system.apply(np.ones_like(x))
-    # The number of entries is included, for the mean square of the solution.
+    # The number of entries is included for the mean square of the solution.
     own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
     squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
@@ -147,7 +136,7 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
 
 
 def diagnosis(system: System) -> str:
-    """Return a description of what is wrong with the operator of an unsolved system, for a message; empty if unknown."""
+    """Return a description of the problem with the operator of an unsolved system; empty if it isn't found."""
     like = system.full(0.0)
     one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
     # The images of zero, a constant, two fields, and their sum, which a linear operator maps to the sum of their images.
@@ -161,7 +150,7 @@ def diagnosis(system: System) -> str:
     if not squares[1:3].any():
         return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
-    # If some rows are very small, the image of a constant and the sign of a product don't show singularity or definiteness.
+    # Very small rows hide singularity and definiteness in these products.
     contrast = _contrast(system, images[2], images[3], scale / system.length)
     if constant and not contrast:
         return _SINGULAR + "."
@@ -169,14 +158,14 @@ def diagnosis(system: System) -> str:
         return "the operator isn't symmetric. Take method='gmres' or 'bicgstab'."
     if contrast:
         return (
-            f"the operator's rows differ by a factor of {contrast:.0e} in size: a coefficient of extreme contrast, where "
+            f"the operator's rows differ by a factor of {contrast:.0e} in size: a coefficient of extreme contrast, whereas "
             f"{system.dtype} resolves {1.0 / np.finfo(system.dtype).eps:.0e}. Limit it, or precondition by the diagonal."
         )
     return ""
 
 
 def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarray) -> float:
-    """Return the factor by which some of the operator's rows are smaller than others; 0 for few rows or small factors."""
+    """Return the factor by which some rows of the operator are smaller than others; 0 for few rows or small factors."""
     squares = np.abs(one) ** 2 + np.abs(other) ** 2
     low = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
     local = [on_host(np.sum(rows, axis=1)) for rows in (low, np.where(low, squares, 0.0))]
@@ -192,4 +181,4 @@ def _rounding_squared(dtype: np.dtype) -> float:
 
 def _signs(like: LocalArray, number: int) -> LocalArray:
     # The signs needn't differ between ranks.
-    return beside(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)
+    return on_device_of(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)

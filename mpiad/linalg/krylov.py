@@ -2,8 +2,8 @@
 
 The preconditioned conjugate gradient method takes one reduction per iteration, for all inner products: A is applied to the
 preconditioned residual z, and A p follows from A z by the recurrence of p. On many ranks a reduction costs more than the
-two additional vector updates. Near the end the norm of the residual is computed before the preconditioner is applied, which
-takes an additional reduction, but avoids an unnecessary application of the preconditioner.
+two additional vector updates. Near the end an additional reduction computes the norm of the residual before the
+preconditioner is applied, which avoids an unnecessary application.
 
 References
 ----------
@@ -22,12 +22,11 @@ from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
 
 # Restarted GMRES with one reduction per iteration.
 #
-# Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner products s
-# of the basis with the new vector, and those of the basis with its last vector, which complete the Gram matrix G of the
-# basis. The correction of the second pass, s - G s, then needs no further reduction. The norm of the remainder follows from
-# the same numbers; if too many digits cancel, it is computed directly, with another pass.
-#
-# The basis needn't be exactly orthonormal: A V = V H holds for any basis computed in this way.
+# Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner
+# products s of the basis with the new vector, and those with the last vector of the basis, which complete the Gram
+# matrix G of the basis. So the correction of the second pass, s - G s, needs no further reduction. The norm of the
+# remainder follows from the same numbers; if too many digits cancel, it is computed directly, with another pass. The
+# basis needn't be exactly orthonormal: A V = V H holds for any basis computed in this way.
 #
 # References
 # ----------
@@ -126,7 +125,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
     length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
     basis = _Basis(first, norms, length)
     for j in range(length):
-        # Systems that have converged, or whose space can't grow, don't change any more.
+        # Systems that have converged, or whose space can't grow, don't change.
         active = (norms > targets) & (basis.steps == j) & ~basis.complete
         if not active.any():
             break
@@ -142,20 +141,18 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
 
 # BiCGStab: two products and two reductions per iteration, without a stored basis.
 #
-# The norm of the next residual and its inner product with the shadow residual follow from the second reduction, which saves
-# a third one.
+# The norm of the next residual and its inner product with the shadow residual follow from the second reduction.
 #
 # References
 # ----------
 # H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the preconditioned
 # algorithm of section 4.
 
-
-# Breakdown: the inner product of the residual and the shadow residual, relative to the product of their norms, is so small
-# that the recurrence would divide by rounding errors.
-_LOST = 1e-14
-# Breakdown: the residual is larger than at the start by this factor, so that few digits of the recurrence are accurate.
-_FAR = 1e6
+# Breakdown: relative to the norms, the inner product of residual and shadow residual is so small that the recurrence
+# would divide by rounding errors.
+_BREAKDOWN = 1e-14
+# Breakdown: the residual is larger than at the start by this factor, so few digits of the recurrence are accurate.
+_DIVERGED = 1e6
 
 
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
@@ -171,7 +168,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         require_iterations(system, targets / scale)
         ahead, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
-        # The first step, along p, makes the residual orthogonal to the shadow residual. The second step, along this new
+        # The first step, along p, makes the residual orthogonal to the shadow residual. The second step, along this
         # residual, minimizes the norm.
         alpha = _quotient(rho, sv, active)
         add_scaled(x, alpha, ahead)
@@ -190,7 +187,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
         norms = np.where(active, left, norms)
         system.note(norms / scale)
-        broken = (np.abs(rho) <= _LOST * norms * at_start) | (alpha * omega == 0.0) | (norms > _FAR * at_start)
+        broken = (np.abs(rho) <= _BREAKDOWN * norms * at_start) | (alpha * omega == 0.0) | (norms > _DIVERGED * at_start)
         if broken[active & (norms > targets)].any():
             return False
         active = norms > targets
@@ -235,9 +232,9 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
             system.fail(
                 f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a residual r not zero"
             )
-        # A system that has converged takes no step; its direction restarts from the preconditioned residual.
+        # A converged system takes no step; its direction restarts from the preconditioned residual.
         beta = np.where(active, rz.real / rz_before, 0.0)
-        # p·Ap for p = z + β p₋: as p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
+        # p·Ap for p = z + β p₋: since p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
         least = _require_curvature(system, curvature, wz, rz.real, least, active)
         scale_and_add(p, beta, z)
@@ -246,8 +243,8 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # If the norm of the residual is about to meet the target, provided that it falls by the same factor as in the last
-        # step, it is computed here, although this takes an additional reduction.
+        # If the norm is about to meet the target, provided that it falls by the same factor as in the last step, it is
+        # computed directly, in an additional reduction.
         known = bool((norms * norms <= 2.0 * targets * before).all())
         if known:
             before, norms = norms, system.norms(r)

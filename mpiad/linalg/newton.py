@@ -1,8 +1,8 @@
 """`newton`: the solution of a distributed nonlinear system, differentiated by the implicit function theorem.
 
-From F(u, p) = 0 follows J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. A tangent takes one linear solve, and
-so does a cotangent, with Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of linear solves, with J's products as its
-operator and u among its parameters, so they can be differentiated again.
+From F(u, p) = 0 follows J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. So a tangent takes one linear
+solve, and so does a cotangent: Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of linear solves, with products of
+J and with u among the parameters, so they can be differentiated again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # Inexact Newton method with a line search.
 #
-# A step reduces the residual of the linear model to a fraction η. It must achieve a small part of the predicted decrease of
-# the residual; otherwise it is shortened to the minimum of a parabola through the known values. Near the root full steps
-# are taken, and η is proportional to the square of the ratio of residuals, so convergence remains quadratic.
-
+# A step reduces the residual of the linear model to a fraction η. It must achieve a small part of the predicted
+# decrease of the residual; otherwise it is shortened to the minimum of a parabola through the known values. Near the
+# root full steps are taken, and η is proportional to the square of the ratio of residuals, so that convergence is
+# quadratic.
 
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
 _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
 _SHORTEST = 1e-8
-_FAR = 1e6
+_LONG_STEP = 1e6
 _PATIENCE, _SLOW = 5, 0.99  # the iteration fails if this number of steps doesn't reduce the residual to this fraction
 
 Linear = Callable[[LocalArray, float], System]
@@ -48,11 +48,7 @@ Linear = Callable[[LocalArray, float], System]
 def find_root(
     residual: Function, linear: Linear, u0: LocalArray, settings: Settings, failures: DeferredFailures
 ) -> LocalArray:
-    """Return the root of the residual, an array like `u0`; collective. Raises the errors of `newton`.
-
-    `linear`: ``linear(u, rtol)`` returns the linear system with the Jacobian at u. `failures`: shared with the linear
-    systems, so that the next sum reports a failure in one of them.
-    """
+    """Return the root of the residual; collective; `failures` are shared with the linear systems. Raises as `newton`."""
     system = System(residual, None, u0, settings._replace(method="newton"), "residual", failures)
     u = system.rows(u0)
     f = system.apply(u)
@@ -64,34 +60,34 @@ def find_root(
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
         # The last linear system isn't solved more accurately than the target requires.
-        within = max(forcing, 0.5 * target / norm)
+        tolerance = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
-        step = _newton_step(system, linear(system.block(u), within), METHODS[settings.method], u, f)
+        step = _newton_step(system, linear(system.block(u), tolerance), METHODS[settings.method], u, f)
         before = norm
-        found = _search(system, u, step, norm, within)
+        found = _search(system, u, step, norm, tolerance)
         if found is not None:
             u, f, norm = found
             system.note(np.array([norm]))
-        since = system.history[-1 - _PATIENCE :][0]
-        stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * since
+        reference = system.history[-1 - _PATIENCE :][0]
+        stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * reference
         if found is None or stalled:
             # The residual may exceed the target by the effect of rounding u.
             if norm <= rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
                 break
             if found is None:
                 system.fail(
-                    f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: a minimum "
-                    "of its norm that is no root, or a kink. Start nearer to the solution, from that of an easier problem, "
-                    "or check that the residual is differentiable"
+                    f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: its norm "
+                    "has a minimum that is no root, or a kink. Start nearer to the solution, for example from the solution "
+                    "of an easier problem, or check that the residual is differentiable"
                 )
             system.fail(
-                f"it stalled at step {system.iterations - _PATIENCE}, residual {since:.3e}: {_PATIENCE} steps more brought "
-                f"it to {norm:.3e}, to fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) shows whether its "
-                "derivative is right; if it is, start nearer to the solution"
+                f"it stalled at step {system.iterations - _PATIENCE}, residual {reference:.3e}: {_PATIENCE} more steps led "
+                f"to {norm:.3e}, but it must fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) shows whether "
+                "the derivative is right; if it is, start nearer to the solution"
             )
-        # Choice 2 with γ = 0.9 and α = 2, with a safeguard against a premature small tolerance.
-        kept, forcing = 0.9 * forcing**2, 0.9 * (norm / before) ** 2
-        forcing = min(max(forcing, kept) if kept > 0.1 else forcing, _LARGEST_FORCING)
+        # Choice 2 with γ = 0.9 and α = 2, with a safeguard against a tolerance that is small too early.
+        safeguard, forcing = 0.9 * forcing**2, 0.9 * (norm / before) ** 2
+        forcing = min(max(forcing, safeguard) if safeguard > 0.1 else forcing, _LARGEST_FORCING)
     system.settle()
     return system.block(u)
 
@@ -107,14 +103,14 @@ def _newton_step(system: System, linear: System, method: Method, u: LocalArray, 
         system.fail(f"{failure} ({error})")
     lengths = np.sqrt(np.real(system.dots((step, step), (u, u), (f, f))[:, 0]))
     # A very long step may be due to a Jacobian that is singular to working precision; one product decides this.
-    if lengths[0] > _FAR * (lengths[1] + lengths[2]):
+    if lengths[0] > _LONG_STEP * (lengths[1] + lengths[2]):
         if rounding_floor(linear, step, np.zeros(1))[0] > lengths[2]:
             system.fail(f"{failure}: the Jacobian is singular to working precision. {diagnosis(linear)}")
     return step
 
 
 def _search(
-    system: System, u: LocalArray, step: LocalArray, norm: float, within: float
+    system: System, u: LocalArray, step: LocalArray, norm: float, tolerance: float
 ) -> tuple[LocalArray, LocalArray, float] | None:
     """Return the new point, its residual and norm; None if no step along the direction reduces the residual."""
     length = 1.0
@@ -122,7 +118,7 @@ def _search(
         new = u + np.zeros(0, u.dtype).real.dtype.type(length) * step
         f = system.apply(new)
         found = float(system.norms(f)[0])
-        if found <= (1.0 - _SUFFICIENT * length * (1.0 - within)) * norm:
+        if found <= (1.0 - _SUFFICIENT * length * (1.0 - tolerance)) * norm:
             return new, f, found
         # The minimum of the parabola through the squared norms at 0 and here, with the known slope at 0.
         shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
@@ -131,7 +127,7 @@ def _search(
 
 
 _CALL = "linalg.newton"
-_OF_DERIVATIVES = 1e-10  # relative tolerance of their linear systems if the user gave only an absolute one
+_DERIVATIVE_RTOL = 1e-10  # relative tolerance for derivatives if the user gave only an absolute one
 
 
 @opaque
@@ -219,8 +215,8 @@ def newton(
     [2. 2.]
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    # This tolerance is for the solves of derivatives; those of Newton steps have their own.
-    linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
+    # The tolerance for the solves of derivatives; Newton steps have their own.
+    linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
     settings = agree_on(settings, _mistake(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
     leaves, build = flatten(params)
@@ -255,7 +251,7 @@ def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     failures = problem.jacobian.new_failures()
 
     def linear(u: LocalArray, rtol: float) -> System:
-        # The linear solution needn't be verified, since the nonlinear residual is evaluated next.
+        # The linear solution isn't verified, since the nonlinear residual is evaluated next.
         settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
         return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
 
@@ -280,12 +276,12 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
 
 def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
-    along = [spec_like(stop_gradient(ans)).zeros(), *[direction_of(leaf, g) for leaf, g in zip(leaves, gs)]]
+    tangents = [spec_like(stop_gradient(ans)).zeros(), *[direction_of(leaf, g) for leaf, g in zip(leaves, gs)]]
     failures = problem.jacobian.new_failures()
-    moved = failures.attempt(
-        "residual", lambda u: make_jvp(problem.at)([u, *leaves])(along)[1], ans, again=lambda: problem.start
+    change = failures.attempt(
+        "residual", lambda u: make_jvp(problem.at)([u, *leaves])(tangents)[1], ans, again=lambda: problem.start
     )
-    right = along[0] if moved is None else -moved
+    right = tangents[0] if change is None else -change
     return solution(right, ans, *leaves, problem=problem.jacobian._replace(failures=failures))
 
 

@@ -81,12 +81,12 @@ def solve(
     petsc = _imported()
     matrix = operator if isinstance(operator, DistributedMatrix) else None
     comm = matrix.comm if matrix is not None else comm
-    used = channel(comm, _CALL)
+    group = channel(comm, _CALL)
     settings = Settings("petsc", rtol, atol, maxiter, comm, None, verify=verify, call=_CALL)
     settings = agree_on(settings, _mistake(petsc, operator, stop_gradient(b), params, settings))
     matvec: Any = operator if matrix is None else matrix.operator()
     leaves, build = flatten(params if matrix is None else (matrix.values,))
-    method = _method(petsc, used, matrix, dict(options or {}))
+    method = _method(petsc, group, matrix, dict(options or {}))
     start = None if x0 is None else stop_gradient(x0)
     return solution(b, *leaves, problem=Problem(matvec, None, build, settings, start, solver=method))
 
@@ -97,7 +97,7 @@ def _imported() -> Any:
     except ImportError as error:
         raise ImportError(
             f"{_CALL}: petsc4py can't be imported ({error}). Install PETSc and petsc4py (with the MPI of this mpi4py), or "
-            "take mpiad.linalg.solve, whose methods need nothing else."
+            "use mpiad.linalg.solve, whose methods need no other library."
         ) from error
     return PETSc
 
@@ -122,21 +122,21 @@ def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, 
 
 
 def _method(
-    petsc: ModuleType, used: Channel, matrix: DistributedMatrix | None, options: dict[str, Any]
+    petsc: ModuleType, group: Channel, matrix: DistributedMatrix | None, options: dict[str, Any]
 ) -> Callable[..., Method]:
     """Return a factory of the method for one system, given its values and whether it is the transposed one."""
 
     def of_system(params: tuple, transposed: bool) -> Method:
         def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
             operator = (
-                _shell(petsc, used, system) if matrix is None else _assembled(petsc, used, matrix, params[0], transposed)
+                _shell(petsc, group, system) if matrix is None else _assembled(petsc, group, matrix, params[0], transposed)
             )
             # A relative tolerance, since PETSc may use the preconditioned norm of residuals.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
             prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
             for name, value in options.items():
                 database[prefix + name] = value
-            ksp = petsc.KSP().create(comm=used.user)
+            ksp = petsc.KSP().create(comm=group.user)
             try:
                 ksp.setOptionsPrefix(prefix)
                 ksp.setOperators(operator)
@@ -144,7 +144,7 @@ def _method(
                 ksp.setConvergenceHistory()
                 ksp.setFromOptions()
                 # A copy, since the vector uses the given memory.
-                right = petsc.Vec().createWithArray(np.array(r[0]), comm=used.user)
+                right = petsc.Vec().createWithArray(np.array(r[0]), comm=group.user)
                 step = right.duplicate()
                 ksp.solve(right, step)
                 x[0] += step.getArray()
@@ -169,7 +169,7 @@ def _method(
     return of_system
 
 
-def _shell(petsc: ModuleType, used: Channel, system: System) -> Any:
+def _shell(petsc: ModuleType, group: Channel, system: System) -> Any:
     class Context:
         def mult(self, matrix: Array, x: Array, y: Array) -> None:
             # A copy, since the memory is PETSc's, and the user's operator may keep its argument.
@@ -177,13 +177,13 @@ def _shell(petsc: ModuleType, used: Channel, system: System) -> Any:
 
     size = system.length, None
     # The user's communicator, which PETSc duplicates; guarded ones can't be passed to PETSc.
-    return petsc.Mat().createPython((size, size), Context(), comm=used.user)
+    return petsc.Mat().createPython((size, size), Context(), comm=group.user)
 
 
-def _assembled(petsc: ModuleType, used: Channel, matrix: DistributedMatrix, values: LocalArray, transposed: bool) -> Any:
+def _assembled(petsc: ModuleType, group: Channel, matrix: DistributedMatrix, values: LocalArray, transposed: bool) -> Any:
     rows = matrix.with_values(values).local_rows()
     size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
     kind = petsc.IntType
     csr = rows.indptr.astype(kind), rows.indices.astype(kind), rows.data.astype(petsc.ScalarType)
-    found = petsc.Mat().createAIJ(size, csr=csr, comm=used.user)
+    found = petsc.Mat().createAIJ(size, csr=csr, comm=group.user)
     return found.transpose() if transposed else found

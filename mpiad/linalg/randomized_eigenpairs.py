@@ -1,8 +1,8 @@
 """`eigsh`: the largest eigenvalues of A u = λ B u by a randomized algorithm; A and B are given as matrix-vector products.
 
 There are two passes: B⁻¹A is applied to k + p random directions, and the results are made orthonormal in the inner product
-of B; then A is projected onto their span. The error is small if the eigenvalues decay rapidly, as those of data Hessians do
-in the inner product of a prior: if each is 0.8 times the previous one, 40 of them have a relative error of 1e-3 for p = 20.
+of B; then A is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians of data in
+the inner product of a prior: if each is 0.8 times the previous one, 40 of them have a relative error of 1e-3 for p = 20.
 
 References
 ----------
@@ -31,7 +31,7 @@ from mpiad.transport.user_failures import DeferredFailures
 _CALL = "linalg.eigsh"
 _ASYMMETRY = 1e-3  # allowed in a projected matrix, relative to its norm, since products may contain inexact solves
 _DEPENDENT = 1e-15  # eigenvalues of a Gram matrix below this fraction of the largest indicate dependent vectors
-_TOGETHER = 16  # vectors per product, which needs memory for about ten vectors per vector
+_BATCH = 16  # vectors per product, which needs memory for about ten vectors per vector
 
 Product = Callable[[LocalArray], LocalArray]
 
@@ -130,9 +130,9 @@ def ritz_pairs(
     seed: int | LocalArray, batch: bool, comm: Comm,
 ) -> tuple[EigenPairs, float]:  # fmt: skip
     """Return the result of `eigsh`, and the smallest of all k + oversample Ritz values."""
-    used = channel(comm, _CALL)
+    group = channel(comm, _CALL)
     like = np.asarray(stop_gradient(like))
-    with raising_together(used):
+    with raising_together(group):
         if like.dtype.kind != "f":
             raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
         whole = isinstance(k, (int, np.integer)) and isinstance(oversample, (int, np.integer))
@@ -147,28 +147,28 @@ def ritz_pairs(
             raise ValueError(f"{_CALL}: mass and mass_solve must be given together, but got one of them.")
     named = seed if isinstance(seed, (int, np.integer)) else "directions"
     given = "given" if mass else None
-    require_same(used, f"k={k}, oversample={oversample}, seed={named}, mass={given}, batch={batch}", _CALL)
-    size = int(_summed(used, np.array([float(like.size)]))[0])
+    require_same(group, f"k={k}, oversample={oversample}, seed={named}, mass={given}, batch={batch}", _CALL)
+    size = int(_summed(group, np.array([float(like.size)]))[0])
     if k > size:
-        raise agreed(used, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
+        raise agreed(group, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
     failures = DeferredFailures(comm, _CALL, apart=True)
     with restoring_state(), suspended():
         if isinstance(seed, (int, np.integer)):
-            generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), used.rank], np.uint64)))
+            generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), group.rank], np.uint64)))
             seed = generator.standard_normal((k + oversample, *like.shape))
         samples = np.asarray(seed)[:size]
         images = _products(failures, "product", product, samples, batch)
         ranged = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
         # `images` are B times `ranged`.
-        basis = _combined(_orthonormal(used, ranged, images), ranged)
+        basis = _combined(_orthonormal(group, ranged, images), ranged)
         for _ in range(2):  # repeated, since orthonormalization by a Gram matrix loses half of the digits
             weighed = basis if mass is None else _products(failures, "mass", mass, basis, batch)
-            basis = _combined(_orthonormal(used, basis, weighed), basis)
-        projected = _gram(used, basis, _products(failures, "product", product, basis, batch))
+            basis = _combined(_orthonormal(group, basis, weighed), basis)
+        projected = _gram(group, basis, _products(failures, "product", product, basis, batch))
         skew = np.linalg.norm(projected - projected.T)
         if not skew <= _ASYMMETRY * np.linalg.norm(projected):
             found = f"its projection differs from its transpose by {skew:.3e}, of {np.linalg.norm(projected):.3e}"
-            raise agreed(used, ValueError(f"{_CALL}: product must be symmetric, but {found}."))
+            raise agreed(group, ValueError(f"{_CALL}: product must be symmetric, but {found}."))
         values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
         order = np.argsort(values)[::-1][:k]
         return EigenPairs(values[order], _combined(vectors[:, order], basis)), float(values[0])
@@ -176,14 +176,14 @@ def ritz_pairs(
 
 def _products(failures: DeferredFailures, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:
     found = []
-    for part in [vectors[k : k + _TOGETHER] for k in range(0, len(vectors), _TOGETHER)] if batch else list(vectors):
-        made = failures.attempt(
+    for part in [vectors[k : k + _BATCH] for k in range(0, len(vectors), _BATCH)] if batch else list(vectors):
+        image = failures.attempt(
             name, lambda v: np.asarray(product(v), dtype=float), part, again=partial(np.zeros_like, part)
         )
-        if made is not None and made.shape != part.shape:
-            shapes = f"the shape of its argument, {part.shape}, but returned one of {made.shape}"
+        if image is not None and image.shape != part.shape:
+            shapes = f"the shape of its argument, {part.shape}, but returned one of {image.shape}"
             failures.note(ValueError(f"{_CALL}: {name} must return an array of {shapes}. Does it belong to another grid?"))
-        found.append(part if made is None else made)
+        found.append(part if image is None else image)
     failures.raise_together()
     return np.concatenate(found) if batch else np.stack(found)
 
@@ -192,27 +192,27 @@ def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
     return np.tensordot(coefficients.T, vectors, 1)
 
 
-def _gram(used: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
+def _gram(group: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
     """Return the products of all vectors with all others, bitwise the same on all ranks."""
-    return _summed(used, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
+    return _summed(group, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
 
 
-def _summed(used: Channel, local: np.ndarray) -> np.ndarray:
-    total = np.array(allreduce(used, local, SUM, _CALL))
-    used.data.Bcast(total, 0)  # the results of an all-reduction may differ between ranks by rounding
+def _summed(group: Channel, local: np.ndarray) -> np.ndarray:
+    total = np.array(allreduce(group, local, SUM, _CALL))
+    group.data.Bcast(total, 0)  # the results of an all-reduction may differ between ranks by rounding
     if not np.all(np.isfinite(total)):
-        raise agreed(used, ValueError(f"{_CALL}: a product isn't finite."))
+        raise agreed(group, ValueError(f"{_CALL}: a product isn't finite."))
     return total
 
 
-def _orthonormal(used: Channel, vectors: LocalArray, weighed: LocalArray) -> np.ndarray:
+def _orthonormal(group: Channel, vectors: LocalArray, weighed: LocalArray) -> np.ndarray:
     """Return coefficients of orthonormal combinations of vectors, fewer if these are dependent; `weighed`: B vectors."""
-    gram = _gram(used, vectors, weighed)
+    gram = _gram(group, vectors, weighed)
     skew, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
     if not skew <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
         found = f"vᵀ B v has the values {values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {skew:.3e}"
         text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {found}."
-        raise agreed(used, ValueError(text))
+        raise agreed(group, ValueError(text))
     kept = values > _DEPENDENT * values[-1]
     return rotation[:, kept] / np.sqrt(values[kept])

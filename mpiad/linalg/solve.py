@@ -29,17 +29,16 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # The solution of a linear system as one operator, differentiated by the implicit function theorem.
 #
-# From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u: a tangent takes one solve. Transposed: with Aᵀ λ = ū, the cotangent of b
-# is λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The iteration
-# itself is never traced. Both rules are composed of this operator and the user's, so they can be differentiated again.
+# From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u: a tangent takes one solve. Transposed: with Aᵀ λ = ū, the cotangent of
+# b is λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The
+# iteration is never traced. Both rules consist of this operator and the user's, so they can be differentiated again.
 #
-# The adjoint of a system with Aᵀ is a system with A, and both cotangents of p are derivatives of the number λᵀ A u. So the
+# The adjoint of a system with Aᵀ is a system with A, and both cotangents of p are derivatives of λᵀ A u. So the
 # cotangent of p in the transposed system also comes from a reverse pass through A, with u and λ interchanged.
 #
 # An operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
-# preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like that of the
-# operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, more iterations are needed.
-
+# preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like that of
+# the operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, more iterations are needed.
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -54,12 +53,10 @@ class Problem(NamedTuple):
     start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
     transposed: bool = False  # whether the system is that of the transposed operator
-    # ``solver(params, transposed)`` returns the method if it isn't one of this library's.
+    # ``solver(params, transposed)`` returns a method of another library.
     solver: Callable[..., Method] | None = None
-    # Failures of this rank before the solve, in the enclosing call.
-    failures: DeferredFailures | None = None
-    # Names of the user functions that have communicated, shared with the problems of derivatives: see `DeferredFailures`.
-    talkers: set[str] | None = None
+    failures: DeferredFailures | None = None  # of this rank before the solve, in the enclosing call
+    talkers: set[str] | None = None  # names of user functions that have communicated: see `DeferredFailures`
 
     def derived(self, failures: DeferredFailures) -> Problem:
         """Return the problem of a tangent: the same operator, with the initial guess zero."""
@@ -98,7 +95,7 @@ class Problem(NamedTuple):
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            # The operator is traced here, so that an exception is known before a reverse pass.
+            # Traced at once, so that an exception is known before a reverse pass.
             apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
             precondition = failures.attempt(
@@ -115,10 +112,7 @@ class Problem(NamedTuple):
 
 @custom_operator
 def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
-    """Return this rank's block of the solution, of the shape of `b`; `leaves`: those of the parameters. Raises as `solve`.
-
-    The adjoint is one solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
-    """
+    """Return this rank's block of the solution, of the shape of `b`, for `leaves` of the parameters; raises as `solve`."""
     system = problem.system(leaves, b)
     if problem.solver is None:
         method = METHODS[problem.settings.method]
@@ -140,8 +134,8 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
         # In both cases λᵀ A u is differentiated through the user's operator.
         if not problem.transposed:
-            # The operator is traced before the solve: the first reduction of the solve then reports an exception of the
-            # operator to the other ranks.
+            # The operator is traced before the solve, so that the first reduction reports its exceptions to the other
+            # ranks.
             pull = pull_at(ans)
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
@@ -155,11 +149,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
 
 def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
-    """Return the cotangents of a traced user function's arguments, except the first; `left`: that of its result.
-
-    An exception in the user's adjoint on one rank is raised on all. If the operator was assumed to be symmetric, but the
-    first cotangent isn't `g`, a ValueError is raised.
-    """
+    """Return cotangents of a traced user function's arguments but the first; `left` is the cotangent of its result."""
     found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
         require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
@@ -200,10 +190,7 @@ defjvp_together(solution, _tangent)
 
 
 def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
-    """Raise a ValueError on all ranks if `transposed`, which is Aᵀ λ, differs from g = A λ, so that A isn't symmetric.
-
-    If any rank has failed, its exception is raised on all instead.
-    """
+    """Raise a ValueError on all ranks if Aᵀ λ, `transposed`, differs from g = A λ, so that A isn't symmetric."""
     gap = (np.nan if transposed is None else transposed) - g
     with restoring_state(), suspended():
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
@@ -215,7 +202,7 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
         text = (
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
-            f"Aᵀ λ - g has norm {found:.3e}, where g has {norm:.3e}: A isn't its own transpose, and the derivative would "
+            f"Aᵀ λ - g has norm {found:.3e}, whereas g has {norm:.3e}: A isn't its own transpose, and the derivative would "
             "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
         )
         raise agreed(channel(settings.comm, settings.call), ValueError(text))
@@ -228,11 +215,7 @@ def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]
 
 
 def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
-    """Return the transpose of a preconditioner as a function of the residual.
-
-    `given`: the user's `preconditioner_transpose`, a function, "derived" or None. `rest`: the params. `like`: an array like
-    the residual.
-    """
+    """Return the transpose of a preconditioner: `given` by the user (a function or "derived"), or its own."""
     if given is None:
         given = getattr(preconditioner, "T", None)
     if given is None and callable(getattr(preconditioner, "transpose", None)):
@@ -256,8 +239,7 @@ def _takes(fun: Function, extra: int) -> bool:
     if any(p.kind is p.VAR_POSITIONAL for p in kinds):
         return True
     required = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    # Arguments with a default aren't counted.
-    return len(required) == 1 + extra
+    return len(required) == 1 + extra  # arguments with a default aren't counted
 
 
 @recoverable("linalg.solve")
@@ -380,7 +362,7 @@ def _mistake(problem: Problem, b: Array) -> Exception | None:
     if error is not None:
         return error
     if x0 is not None and is_device_array(x0) != is_device_array(b):
-        return TypeError("linalg.solve: x0 must be where b is, but one is on the host and the other on a device.")
+        return TypeError("linalg.solve: x0 and b must be in one place, but one is on the host, the other on a device.")
     if x0 is not None and np.shape(x0) != b.shape:
         return ValueError(f"linalg.solve: x0 must have the shape of b, {b.shape}, but has {np.shape(x0)}.")
     return mistake_in(problem.settings, METHODS, b.ndim) or unfit_preconditioner(functions.values(), b)

@@ -1,10 +1,9 @@
-"""Products with a sparse matrix A whose rows are distributed over the ranks: three operators, closed under differentiation.
+"""Products with a sparse matrix A whose rows are distributed over the ranks, differentiable to any order.
 
-They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: A x
-with respect to y, Aᵀ y with respect to x, and the products x_col(k) y_row(k) with respect to the values v. Since T is
-linear in each argument, the derivatives of each operator, of any order, are the other two. Nothing is conjugated.
-
-On the host SciPy computes the sums, on a device `SegmentSums`.
+They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: A
+x with respect to y, Aᵀ y with respect to x, and the products x_col(k) y_row(k) with respect to the values v. Since T is
+linear in each argument, the derivatives of each operator, of any order, are the other two. Nothing is conjugated. SciPy
+computes the sums on the host, `SegmentSums` on devices.
 """
 
 from __future__ import annotations
@@ -26,46 +25,39 @@ from mpiad.transport.buffers import contiguous, empty_like
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 
-# Ghosts: the entries of a distributed vector that a rank needs and other ranks own.
-
-
-# Message tags, next to those of halos, below MPI's guaranteed limit of 32767.
+# Message tags, next to those of halos, below the limit of 32767 that MPI guarantees.
 _TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
 
 
 class GhostPlan:
-    """The messages of the exchange of ghosts and of its transpose; the constructor is collective.
-
-    - `needed`: global indices of this rank's ghosts, sorted.
-    - `offsets`: length P + 1; rank r owns the global indices offsets[r] <= i < offsets[r + 1].
-    - `sources`: list of (int, slice); the ranks from which this one receives ghosts, and the indices among its ghosts.
-    - `destinations`: list of (int, array of int); the ranks to which it sends, and the indices in its own part.
-    """
+    """The messages that exchange ghosts, entries of a distributed vector that other ranks own; collective constructor."""
 
     def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
-        used = channel(comm, "DistributedMatrix")
+        group = channel(comm, "DistributedMatrix")
         self.comm, self.count = comm, len(needed)
         owners = np.searchsorted(offsets, needed, side="right") - 1
         # Sorted indices have sorted owners, so the ghosts of one owner are consecutive.
         ranks, starts, counts = np.unique(owners, return_index=True, return_counts=True)
+        # The ranks that send ghosts to this one, and the places of these among its ghosts.
         self.sources: list[tuple[Rank, slice]] = [
             (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
         ]
-        wanted = np.zeros(used.size, np.int64)
+        wanted = np.zeros(group.size, np.int64)
         wanted[ranks] = counts
         with restoring_state(), suspended():
-            asked = mpi_alltoall(wanted, comm=comm)
+            sizes = mpi_alltoall(wanted, comm=comm)
             # Receives are posted first, so that no message has to be buffered.
             coming = [
-                (int(r), mpi_irecv(np.empty(asked[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(asked)
+                (int(r), mpi_irecv(np.empty(sizes[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(sizes)
             ]
             for owner, places in self.sources:
                 mpi_send(needed[places].astype(np.int64), owner, _TAG_INDICES, comm)
-            self.destinations = [(r, mpi_wait(request) - offsets[used.rank]) for r, request in coming]
+            # The ranks to which this one sends, and the indices in its own part.
+            self.destinations = [(r, mpi_wait(request) - offsets[group.rank]) for r, request in coming]
         self._places = Constants(*[places for _, places in self.destinations])
 
     def fetch(self, x: LocalArray) -> LocalArray:
-        """Return the ghosts of a vector, shape (..., count), from this rank's part, shape (..., n); collective."""
+        """Return the ghosts (..., count) of a vector from this rank's part (..., n); collective."""
         ghosts = empty_like(x, (*x.shape[:-1], self.count))
         coming = [(places, mpi_irecv(ghosts[..., places], r, _TAG_FETCH, self.comm)) for r, places in self.sources]
         for r, places in self._destinations(x):
@@ -93,20 +85,13 @@ class GhostPlan:
 
 
 class Pattern:
-    """The sparsity pattern of this rank's rows.
-
-    - `rows`: int, length nnz; the row of each entry in this rank's part of y.
-    - `columns`: int, length nnz; the column of each entry in this rank's part of x followed by its ghosts.
-    - `starts`: CSR row pointers.
-    - `shape`: lengths of this rank's parts of y and x.
-    - `plan`: the exchange of the ghosts of x.
-    """
+    """The sparsity pattern of this rank's rows, with row pointers `starts`; columns of ghosts follow its own columns."""
 
     def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
         # SciPy would copy index arrays of different types for each product.
         kind = np.int32 if max(len(columns), shape[1] + plan.count) < 2**31 else np.int64
         self.columns, self.starts, self.shape, self.plan = columns.astype(kind), starts.astype(kind), shape, plan
-        self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))
+        self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))  # the row of each entry
 
     @cached_property
     def places(self) -> Constants:
@@ -227,13 +212,11 @@ class ProductWith:
 
 
 class SegmentSums:
-    """Segmented sums on a device, each in a fixed order; segments are, for example, the rows of a sparse matrix.
+    """Segmented sums on a device, each in a fixed order; `segments` has the number of the segment of each entry.
 
-    Atomic additions would sum in an unspecified order. Instead, segments of similar lengths are gathered as the columns of
-    a table, padded with zeros, and the rows of the table are added up. Lengths within a table differ by less than a factor
-    of two, so less than half of it is padding. There is at most one table per binary digit of the largest length.
-
-    `segments`: int, length n; the segment of each entry. `count`: the number of segments; some may be empty.
+    Atomic additions would sum in an unspecified order. Instead, segments of similar lengths are the columns of a table,
+    padded with zeros, whose rows are added. Lengths in a table differ by less than a factor of two, so less than half
+    is padding.
     """
 
     def __init__(self, segments: np.ndarray, count: int):

@@ -1,9 +1,8 @@
 """`System`: a linear system during its solution, with checked calls of the user's operator, and sums over all ranks.
 
-Methods work on k systems at once, as rows of arrays of shape (k, n); the user's functions get arrays of the shape of b. If
-the operator fails on one rank (it raises, or returns another shape, or NaN), the rank adds NaN to the next sum, so the sum
-is NaN on all ranks. In this way all ranks learn of the failure without a separate message, and exchange the reasons: see
-`transport.user_failures`.
+Methods work on k systems at once, as rows of arrays of shape (k, n); the user's functions get arrays of the shape of b.
+If the operator fails on one rank (it raises, or returns another shape, or NaN), this rank adds NaN to the next sum, so
+that the sum is NaN on all ranks. Then the ranks exchange the reasons: see `transport.user_failures`.
 """
 
 from __future__ import annotations
@@ -45,30 +44,27 @@ class Settings(NamedTuple):
     verify: bool = True  # whether to check the result by additional products
     call: str = "linalg.solve"  # name of the public function, for error messages
     probe: bool = True  # whether to check for constants in the operator's null space; not in systems of derivatives
-    with_x0: bool = False  # whether there is an initial guess, whose residual takes a product
+    with_x0: bool = False  # whether there is an initial guess
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
     preconditioned: bool = False
 
 
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the settings with `reported` and `preconditioned`, after a check that all ranks agree; one reduction.
-
-    Raises this rank's `error`, or one like another rank's; a ValueError if the settings differ between ranks.
-    """
-    used = channel(settings.comm, settings.call)
+    """Return the settings with `reported` and `preconditioned`; raise on all ranks if any has an error, or they differ."""
+    group = channel(settings.comm, settings.call)
     # The `repr` of communicators and functions differs between processes.
     given = settings._replace(comm=None, callback=None)
     number = zlib.crc32(repr(given).encode())
     # The maxima of a number and of its negative show whether it is the same on all ranks.
     functions = settings.callback is not None, preconditioner is not None
-    mine, most = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
-    used.data.Allreduce(mine, most, MAX)
-    if most[0]:
-        raise_first(used, error)
-    if most[1] != -most[2]:
-        require_same(used, ", ".join(f"{name}={value!r}" for name, value in given._asdict().items()), settings.call)
-    return settings._replace(reported=bool(most[3]), preconditioned=bool(most[4]))
+    mine, maxima = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
+    group.data.Allreduce(mine, maxima, MAX)
+    if maxima[0]:
+        raise_first(group, error)
+    if maxima[1] != -maxima[2]:
+        require_same(group, ", ".join(f"{name}={value!r}" for name, value in given._asdict().items()), settings.call)
+    return settings._replace(reported=bool(maxima[3]), preconditioned=bool(maxima[4]))
 
 
 def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
@@ -92,39 +88,31 @@ def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | 
     return None
 
 
-def _is_count(value: Any, least: int = 1, most: float = math.inf) -> bool:
-    return isinstance(value, Integral) and least <= int(value) <= most
+def _is_count(value: Any, least: int = 1, maxima: float = math.inf) -> bool:
+    return isinstance(value, Integral) and least <= int(value) <= maxima
 
 
 def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
-    """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, None otherwise.
-
-    This is checked before its call, in which ranks on which it fits would wait for the others.
-    """
+    """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, None otherwise."""
+    # Checked before the call, in which the ranks on which it fits would wait for the others.
     refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in refusals if error is not None), None)
 
 
-_MOST_ITERATIONS = 10_000
+_MAX_ITERATIONS = 10_000
 
 
 class System:
-    """The operator and the preconditioner of one solve, with parameters bound.
-
-    - `apply`: ``apply(u)`` returns this rank's block of the product.
-    - `like`: an array like this rank's block of the right-hand side.
-    - `name`: the name of the user's function behind `apply`, for errors.
-    - `failures`: collects failures on this rank in the enclosing call.
-    - `usable`: an argument that `apply` is known to accept; None for zeros.
-    """
+    """The operator and the preconditioner of one solve, with parameters bound, for right-hand sides like `like`."""
 
     def __init__(
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
         failures: DeferredFailures | None = None,
     ):  # fmt: skip
         self.settings = settings
+        # Collects failures of this rank in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
-        self.usable: LocalArray | None = None
+        self.usable: LocalArray | None = None  # an argument that `apply` is known to accept; None for zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
@@ -164,12 +152,12 @@ class System:
     def _called(self, fun: Function, rows: LocalArray, name: str) -> LocalArray:
         known = self.usable if name == self._name else None
         again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
-        out, there = self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), self._xp is not None
-        usable = (arrays_of(out) == self._xp if there else isinstance(out, np.ndarray)) and out.shape == self._shape
+        out, on_device = self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), self._xp is not None
+        usable = (arrays_of(out) == self._xp if on_device else isinstance(out, np.ndarray)) and out.shape == self._shape
         # A complex product of a real system is an error, since its imaginary part would be lost.
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             rows = out.astype(self.dtype, copy=False)
-            rows = self._xp.contiguous(rows) if there else np.ascontiguousarray(rows)
+            rows = self._xp.contiguous(rows) if on_device else np.ascontiguousarray(rows)
             return rows.reshape(self.count, self.length)
         if self.failures.error is None:
             self.failures.note(self._problem_with(out, f"{self.settings.call}: {name}"))
@@ -181,14 +169,14 @@ class System:
             return TypeError(
                 f"{subject} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
                 "through which no derivative can flow. Pass it to solve among the params, and take it as an argument; "
-                "mpiad.stop_gradient(x) gives its plain value where no derivative is wanted."
+                "mpiad.stop_gradient(x) returns its plain value if no derivative is needed."
             )
-        there = self._xp is not None
-        if is_device_array(out) != there or not (there or isinstance(out, np.ndarray)):
+        on_device = self._xp is not None
+        if is_device_array(out) != on_device or not (on_device or isinstance(out, np.ndarray)):
             wanted, advice = "an array", ""
-            if there or is_device_array(out):
-                wanted += " on the device of b" if there else " on the host, as b is"
-                advice = " Nothing is copied unasked: see mpiad.device.to_device and to_host."
+            if on_device or is_device_array(out):
+                wanted += " on the device of b" if on_device else " on the host, as b is"
+                advice = " Copies are never implicit: see mpiad.device.to_device and to_host."
             return TypeError(f"{subject} must return {wanted}, but returned {named(out)}.{advice}")
         if out.shape != self._shape:
             shape = f"the shape of b, {self._shape} on this rank"
@@ -206,15 +194,11 @@ class System:
         return np.full(shape, value, self.dtype) if self._xp is None else self._xp.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-        """Return the inner products of pairs of rows over all ranks, shape (pairs, k), the first conjugated; one reduction.
-
-        An exception of `matvec`, `preconditioner` or the callback on any rank is raised on all ranks, and also a TypeError
-        or ValueError if their result is invalid.
-        """
+        """Return the inner products of rows over all ranks, shape (pairs, k), the first conjugated; raises as `sums`."""
         return self.sums(inner(*pairs))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
-        """Return the sums of numbers over all ranks, in double precision; raises the errors of `dots`."""
+        """Return sums over all ranks, in double precision; raise on all ranks any failure of a user function."""
         wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
         # Failures are signaled by NaN, so no separate message is needed without them.
         if self.failures.error is not None:
@@ -239,21 +223,16 @@ class System:
         return np.sqrt(self.sums(np.square(lengths(rows))))
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the target norms of the residuals (0 for zero rows of `b`) and the norms of `b`; set the iteration limit.
-
-        If squares of a row of `b` or of its residuals would overflow or underflow, the row is divided by a power of two
-        near its norm, stored in `units`; this changes `b`, and scales the solution. Raises a ValueError on all ranks if `b`
-        isn't finite.
-        """
+        """Return the target norms of the residuals and the norms of `b`, which may be scaled; set the iteration limit."""
         own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
         squares, size, unknowns = np.split(self.sums(own), [self.count, 2 * self.count])
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
-        self.limit = min(10 * self.unknowns * self.count, _MOST_ITERATIONS) if s.maxiter is None else s.maxiter
-        # A safe distance from overflow and underflow, since the residuals become smaller.
+        self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
+        # If squares of a row of b or of its residuals would overflow or underflow, the row is divided by a power of two,
+        # without rounding; this changes b and scales the solution.
         edge = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
-            # Powers of two scale numbers without rounding.
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
             b /= column(b, self.units.astype(b.real.dtype))
             squares = np.real(self.dots((b, b))[0])
@@ -274,13 +253,13 @@ class System:
         if np.isfinite(sums).all():
             return
         # The sums are the same on all ranks, so all of them raise.
-        used = channel(self.settings.comm, self.settings.call)
+        group = channel(self.settings.comm, self.settings.call)
         bad = int(array.size - on_host(np.sum(np.isfinite(array))))
         text = (
-            f"{self.settings.call}: {name} is not finite: {bad} of {array.size} entries on rank {used.rank} are NaN or "
+            f"{self.settings.call}: {name} is not finite: {bad} of {array.size} entries on rank {group.rank} are NaN or "
             "infinite."
         )
-        raise_together(used, NotFiniteError(text) if bad else None)
+        raise_together(group, NotFiniteError(text) if bad else None)
         self.fail(f"a sum over {name} overflows")
 
     def fail(self, what: str) -> NoReturn:
@@ -296,13 +275,13 @@ class System:
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
-# The side of the preconditioner M in methods for nonsymmetric operators: A M (right, the default) or M A (left). With the
-# right side the iteration computes the true residual r. With the left side it computes M r, whose target is scaled by the
-# initial ratio of the norms of M r and r; the true residual is checked at the end.
+# The side of the preconditioner M in methods for nonsymmetric operators: A M (right, the default) or M A (left). With
+# the right side the iteration computes the true residual r. With the left side it computes M r, and the target is
+# scaled by the initial ratio of the norms of M r and r; the true residual is checked at the end.
 
 
 def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, LocalArray]:
-    """Return the direction for the solution that belongs to v, and the product of v with operator and preconditioner."""
+    """Return the direction of the solution for v, and the product of v with operator and preconditioner."""
     if system.settings.side == "left":
         return v, system.precondition(system.apply(v))
     z = system.precondition(v)

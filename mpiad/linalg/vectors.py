@@ -1,8 +1,8 @@
-"""The arrays of a solve: operations on vectors of several systems, and checks that all arrays are in one place.
+"""The arrays of a solve: operations on vectors of several systems, and checks that all arrays are in one memory.
 
-The operations of an iteration work in place, in one pass over memory. Rows are arrays of shape (k, n), on the host or on a
-device. Numbers, one per row, are on the host, where the iteration decides; the numbers that it needs from rows on a device
-are copied to the host, once per reduction.
+The operations of an iteration work in place. Rows are arrays of shape (k, n), on the host or on a device. Numbers, one
+per row, are on the host, where the iteration decides: those computed from rows on a device are copied once per
+reduction.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 from mpiad.transport.threads import combination, vdot, vdots
 
 
-def beside(rows: LocalArray, numbers: np.ndarray) -> Array:
+def on_device_of(rows: LocalArray, numbers: np.ndarray) -> Array:
     """Return a few host numbers on the device of the rows, in the rows' dtype or a wider one."""
     xp = arrays_of(rows)
     return numbers if xp is None else xp.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
 
 
 def column(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return numbers, one per row, in a form to multiply rows of any shape with; a single one needs no copy to a device."""
+    """Return numbers, one per row, in a shape for products with rows; a single one needs no copy to a device."""
     if arrays_of(rows) is not None and len(numbers) == 1:
         return rows.dtype.type(numbers[0])
-    return beside(rows, numbers).reshape(-1, *[1] * (rows.ndim - 1))
+    return on_device_of(rows, numbers).reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def on_host(x: Array) -> np.ndarray:
@@ -66,7 +66,7 @@ def combined(known: LocalArray, numbers: np.ndarray) -> LocalArray:
     """Return the combination of each system's vectors (k, j, n) with its numbers (k, j), shape (k, n)."""
     if type(known) is np.ndarray:
         return np.stack([combination(coefficients, vectors) for coefficients, vectors in zip(numbers, known)])
-    return (beside(known, numbers)[:, None] @ known)[:, 0]
+    return (on_device_of(known, numbers)[:, None] @ known)[:, 0]
 
 
 def lengths(x: LocalArray) -> np.ndarray:
@@ -83,9 +83,8 @@ def lengths(x: LocalArray) -> np.ndarray:
     return on_host(np.where(usable, largest, 1.0) * np.sqrt(np.sum(scaled * scaled, axis=1)))
 
 
-# Placement of the arrays of a call: all of them on the host, or all on one device. Nothing is copied implicitly.
-#
-# Functions that work only on the host say so by name (PETSc), or copy there and back once each (SciPy's factors).
+# All arrays of a call are on the host, or on one device: copies are never implicit. Functions of PETSc work only on the
+# host; for factors of SciPy, arrays are copied to the host and back.
 
 
 def require_floats(call: str, value: Array, length: int) -> None:
@@ -116,8 +115,8 @@ def require_together(call: str, **values: Any) -> None:
                 for label, x in (arrays[0], (name, value))
             )
             raise TypeError(
-                f"{call}: {first} and {other} must be in one place, but {first} is {one} and {other} {two}. Nothing is "
-                "copied unasked: see mpiad.device.to_device and to_host."
+                f"{call}: {first} and {other} must be in one place, but {first} is {one} and {other} {two}. Copies are "
+                "never implicit: see mpiad.device.to_device and to_host."
             )
 
 

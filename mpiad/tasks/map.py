@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from autograd.tracer import isbox
 
-from mpiad._typing import Comm, Rank
+from mpiad._typing import Comm, Function, Rank
 from mpiad.errors import RemoteError, WorkerError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
@@ -28,7 +28,7 @@ from mpiad.transport.polling import Backoff, wait_for_message
 from mpiad.transport.recovery import ranks_within, recover, recoverable
 from mpiad.transport.tracing import restoring_state
 
-TASK, RESULT, STOP, BYE = range(1, 5)  # kinds of messages; a worker answers STOP with BYE
+TASK, RESULT, STOP, STOPPED = range(1, 5)  # kinds of messages; a worker replies to STOP by STOPPED
 
 Batch = list[tuple[int, Any]]
 """Items with their indices."""
@@ -61,13 +61,13 @@ class Outcome(NamedTuple):
     results: list[Any] | None
 
 
-def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank) -> Ended:
-    """Evaluate a batch, up to the first failure unless `goes_on` is set."""
+def evaluated(fun: Function, batch: Batch, keep_failures: bool, rank: Rank) -> Ended:
+    """Evaluate a batch, up to the first failure unless `keep_failures` is set."""
     results: list[tuple[int, Any]] = []
     start = time.perf_counter()
     for index, item in batch:
         try:
-            # Communication of `fun` isn't recorded, since it isn't on the tapes of the other ranks.
+            # Communication of `fun` isn't recorded, since it would be on the tape of this rank only.
             with restoring_state(), suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
@@ -75,7 +75,7 @@ def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
             result = Failed(Failure.of(error), rank, index)
         results.append((index, result))
-        if isinstance(result, Failed) and not goes_on:
+        if isinstance(result, Failed) and not keep_failures:
             break
     return Ended(results, time.perf_counter() - start)
 
@@ -89,26 +89,22 @@ def require_plain(value: object, source: str) -> None:
         )
 
 
-def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank: Rank) -> Outcome:
-    """Evaluate batches until the root stops this rank, and return the outcome.
-
-    `root`: the root's rank in the map's communicator. `rank`: this rank in the user's communicator, for error messages.
-    `goes_on`: whether failures are stored among the results.
-    """
+def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
+    """Evaluate batches until `root`, a rank of the map's communicator, stops this rank; return the outcome."""
     waiting: deque[Batch] = deque()
     has_failed = False
     while True:
         outcome = _collect(line, root, waiting)
         if outcome is not None:
-            break  # batches may still wait if another rank has failed
+            break  # if another rank has failed, batches may be left
         batch = waiting.popleft()
         if has_failed:
             continue  # no further evaluations until the root's STOP
-        ended = evaluated(fun, batch, goes_on, rank)
-        has_failed = not goes_on and isinstance(ended.results[-1][1], Failed)
+        ended = evaluated(fun, batch, keep_failures, rank)
+        has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
         line.post(root, RESULT, _packed(ended, rank))
-    # The root waits for this, so that no message is active when the communicator is freed.
-    line.post(root, BYE, PackedObject.of(None))
+    # The root waits for this message, so that none is active when the communicator is freed.
+    line.post(root, STOPPED, PackedObject.of(None))
     patience = Backoff()
     while not line.is_quiet():
         patience.pause()
@@ -116,7 +112,7 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
 
 
 def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
-    """Receive all messages that have arrived; wait for one if no batch is left. Return the outcome after STOP."""
+    """Receive all messages that have arrived, at least one if no batch is left; return the outcome after STOP."""
     while True:
         message = line.take(root)
         if message is None:
@@ -130,11 +126,11 @@ def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
 
 
 def _packed(ended: Ended, rank: Rank) -> PackedObject:
-    """Pack the results, with failures in place of those that can't be packed."""
+    """Pack the results, with failures in place of results that can't be packed."""
     try:
         return PackedObject.of(ended)
     except Exception:  # noqa: BLE001 - pickle may raise anything
-        # Each result separately, so that one that can't be pickled fails its own item only.
+        # Each result is packed separately: if one can't be pickled, only its own item fails.
         results = list(ended.results)
         for k, (index, result) in enumerate(results):
             try:
@@ -148,34 +144,29 @@ _log = logging.getLogger("mpiad")
 
 
 class WorkerGroup:
-    """The ranks of one map, with a separate communicator `comm`; made and closed by all of them.
+    """The ranks of one map, with a communicator of their own, without ranks whose processes have died."""
 
-    If processes have died and MPI survives, `comm` consists of the remaining ranks, which at the end agree on the ranks
-    that are still alive. `used`: the user's communicator. `names`: for each rank in `comm` its rank in the user's
-    communicator.
-    """
-
-    def __init__(self, used: Channel):
-        self._used = used
-        self._survives = FAULT_TOLERANT and used.size > 1
+    def __init__(self, user_channel: Channel):
+        self._used = user_channel
+        self._survives = FAULT_TOLERANT and user_channel.size > 1
         self.comm = self._assembled()
-        self.names = ranks_within(used, self.comm)
-        self.line = Line(self.comm, used)
+        self.names = ranks_within(user_channel, self.comm)
+        self.line = Line(self.comm, user_channel)
         self._known: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # Only the first loss of a process is handled by recovery. Later, the lost ranks are excluded from the communicator.
-        used = self._used
-        if self._survives and not used.lost:
+        # Recovery handles the first loss of a process; later communicators exclude the lost ranks.
+        user_channel = self._used
+        if self._survives and not user_channel.lost:
             try:
-                return recoverable("mpi_map", used.user)(used.derive)()
+                return recoverable("mpi_map", user_channel.user)(user_channel.derive)()
             except RemoteError:
-                if not used.lost:
+                if not user_channel.lost:
                     raise
-        return used.derive(survivors=bool(used.lost))
+        return user_channel.derive(survivors=bool(user_channel.lost))
 
     def place_of(self, root: Rank) -> Rank:
-        """Return the rank in `comm` of a rank in the user's communicator; raise a RemoteError if its process has died."""
+        """Return the rank in `comm` of a rank of the user's communicator; raise a RemoteError if its process has died."""
         if root not in self.names:
             raise RemoteError(f"mpi_map: the process of the root, rank {root}, has died.", root)
         return self.names.index(root)
@@ -187,7 +178,7 @@ class WorkerGroup:
         found = [rank for rank in lost_ranks(self.comm) if rank not in self._known]
         if found:
             self._known.update(found)
-            # Otherwise each receive from any rank would fail again for the same loss.
+            # Without this, each receive from any rank would fail again because of the same loss.
             self.comm.Ack_failed()
         for rank in found:
             _log.warning("mpi_map: the process of rank %d has died; other ranks take its items.", self.names[rank])
@@ -198,10 +189,10 @@ class WorkerGroup:
         if not self._survives:
             self._used.drop(self.comm)
             return
-        # `Shrink` succeeds even if a process has died, and all remaining ranks get the same list of ranks.
-        left = self.comm.Shrink()
-        alive = ranks_within(self._used, left)
-        left.Free()
+        # `Shrink` succeeds even if a process has died; all remaining ranks get the same list.
+        remaining = self.comm.Shrink()
+        alive = ranks_within(self._used, remaining)
+        remaining.Free()
         self._used.drop(self.comm)
         if len(alive) < self._used.size:
             self._used.lose(sorted(set(range(self._used.size)) - set(alive)))
@@ -209,89 +200,85 @@ class WorkerGroup:
 
 # The root sends batches and receives results. It evaluates items itself only if there is no other rank.
 #
-# A rank gets its next batch when it returns a result. If batches are short, the rank has one more in its queue, so that it
-# needn't wait for the root. If they are long, a queued batch might be evaluated earlier by another rank.
+# A rank gets its next batch when it returns a result. If batches are short, each rank has one more batch in its queue,
+# so that it needn't wait for the root. If they are long, another rank might evaluate a queued batch earlier.
 
-
-_SHORT = 0.02  # seconds, much longer than a message to the root and its reply
-_LOOK_EVERY = 0.05  # seconds between checks for lost ranks
+_SHORT = 0.02  # seconds; much longer than a message to the root and its reply
+_CHECK_EVERY = 0.05  # seconds between checks for lost ranks
 
 
 class _Packed(NamedTuple):
-    """A batch that was sent, stored until its results arrive, because its rank may die."""
+    """A batch that was sent; stored until its results arrive, because its rank may die."""
 
     indices: list[int]
     parcel: PackedObject
 
 
 class Scheduler:
-    """One map, on the root.
-
-    `goes_on`: whether failures are stored among the results. `progress`: a bar, updated after each batch, or None.
-    """
+    """One map, on the root."""
 
     def __init__(
-        self, group: WorkerGroup, items: Iterator[Any], fun: Callable[[Any], Any], batch: int, goes_on: bool, progress: Any
+        self, group: WorkerGroup, items: Iterator[Any], fun: Function, batch: int, keep_failures: bool, progress: Any
     ):
         self._group, self._line, self._fun = group, group.line, fun
-        self._items, self._batch, self._goes_on, self._progress = items, batch, goes_on, progress
+        self._items, self._batch, self._keep_failures, self._progress = items, batch, keep_failures, progress
         self._rank = group.names[group.comm.rank]
         workers = [rank for rank in range(group.comm.size) if rank != group.comm.rank]
-        self._held: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
-        self._again: deque[_Packed] = deque()
+        self._batches: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
+        self._resend: deque[_Packed] = deque()
         self._taken, self._exhausted = 0, False
         self._seconds: float | None = None  # running mean of the time per batch
-        self._looked = Backoff()
+        self._since_check = Backoff()
         self.results: dict[int, Any] = {}
         self.failed: Failed | None = None
 
     def run(self) -> None:
         """Evaluate all items on the workers, up to the first failure unless exceptions are returned."""
         while self.failed is None:
-            self._hand_out()
-            if self._exhausted and not self._again and not any(self._held.values()):
+            self._send_batches()
+            if self._exhausted and not self._resend and not any(self._batches.values()):
                 self._show()
                 return
-            if not self._held:
-                # The root evaluates items itself. Of its batches, only those that were sent to a lost rank are packed.
-                batch = self._again.popleft().parcel.opened() if self._again else self._next_batch()
+            if not self._batches:
+                # The root evaluates items itself; only batches that were sent to a lost rank are packed.
+                batch = self._resend.popleft().parcel.opened() if self._resend else self._next_batch()
                 if batch and self.failed is None:
-                    self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
+                    self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
             elif self.failed is None:  # no batch was sent if the items raised
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
         """Send the outcome to the other ranks, and wait until they have received it."""
-        # `lent`: the results don't change until all have been sent, so large arrays needn't be copied.
+        # The results don't change until all have been sent, so large arrays needn't be copied (`lent`).
         parcel, patience = PackedObject.of(outcome, lent=True), Backoff()
-        for rank in list(self._held):
-            self._to(rank, STOP, parcel)
-        while self._held:
-            # Results of batches that were active when the map failed are received here, too, and ignored.
-            self._await(BYE)
+        for rank in list(self._batches):
+            self._post(rank, STOP, parcel)
+        while self._batches:
+            # Late results, of batches that were active when the map failed, are received and ignored.
+            self._await(STOPPED)
         while not self._line.is_quiet():
-            self._look_for_the_lost()
+            self._check_for_losses()
             patience.pause()
 
     # ---- sending batches
 
-    def _hand_out(self) -> None:
-        depth = 2 if self._seconds is not None and self._seconds < _SHORT else 1
-        # First every rank without a batch gets one, then, if `depth` is 2, every rank with one batch.
-        for full in range(depth):
-            for rank in list(self._held):
-                # A dead rank may have been removed from the dict since the list was made.
-                if len(self._held.get(rank, ())) == full:
+    def _send_batches(self) -> None:
+        most_batches = 2 if self._seconds is not None and self._seconds < _SHORT else 1
+        # First the ranks without a batch get one, then, if `most_batches` is 2, the ranks with one batch.
+        for full in range(most_batches):
+            for rank in list(self._batches):
+                # A dead rank may have been removed since the list was made.
+                if len(self._batches.get(rank, ())) == full:
                     packed = self._next()
                     if packed is None:
                         return
-                    # Stored before it is sent: if the send fails because the rank is dead, another rank gets the batch.
-                    self._held[rank].append(packed)
-                    self._to(rank, TASK, packed.parcel)
+                    # Stored before it is sent: if the rank is dead, the send fails, and another rank gets the batch.
+                    self._batches[rank].append(packed)
+                    self._post(rank, TASK, packed.parcel)
 
     def _next(self) -> _Packed | None:
-        if self._again:
-            return self._again.popleft()
+        if self._resend:
+            return self._resend.popleft()
         batch = self._next_batch()
         if not batch:
             return None
@@ -319,29 +306,28 @@ class Scheduler:
     # ---- results
 
     def _await(self, kind: int) -> None:
-        """Receive one message, or find that a rank has died."""
-        # By polling, because MPI's wait would occupy a core.
-        before = len(self._held)
-        wait_for_message(lambda: self._receive(kind) or len(self._held) < before, self._line.comm)
+        """Receive one message, or find that a rank has died; polling, because MPI's wait would occupy a core."""
+        before = len(self._batches)
+        wait_for_message(lambda: self._receive(kind) or len(self._batches) < before, self._line.comm)
 
     def _receive(self, kind: int) -> bool:
         """Receive one message; return whether there was one."""
         message = self._take()
         if message is None:
             return False
-        if message.kind == BYE:
-            self._held.pop(message.source, None)
-        # A rank evaluates its batches in order, so this is the result of the oldest one.
-        elif kind == RESULT and message.source in self._held:
-            self._held[message.source].popleft()
-            self._note(message.content)
+        if message.kind == STOPPED:
+            self._batches.pop(message.source, None)
+        # A rank evaluates its batches in order, so this result belongs to the oldest one.
+        elif kind == RESULT and message.source in self._batches:
+            self._batches[message.source].popleft()
+            self._store(message.content)
         return True
 
-    def _note(self, ended: Ended) -> None:
+    def _store(self, ended: Ended) -> None:
         share = ended.seconds if self._seconds is None else 0.5 * (self._seconds + ended.seconds)
         self._seconds = share
         for index, result in ended.results:
-            if isinstance(result, Failed) and not self._goes_on:
+            if isinstance(result, Failed) and not self._keep_failures:
                 self.failed = self.failed or result
                 return
             self.results[index] = result.error() if isinstance(result, Failed) else result
@@ -360,11 +346,11 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - raised again unless a process has died
             self._tolerate(error)
             return None
-        if message is None and self._looked.seconds > _LOOK_EVERY:
-            self._look_for_the_lost()
+        if message is None and self._since_check.seconds > _CHECK_EVERY:
+            self._check_for_losses()
         return message
 
-    def _to(self, rank: Rank, kind: int, parcel: PackedObject) -> None:
+    def _post(self, rank: Rank, kind: int, parcel: PackedObject) -> None:
         try:
             self._line.post(rank, kind, parcel)
         except Exception as error:  # noqa: BLE001 - raised again unless a process has died
@@ -373,14 +359,14 @@ class Scheduler:
     def _tolerate(self, error: Exception) -> None:
         if not is_interruption(error) or not is_process_failure(error):
             raise error
-        self._look_for_the_lost()
+        self._check_for_losses()
 
-    def _look_for_the_lost(self) -> None:
-        self._looked.renew()
+    def _check_for_losses(self) -> None:
+        self._since_check.renew()
         for rank in self._group.newly_lost():
-            # Its messages aren't waited for, and other ranks get its batches.
+            # Messages of the lost rank aren't awaited, and other ranks get its batches.
             self._line.forget(rank)
-            self._again.extend(self._held.pop(rank, ()))
+            self._resend.extend(self._batches.pop(rank, ()))
 
 
 def mpi_map(
@@ -445,31 +431,31 @@ def mpi_map(
     >>> print(mpiad.mpi_map(lambda x: x**2, [1, 2, 3], everywhere=True))
     [1, 4, 9]
     """
-    used = channel(comm, "mpi_map", survivors=True)
+    user_channel = channel(comm, "mpi_map", survivors=True)
     settings = (root, everywhere, return_exceptions, batch)
     try:
-        group = WorkerGroup(used)
-        given = _agreed_items(group, used, fun, items, settings)
-        with used.evaluating("an item of mpi_map"):
-            outcome = _run(group, used, fun, given, settings, progress)
+        group = WorkerGroup(user_channel)
+        given = _agreed_items(group, user_channel, fun, items, settings)
+        with user_channel.evaluating("an item of mpi_map"):
+            outcome = _run(group, user_channel, fun, given, settings, progress)
         group.close()
     except Exception as error:
         if is_interruption(error):
-            recover(used, error, "mpi_map")
+            recover(user_channel, error, "mpi_map")
         raise
     if outcome.failed is not None:
         raise outcome.failed.error()
     return outcome.results
 
 
-def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
+def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
     """Check the arguments on all ranks; return the root's items."""
     wrong, given = None, iter(())
     try:
-        given = _checked(used, fun, items, settings)
+        given = _checked(user_channel, fun, items, settings)
     except (TypeError, ValueError) as error:
         wrong = error
-    # On the group's communicator, since the user's doesn't work after a process has died.
+    # The user's communicator doesn't work after a process has died, so this is the group's.
     found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
     for name, (other, said) in zip(group.names, found):
         if said is not None or other != found[0][0]:
@@ -484,14 +470,14 @@ def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, se
     return given
 
 
-def _checked(used: Channel, fun: object, items: Iterable, settings: tuple) -> Iterator[Any]:
+def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tuple) -> Iterator[Any]:
     root, _, _, batch = settings
-    root_of(root, used, "mpi_map")
+    root_of(root, user_channel, "mpi_map")
     if not callable(fun):
         raise TypeError(f"mpi_map: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise ValueError(f"mpi_map: batch must be an integer above zero, but got {batch!r}.")
-    if used.rank != root:
+    if user_channel.rank != root:
         return iter(())
     try:
         return iter(items)
@@ -503,21 +489,21 @@ def _checked(used: Channel, fun: object, items: Iterable, settings: tuple) -> It
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return an iterator that raises when its first item is requested: then all ranks are in the map, and all raise."""
+    """Return an iterator that raises at its first item: then all ranks are in the map, and all raise."""
     yield from ()
     raise error
 
 
 def _run(
-    group: WorkerGroup, used: Channel, fun: Callable[[Any], Any], items: Iterator[Any], settings: tuple, progress: bool
+    group: WorkerGroup, user_channel: Channel, fun: Function, items: Iterator[Any], settings: tuple, progress: bool
 ) -> Outcome:
-    # Exceptions of `fun` and of items are part of the outcome, because all ranks must call `close` before they raise.
-    root, everywhere, goes_on, batch = settings
+    # Exceptions of `fun` and of `items` are part of the outcome: all ranks must call `close` before they raise.
+    root, everywhere, keep_failures, batch = settings
     place = group.place_of(root)
-    if used.rank != root:
-        return work(group.line, place, fun, goes_on, used.rank)
+    if user_channel.rank != root:
+        return work(group.line, place, fun, keep_failures, user_channel.rank)
     bar = progress_bar("items", _count(items)) if progress else None
-    scheduler = Scheduler(group, items, fun, batch, goes_on, bar)
+    scheduler = Scheduler(group, items, fun, batch, keep_failures, bar)
     scheduler.run()
     if bar is not None:
         bar.close()

@@ -1,7 +1,7 @@
 """`sum_over`: a differentiable sum of a function over items, which are distributed to groups of ranks.
 
-Each group records its items on the current tapes, as in a direct call of the function. At the end one reduction collects
-the values of all items, so that they are added in the order of the items, whichever group has computed them.
+Each group records its items on the current tapes, as in a direct call of the function. At the end one reduction
+collects the values of all items, which are added in the order of the items, whichever group has computed them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class RankGroups:
         The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
         The ranks that have the same position in their groups as this rank. If a variable is divided among all ranks,
-        each rank gets its part for a division among the ranks of its group only, by
-        ``mpi_allgather(piece, axis=0, comm=groups.across)``.
+        ``mpi_allgather(piece, axis=0, comm=groups.across)`` returns the part of a division among the ranks of one group.
 
     Raises
     ------
@@ -71,16 +70,15 @@ class RankGroups:
     """
 
     def __init__(self, count: int, comm: Comm = None):
-        used = channel(comm, _GROUPS_CALL)
-        require_alike(used, _problem_with(count, used.size), _GROUPS_CALL, f"{count!r:.60} groups")
+        whole = channel(comm, _GROUPS_CALL)
+        require_alike(whole, _problem_with(count, whole.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
-        self.index, place = divmod(used.rank, used.size // self.count)
-        # Split from the user's communicator, since the user's functions get the result. The library's duplicate may be a
-        # guarded communicator.
-        self.comm: Any = make_communicator(used.user.Split, self.index, place)
-        self.across: Any = make_communicator(used.user.Split, place, self.index)
-        for made in (self.comm, self.across):
-            channel(made, _GROUPS_CALL)  # prepares the communicator for point-to-point messages, too
+        self.index, place = divmod(whole.rank, whole.size // self.count)
+        # Split from the user's communicator, since the user's functions get the result; the library's may be guarded.
+        self.comm: Any = make_communicator(whole.user.Split, self.index, place)
+        self.across: Any = make_communicator(whole.user.Split, place, self.index)
+        for division in (self.comm, self.across):
+            channel(division, _GROUPS_CALL)  # prepares the communicator for point-to-point messages, too
 
     def free(self) -> None:
         """Free the communicators, after the last gradient through them; collective."""
@@ -92,7 +90,7 @@ class RankGroups:
 
 
 def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
-    """Return the user's groups; those for a number are made at the first call and cached with the communicator."""
+    """Return the user's groups; groups for a number are made at the first call and cached with the communicator."""
     if isinstance(given, RankGroups):
         return given
     known = _kept.setdefault(channel(comm, _GROUPS_CALL), {})
@@ -116,7 +114,7 @@ def _problem_with(count: object, size: int) -> Exception | None:
 
 
 _CALL = "tasks.sum_over"
-_REFUSAL = (
+_REASON = (
     f"an item of {_CALL} is evaluated by one group of ranks (inside it, communicate on the comm that fun is given), and "
     "the others take no part"
 )
@@ -149,7 +147,7 @@ def sum_over(
         communicator `comm`, for example that of a `Domain`; communication among all ranks inside it raises a
         CommunicatorError. It may use traced values of the enclosing function.
     groups : RankGroups or int
-        The groups, or their number. For a number they are made at the first call and cached with the communicator.
+        The groups, or their number. With a number, groups are made at the first call and cached with the communicator.
     schedule : str
         ``"static"``: of G groups, group g takes the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes the
         next item when it has finished one, which is faster if items take very different times. The result is the same.
@@ -192,22 +190,22 @@ def sum_over(
     >>> print(mpiad.value_and_grad(loss, shared=True)(1.0))
     (np.float64(5.0), np.float64(-6.0))
     """
-    made = groups_of(groups, comm)
-    used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
-    given = _agreed_items(used, items, fun, made, (schedule, objective))
+    division = groups_of(groups, comm)
+    whole, group = channel(division.whole, _CALL), channel(division.comm, _CALL)
+    given = _agreed_items(whole, items, fun, division, (schedule, objective))
     weight = weight_of(objective, group, 0)
     if schedule == "static" or not threads_may_communicate():
-        values, error = _run(fun, given, range(made.index, len(given), made.count), made, weight, None)
+        values, error = _run(fun, given, range(division.index, len(given), division.count), division, weight, None)
     else:
-        with SharedCounter(used.user) as counter:
-            values, error = _run(fun, given, _taken(counter, group, len(given)), made, weight, counter)
+        with SharedCounter(whole.user) as counter:
+            values, error = _run(fun, given, _next_items(counter, group, len(given)), division, weight, counter)
     if error is not None:
         raise error
     terms = [values.get(k, 0.0) for k in range(len(given))]
-    return anp.sum(mpi_allreduce(anp.array(terms, dtype=float), comm=made.whole))
+    return anp.sum(mpi_allreduce(anp.array(terms, dtype=float), comm=division.whole))
 
 
-def _agreed_items(used: Channel, items: Iterable[Any], fun: object, made: RankGroups, settings: tuple[str, str]) -> list:
+def _agreed_items(whole: Channel, items: Iterable[Any], fun: object, division: RankGroups, settings: tuple) -> list:
     schedule, objective = settings
 
     def checked() -> list:
@@ -219,33 +217,33 @@ def _agreed_items(used: Channel, items: Iterable[Any], fun: object, made: RankGr
         return list(items)
 
     def described(given: list) -> list[str]:
-        return [f"{len(given)} items, {made.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"]
+        return [f"{len(given)} items, {division.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"]
 
-    return alike_on_all(used, checked, described, _CALL)
+    return alike_on_all(whole, checked, described, _CALL)
 
 
-def _taken(counter: SharedCounter, group: Channel, many: int) -> Iterator[int]:
+def _next_items(counter: SharedCounter, group: Channel, total: int) -> Iterator[int]:
     """Yield the items of this rank's group, until none are left."""
     while True:
         taken = group.data.bcast(counter.take() if group.rank == 0 else None)
-        if taken >= many:
+        if taken >= total:
             return
         yield taken
 
 
 def _run(
-    fun: Callable, items: list, numbers: Iterable[int], made: RankGroups, weight: float, counter: SharedCounter | None
+    fun: Callable, items: list, numbers: Iterable[int], division: RankGroups, weight: float, counter: SharedCounter | None
 ) -> tuple[dict[int, Any], Exception | None]:
     """Return the values of the items that this rank's group computed, and the exception that all ranks raise."""
-    used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
-    # A separate duplicate, because a rank that fails may start an agreement while others communicate in `fun`.
+    whole, group = channel(division.whole, _CALL), channel(division.comm, _CALL)
+    # A separate duplicate, because a failed rank may start an agreement while others communicate in `fun`.
     comm = group.derive()
     failures = StageFailures(comm, _CALL, "mpiad.tasks", explain)
     values, failed = dict[int, Any](), None
     try:
-        with used.refusing(_REFUSAL) if made.count > 1 else nullcontext():
+        with whole.refusing(_REASON) if division.count > 1 else nullcontext():
             for k in numbers:
-                values[k], failed = _evaluated(fun, items[k], k, made.comm, weight, failures)
+                values[k], failed = _evaluated(fun, items[k], k, division.comm, weight, failures)
                 if failed is not None:
                     break
     finally:
@@ -253,13 +251,13 @@ def _run(
     group.drop(comm)
     if failed is not None and counter is not None:
         counter.take(len(items))  # so that no further items are started
-    return values, _agreed_error(used, failed)
+    return values, _agreed_error(whole, failed)
 
 
 def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return this rank's term of its value, or, on all its ranks, the failure."""
+    """Evaluate an item on this rank's group; return this rank's term of its value, or the failure on all its ranks."""
     own: BaseException | None = None
 
     def stage() -> Any:
@@ -272,7 +270,7 @@ def _evaluated(
         except (Exception, SystemExit) as error:
             own = error
             raise
-        # This rank's term of the sum: a double without axes, on the host.
+        # The term of this rank in the sum is a double without axes, on the host.
         if not weight:
             return 0.0
         value = to_host(value) if is_device_array(getval(value)) else value
@@ -282,22 +280,22 @@ def _evaluated(
         return failures.run(stage), None
     except WorkerError as error:
         if error is own:
-            raise  # if waiting ranks can be interrupted, the rank that failed raises immediately
+            raise  # if waiting ranks can be interrupted, the failed rank raises at once
         return None, _Failed(number, own)
 
 
-def _agreed_error(used: Channel, failed: _Failed | None) -> Exception | None:
+def _agreed_error(whole: Channel, failed: _Failed | None) -> Exception | None:
     """Return the exception that all ranks raise: that of the first item that failed."""
-    found = used.data.allgather(None if failed is None else (failed.item, failed.error is None))
+    found = whole.data.allgather(None if failed is None else (failed.item, failed.error is None))
     first = min([(*mark, rank) for rank, mark in enumerate(found) if mark is not None], default=None)
     if first is None:
         return None
     item, _, rank = first
-    cause = failed.error if failed is not None and used.rank == rank else None
-    failure: Failure = used.data.bcast(None if cause is None else Failure.of(cause), rank)  # type: ignore[assignment]
+    cause = failed.error if failed is not None and whole.rank == rank else None
+    failure: Failure = whole.data.bcast(None if cause is None else Failure.of(cause), rank)  # type: ignore[assignment]
     text = f"{_CALL}: item {item} failed on rank {rank} with {failure.summary}"
     error: Exception = WorkerError(text, rank, failure.trace, item, failure.exit_code)
     if failure.builtin in (ConvergenceError.__name__, NotFiniteError.__name__):
         error = ConvergenceError(text, getattr(cause, "history", None))
     error.__cause__ = cause
-    return agreed(used, error)
+    return agreed(whole, error)

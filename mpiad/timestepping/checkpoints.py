@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 # Binomial checkpointing: the order in which the steps of a loop are run, stored, run again and reversed.
 #
-# With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!) steps
-# can be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank and
-# Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The stored states form a stack; its least often accessed levels are
-# on disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
+# With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!)
+# steps can be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank
+# and Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The stored states form a stack, whose least often accessed
+# levels are on disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
 
 
 class Keep(NamedTuple):
@@ -77,15 +77,11 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
 
 
 def _farthest(steps: int, states: int) -> int:
-    """Return the number m of steps from a stored state to the next one.
-
-    There are n = `steps` >= 2 steps left, and s = `states` >= 1 states may be stored, including the present one. Any m with
-    β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is optimal: the m steps before the next state
-    run at most r - 1 more times, and the n - m steps after it at most r more times, with s - 1 states. The m that is
-    returned stores the fewest states.
-    """
+    """Return the optimal number of steps, of `steps` >= 2 left, from a stored state to the next of `states` >= 1 states."""
+    # With n steps left and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is
+    # optimal: the first m steps run at most r - 1 more times, and the others at most r more times, with s - 1 states. The
+    # largest such m stores the fewest states; r is the smallest number of repetitions with which s states suffice.
     repeats = 1
-    # The smallest number of repetitions with which these states suffice.
     while comb(states + repeats, states) < steps:
         repeats += 1
     most = comb(states + repeats - 1, states)
@@ -117,15 +113,15 @@ class CheckpointSchedule(NamedTuple):
     Parameters
     ----------
     memory : int
-        States stored in memory, including the initial one.
+        Number of states stored in memory, including the initial one.
     disk : int
-        Further states stored in files: those accessed least often.
+        Number of further states stored in files: those that are accessed least often.
     directory : path, optional
         Folder for the files. Each loop on each rank creates a subfolder, which is removed after the gradient. By default
         the system's folder for temporary files, which may itself be in memory.
     recorded : int
-        Number of consecutive steps whose records may be in memory at once in the reverse pass. With √n stored states and √n
-        recorded steps, each step runs only twice.
+        Number of consecutive steps whose records are in memory at once in the reverse pass. With √n stored states and √n
+        recorded steps, each of n steps runs only twice.
     dtype : str, optional
         ``"float32"``: states in double precision are stored in single precision (complex ones in complex64), in half the
         memory. The reverse pass runs the steps again from states with seven digits; the forward run is unaffected.

@@ -1,13 +1,12 @@
 """Compiled loops for fields stored in 16 bits per entry, each of which reads the field once.
 
-NumPy would make a dozen passes over a field, which take as long as one or two time steps of the wave equation. The loops
-are in the kernel language (see `mpiad.compiling.translation`), which reads them from this file's source. A field consists
-of rows of `width` entries. The loops process blocks of columns, so that the last eight rounded rows, from which differences
-are computed, stay in the cache: they are stored in a ring buffer.
+NumPy would read a field a dozen times, which takes as long as one or two time steps of the wave equation. The loops are
+written in the kernel language (see `mpiad.compiling.translation`), which is compiled from this file's source. They
+process a field, rows of `width` entries, in blocks of columns: the last eight rounded rows, from which differences are
+computed, stay in the cache, in a ring buffer.
 
-Integers are represented by doubles, exactly. Adding 1.5 * 2^52 rounds a double to the nearest integer, ties to even as in
-NumPy, and leaves it in the last bits of the sum. Many processors have vector instructions for this, but none for the
-conversion of doubles to 64-bit integers.
+Integers are represented by doubles, exactly. Adding 1.5 * 2^52 rounds a double to the nearest integer, ties to even as
+in NumPy, and leaves it in the last bits of the sum: vector instructions for conversions to integers are rare.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from mpiad.compiling.cache import functions_of
 
-# Minimum number of entries, below which NumPy takes only a few ms but compilation half a second, and minimum row width.
+# Minimum number of entries, below which compilation (half a second) takes longer than NumPy, and minimum row width.
 _MIN_ENTRIES, _MIN_WIDTH = 1 << 16, 32
 _RING = 8 * 512  # entries of the ring buffer: eight rows of a block
 
@@ -44,7 +43,7 @@ def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.nd
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write the differences of all rows but the first few, which lack predecessors; return the largest absolute value."""
+    """Write the differences of all rows that have enough predecessors; return the largest absolute value."""
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     width, ring = field.size // len(field), np.zeros(_RING)

@@ -24,40 +24,28 @@ from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentSteppi
 from mpiad.transport import Spec
 from mpiad.transport.tracing import opaque, tracing
 
-# The forward and reverse pass of a loop with checkpoints, on plain arrays.
-
 
 class Loop:
-    """A loop of time steps on plain arrays, with its reverse pass.
-
-    `steps`: the number of steps, at least one. `kept`: the schedule of stored states. `seen`: the specs of the arrays that
-    are observed after each step; None before the first run.
-    """
+    """A loop of time steps on plain arrays, with its reverse pass; `kept` is the schedule of stored states."""
 
     def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule):
         self.stepping, self.steps, self.kept = stepping, steps, kept
-        self.seen: list[Spec] | None = None
+        self.seen: list[Spec] | None = None  # specs of the observed arrays of a step; None before the first run
         self._stored: _CheckpointedRun | None = None
 
     def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
-        """Run all steps; return the last state and the observed arrays, with one entry per step along the first axis.
-
-        `recorded`: whether to store states for a gradient.
-        """
+        """Run all steps; return the last state and the observed arrays; if `recorded`, store states for a gradient."""
         observed = _Observed(self)
         if not recorded:
             return self.run(Span(0, self.steps), args, _own(args.state), observed), observed.arrays
-        # This run also stores the states for the reverse pass, so that no additional run is needed.
+        # The forward run also stores the states for the reverse pass, so no additional run is needed.
         self._stored = run = _CheckpointedRun(self, args, observed)
         state = self.run(Span(run.last.first, self.steps), args, _own(run.state), observed)
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Return the cotangents of the leaves of the arguments at the positions `active`.
-
-        `state` and `observed`: the cotangents of the last state and of the observed arrays.
-        """
-        # The first reverse pass consumes the stored states; a second one runs the loop again.
+        """Return the cotangents of the leaves `active` from those of the last state and of the observed arrays."""
+        # The first reverse pass releases the stored states; a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = None
         cotangents = _Cotangents(args, active)
@@ -67,10 +55,7 @@ class Loop:
         return cotangents.of_arguments(state)
 
     def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
-        """Run some steps on plain arrays, store the observed arrays, and return the last state.
-
-        Raises a TypeError if a step uses a traced value that isn't among its arguments.
-        """
+        """Run some steps on plain arrays; raise a TypeError if a step uses a traced value that isn't an argument."""
         for part in spans(self.stepping, *span):
             state, seen = self.stepping.run(part, args.at(part, state))
             if any(map(isbox, state)) or any(isbox(leaf) for each in seen for leaf in each):
@@ -85,7 +70,7 @@ class Loop:
         return state
 
     def traced(self, args: Arguments, span: Span, state: list[Any]) -> tuple[list[int], Traced]:
-        """Run some steps with traced arguments; return the positions of the traced leaves among all, and the trace."""
+        """Run some steps with traced arguments; return the positions of the traced leaves, and the trace."""
         now = args.at(span, state)
         leaves = now.all()
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
@@ -133,12 +118,10 @@ def _own(state: list[Any]) -> list[Array]:
 
 
 class _CheckpointedRun:
-    """One pass through the checkpoint schedule: forward up to the last steps, then backward in `reversed`.
-
-    It has no reference to the loop that owns it: without a reference cycle, stored states and files are released at once.
-    """
+    """One pass through the checkpoint schedule: forward to the last steps, then backward in `reversed`."""
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
+        # There is no reference to the loop: without a reference cycle, stored states and files are released at once.
         self._snapshots = Snapshots(loop.kept)
         self._actions = actions(loop.steps, loop.kept)
         self.state = _own(args.state)
@@ -148,7 +131,7 @@ class _CheckpointedRun:
                 self.last = action
                 break
             self._perform(action, loop, args, observed)
-        # A copy, since the last steps run twice from this state: in the forward pass, and recorded in `reversed`.
+        # A copy, since the last steps run twice from this state: in the forward pass, and for the record in `reversed`.
         self.state = _own(self.state)
 
     def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
@@ -198,7 +181,7 @@ class _Cotangents:
         for k, g in zip(places, run_backward(found.recording, seeds, len(places))):
             if k < self._states:
                 before[k] = g
-            # A step's record has all floats as variables, but only those traced outside the loop need a cotangent.
+            # In a step's record all floats are variables, but only those traced outside the loop need a cotangent.
             elif g is not None and k in self._active:
                 self._add(k, span, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
@@ -208,7 +191,7 @@ class _Cotangents:
         if k < self._states + self._inputs:
             if k not in self._sums:
                 self._sums[k] = np.zeros_like(leaf)
-            # Each step has its own entry of the inputs, so there is nothing to add up.
+            # Each step has its own entry of the inputs, so no cotangents are added.
             self._sums[k][slice(*span)] = g
         elif k in self._sums:
             self._sums[k] += conform(g, *spec_like(leaf))
@@ -224,11 +207,11 @@ class _Cotangents:
 
 # A loop as one operator of its first state, its inputs and its parameters (together x), differentiable to any order.
 #
-# Let L(x) be the Jacobian of the loop. The adjoint L(x)ᵀ g is another operator, which runs the loop backwards from stored
-# states. The tangent T(x, w) = L(x) w along w is a loop, too, over the state together with its tangent. Since L(x)ᵀ g is
-# the gradient of ⟨g, T(x, w)⟩ with respect to w, the tangent of the adjoint is L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩; and a cotangent w
-# of the adjoint contributes T(x, w) to the cotangent of g, and ∂ₓ⟨g, T(x, w)⟩ to that of x. The latter two come from one
-# forward and reverse pass of the tangent loop, with the same number of stored states.
+# Let L(x) be the Jacobian of the loop. The adjoint L(x)ᵀ g is another operator, which runs the loop backwards from
+# stored states. The tangent T(x, w) = L(x) w is a loop, too, over the state together with its tangent. L(x)ᵀ g is the
+# gradient of ⟨g, T(x, w)⟩ with respect to w. Hence the tangent of the adjoint is L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩. A cotangent
+# w of the adjoint contributes T(x, w) to the cotangent of g, and ∂ₓ⟨g, T(x, w)⟩ to the cotangent of x; both come from
+# one forward and reverse pass of the tangent loop, with the same number of stored states.
 
 
 class LoopOperator:
@@ -239,10 +222,10 @@ class LoopOperator:
         self._loop = Loop(stepping, steps, kept)
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
-        # Without a traced argument, too: if a step communicates, its reverse pass is needed for other ranks.
+        # Recorded without a traced argument, too: if a step communicates, other ranks may need its reverse pass.
         self._recorded = bool(self.active) or tracing.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
-        # Only for active arguments, since the inputs of all steps may be large.
+        # Only active arguments have cotangents, since the inputs of all steps may be large.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
@@ -315,7 +298,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # This depends only on the tape, so it is identical on all ranks, except in a plain autograd trace.
+        # The tape is the same on all ranks, except in a plain autograd trace.
         linear = tracing.tape is not None and tracing.tape.of_cotangents and not any(map(isbox, leaves))
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
@@ -371,14 +354,14 @@ def scan(
     *params : pytree of arrays
         Parameters, the same for all steps. The loop is differentiable with respect to them.
     inputs : pytree of arrays of shape (n_steps, ...), optional
-        Step k gets their entries k. The loop is differentiable with respect to them; the reverse pass of a step handles
-        only its own entries, whereas a cotangent of an array in `params` has its full length in every step.
+        Step k gets entry k of each. The loop is differentiable with respect to them. The reverse pass of a step computes
+        only the cotangent of its entry; the cotangent of an array in `params` has the full length in every step.
     observe : callable, optional
         ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
     checkpoints : int or CheckpointSchedule, optional
         Number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options. The
-        steps between them are run again, as few times as possible. With `n_steps` or more states, every step runs twice. By
-        default all intermediate values of the steps are stored, and nothing is run again.
+        other states are recomputed with the fewest steps; with `n_steps` or more states every step runs twice. By default
+        all intermediate values of the steps are stored, and no step runs again.
 
     Returns
     -------
@@ -437,7 +420,7 @@ _opaque_scan = opaque(_scan)
 
 def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
     """Run the loop in a function that is being compiled: as one call with compiled steps, or unrolled if it is short."""
-    # Imported late, since programs that don't use jit don't need it.
+    # A late import, since programs without jit don't need it.
     from mpiad.programs import Jitted, jit
     from mpiad.programs.steps import Traced
 

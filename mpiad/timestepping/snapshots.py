@@ -17,10 +17,10 @@ from mpiad.transport.device_arrays import arrays_of
 
 # Fields in 16 bits per entry: values are rounded to multiples of a step, and differences of neighbors are stored.
 #
-# If the values themselves were rounded to 16 bits, the errors would be like noise, which finite differences of the field
-# magnify: for a wave with 25 cells per wavelength, the gradient would be accurate only to 1e-3. The differences of a smooth
-# field are small, so they fit into 16 bits with a smaller step. Since integers are added and subtracted exactly, the error
-# is at most half a step, for differences of any order; the order with the smallest step is chosen.
+# If the values themselves were rounded to 16 bits, finite differences of the field would magnify the errors, which are
+# like noise: for a wave with 25 cells per wavelength, the gradient would be accurate only to 1e-3. The differences of a
+# smooth field are small, so a smaller step suffices to store them in 16 bits. Integers are added and subtracted
+# exactly, so for differences of any order the error is at most half a step. The order with the smallest step is chosen.
 #
 # Large fields are processed by compiled loops, with bitwise the same results: see `compiled_coding`.
 #
@@ -31,26 +31,24 @@ from mpiad.transport.device_arrays import arrays_of
 # .. [2] S. Di and F. Cappello, "Fast error-bounded lossy HPC data compression with SZ", IPDPS 2016.
 # .. [3] N. Kukreja et al., "Lossy checkpoint compression in full waveform inversion", Geosci. Model Dev. 15 (2022).
 
-
 SMALLEST = 256  # smallest number of entries for which compression is worthwhile
-# The largest difference in 16 bits. If the largest difference of a field is at least `_FULL`, the step is small enough.
+# The largest difference in 16 bits, and the largest difference of a field from which the step is small enough.
 _LARGEST, _FULL = 32767, 10000
 _HIGHEST = 4  # highest order of differences
 _RANGE = 2.0**24  # ratio of the largest entry to the smallest step: the accuracy of single precision
-_WIDE = 2000  # smallest number of entries per layer for which layers are added one by one
-_NEAR = 8  # number of cells around the largest entry from which the order is determined
+_WIDE = 2000  # smallest number of entries per layer with which layers are added one by one
+_NEAR = 8  # number of cells around the largest entry that determine the order
 
 
 class Coded(NamedTuple):
     """An array in 16 bits per entry."""
 
-    # Array of int16, in the shape of the array; for a complex array, the last axis has real and imaginary parts.
-    differences: np.ndarray
-    # Array of int32: the entries at the start of all axes, which have no differences of this order, and may exceed 16 bits.
+    differences: np.ndarray  # int16; for a complex array, the last axis has real and imaginary parts
+    # The first entries along all axes, int32: they have no differences of this order, and may exceed 16 bits.
     corner: np.ndarray
     step: float
-    # Order of the differences along the first axis. The first entries along this axis have no differences of this order;
-    # for them, differences along the next axis are stored, and so on.
+    # Order of the differences along the first axis. The first entries along it have differences along the next axis
+    # instead.
     order: int
     relative: bool  # whether the difference from the preceding array was coded
 
@@ -82,11 +80,7 @@ class Coded(NamedTuple):
 
 
 def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
-    """Return an array of real or complex floats in 16 bits per entry; None if it isn't finite.
-
-    If it is close to `before`, the preceding array of the same shape and dtype, their difference is stored: for example for
-    the two fields of a leapfrog scheme, whose difference is the velocity.
-    """
+    """Return an array, or its difference from a similar `before`, in 16 bits per entry; None if it isn't finite."""
     entries = _real(array)
     axes = _axes(entries.ndim, array.dtype)
     before = None if before is None else _real(before)
@@ -112,14 +106,14 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
         finest = step <= largest / _RANGE
         if found <= _LARGEST and (found >= _FULL or finest):
             return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
-        # The factor 0.9 is a margin for rounding to integers, which contributes to the differences for any step.
+        # The factor 0.9 is a margin for the rounding to integers, which increases differences for any step.
         step = max(step * max(found, 1) / (0.9 * _LARGEST), largest / _RANGE)
 
 
 def _by_compiled_passes(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the results of `_by_numpy`, of which NumPy computes only the first few rows."""
+    """Return the results of `_by_numpy`; only the first few rows are computed by NumPy."""
     numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
     found = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
     first, corner, most = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
@@ -149,10 +143,7 @@ def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, ...]
 
 
 def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least: float) -> tuple[float, int]:
-    """Return the smallest step, at least `least`, and the order of differences with which it is possible.
-
-    They are estimated from the values near the largest entry, which is in row `row`.
-    """
+    """Return the smallest step, at least `least`, and its order of differences, estimated near the largest entry."""
     top = np.abs(entries[row] if before is None else entries[row] - before[row])
     place = row, *np.unravel_index(np.argmax(top), top.shape)
     near = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in place)
@@ -160,7 +151,7 @@ def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least:
     steps = []
     for order in range(min(_HIGHEST + 1, len(sample))):
         sample = np.diff(sample, axis=0) if order else sample
-        # Enlarged by half, since differences may be larger elsewhere.
+        # Half as large again, since differences may be larger elsewhere.
         steps.append((max(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order), least), order))
     return min(steps)
 
@@ -238,10 +229,7 @@ class Snapshots:
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
-        """Store a copy of a state.
-
-        Raises an OSError if a file can't be written; a FloatingPointError if an entry overflows in single precision.
-        """
+        """Store a copy of a state; raise an OSError, or a FloatingPointError for an overflow in single precision."""
         moved = self._where.host or self._where.compress
         devices = [arrays_of(leaf) if moved else None for leaf in state]
         given = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
@@ -271,7 +259,7 @@ class Snapshots:
         leaves: list[Any] = []
         before = None
         for each in found:
-            # In order, since each may be coded as a difference from the preceding one.
+            # Each leaf may be coded as a difference from the preceding one.
             before = each.leaf(before)
             leaves.append(before if each.device is None else each.device.to_device(before))
         return leaves
@@ -287,7 +275,7 @@ class Snapshots:
         """Write the arrays of a state to a file; return its name, and the remaining data of the state."""
         try:
             if self._folder is None:
-                # The folder is removed with this object at the latest, even if no gradient is computed.
+                # The folder is removed together with this object, even if no gradient is computed.
                 self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._where.directory)
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:

@@ -1,8 +1,8 @@
 """Steps of a loop on lists of arrays: the user's steps with checks, and the same steps with tangents.
 
-If the step function is compiled, several steps may run as one program. This saves copies: separate programs copy fields
-into the buffers in which halos are exchanged, but within one program a field is computed directly in the memory that the
-next step reads. Also, cotangents of parameters are accumulated in loops, and Python's overhead occurs only once.
+If the step function is compiled, several steps may run as one program. Separate programs copy fields into the buffers
+in which halos are exchanged, but within one program a field is computed directly in the memory that the next step
+reads. One program also accumulates the cotangents of parameters in loops, and has the overhead of Python only once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
 
 # Maximum numbers of steps and operations in one program; larger programs gain little, and take long to compile.
-_MOST, _MOST_OPERATIONS = 32, 600
+_MAX_STEPS, _MAX_OPERATIONS = 32, 600
 
 
 class Span(NamedTuple):
@@ -84,25 +84,17 @@ class CompiledFunction(Protocol):
 
 
 class UserStepping:
-    """The user's step and observation.
-
-    - `advance`: ``advance(state, number, *input, *params)``.
-    - `observe`: ``observe(state, number, *params)``, or None.
-    - `state`, `inputs`, `params`: as given by the user; `inputs` may be None.
-    - `length`: the number of steps that are divided into spans: those recorded at once, or all steps of the loop.
-    - `args`: the leaves of the arguments.
-    - `build_state`: assembles a state from its leaves.
-    - `build_seen`: the same for observed values; None before the first step.
-    """
+    """The user's step and observation: ``advance(state, number, *input, *params)``, ``observe(state, number, *params)``."""
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether several steps may become one program.
+        # Whether several of the `length` steps that the loop records at once may become one program.
         self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         rest, self._build_params = flatten(params)
         self.args = Arguments(leaves, entries, rest)
+        # As `build_state` for observed values; known after a step.
         self.build_seen: Callable[[list[Any]], Any] | None = None
         self._specs = [_spec(leaf) for leaf in leaves]
         # The paths of the state's leaves in the user's pytree, for errors.
@@ -110,20 +102,16 @@ class UserStepping:
 
     @property
     def together(self) -> int:
-        """The number of steps that can run together; 1 if there is no program of several, or before the first step."""
+        """The number of steps that can run together: 1 before the first step, or without a program of several steps."""
         if not self._compiled or tracing.recorder is not None or not self._advance.operations:
             return 1
-        length, most = self._length, min(_MOST, self._length, max(_MOST_OPERATIONS // self._advance.operations, 1))
-        # The number with the smallest remainder, since the remaining steps run one by one.
+        length, most = self._length, min(_MAX_STEPS, self._length, max(_MAX_OPERATIONS // self._advance.operations, 1))
+        # The number with the smallest remainder is best, since the remaining steps run one by one.
         count = min(range(most, most // 2, -1), key=lambda count: length % count)
         return count if count > 1 and not self._several(count).refused else 1
 
     def _several(self, count: int) -> Any:
-        """Return a compiled function that runs `count` steps of the loop.
-
-        Its arguments are the state, the number of the first step, a pytree of inputs with `count` entries or None, and all
-        params. It returns the last state and a list of the values observed after each step.
-        """
+        """Return a compiled function of (state, first number, inputs or None, params) that runs `count` steps."""
         advance, observe, has_inputs = self._advance, self._observe, self._has_inputs
         key = observe, has_inputs, count
         return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, has_inputs, count), True)
@@ -141,7 +129,7 @@ class UserStepping:
             observed = [] if self._observe is None else [self._observe(state, first, *params)]
         rows = []
         for each in observed:
-            # Assigned at each step, since the structure of observed values is known only after a step.
+            # The structure of observed values is known only after a step.
             leaves, self.build_seen = flatten(each)
             rows.append(leaves)
         return self._checked(flatten(state)[0], stop - 1), rows
@@ -154,15 +142,14 @@ class UserStepping:
             )
         for leaf, spec, name in zip(leaves, self._specs, self._names):
             if not is_variable(leaf) or _spec(leaf) != spec:
-                # The plain value, since a trace would be uninformative in the message.
+                # The plain value, since the text of a trace would be uninformative.
                 raise _wrong_state(stop_gradient(leaf), spec, name, number)
         return leaves
 
 
 def _spec(leaf: Array) -> Spec:
     spec = spec_like(leaf)
-    # In a function that is being compiled, a traced array has the spec of a host array, because a state that is a host
-    # array before a step may be traced after it.
+    # In a function that is being compiled, a host array may be a traced array after a step: both get the same spec.
     return spec._replace(arrays=None) if spec.arrays is not None and spec.arrays.takes_host_arrays else spec
 
 

@@ -242,7 +242,7 @@ def test_an_old_file_stays_whole_until_the_new_one_is(path, rank):
 
 
 def test_too_many_events_are_counted(rank, size, path, monkeypatch):
-    monkeypatch.setattr(recorder, "MOST", 3)
+    monkeypatch.setattr(recorder, "MAX_EVENTS", 3)
     with traced(path):
         for _ in range(5):
             mpiad.mpi_barrier()

@@ -1,10 +1,10 @@
 """Memory layout of a block's points: by color, so that operations on a color work on contiguous arrays.
 
-A point's color says which of its indices are odd: 4 colors in two dimensions, 8 in three. Points of one color aren't
-neighbors, not even across corners, so a Gauss-Seidel step updates all of them at once; those of color 0 are the points
-of the next coarser level. In the array of a color, entry k stands for the point of index 2k + color; one layer of entries
-around the block's own stores its halo. All arrays are flat, and the neighbors of all points of a color are found by a
-shift: loops over rows would cost more than the arithmetic on small levels.
+A point's color shows which of its indices are odd: 4 colors in two dimensions, 8 in three. Points of one color aren't
+neighbors, not even across corners, so a Gauss-Seidel step updates all of them at once; the points of color 0 are those
+of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of entries
+around the block's own is its halo. All arrays are flat, and a shift finds the neighbors of all points of a color: loops
+over rows would take longer than the arithmetic on small levels.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from mpiad.transport.device_arrays import arrays_of
 
 # Distribution of the points of one level over the ranks: finer levels over all, coarser ones over fewer.
 #
-# A level's blocks follow from those of the level above: a coarse point belongs to the rank that owns the fine point at the
-# same place, the one with twice its index. If blocks become too small, neighboring ones are merged, and the first rank of
-# each group owns the result.
+# A coarse point belongs to the rank that owns the fine point at the same place, with twice its index. If blocks become
+# too small, neighboring ones are merged, and the first rank of each group owns the result.
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Distribution:
     """Blocks and their owners."""
 
     cuts: tuple[tuple[int, ...], ...]  # per dimension the first points of blocks, and the number of points at the end
-    # The owners: for each position along each dimension its contribution to the owner's number, which is their sum.
+    # The owner of a block is the sum of the entries at its position along each dimension.
     ranks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]
 
@@ -79,7 +78,6 @@ class Distribution:
 
     def owner(self, position: tuple[int, ...]) -> Rank:
         """Return the rank of a block."""
-        # Ranks are numbered like the digits of a number, with one place per dimension: the contributions are in `ranks`.
         return sum(along[place] for along, place in zip(self.ranks, position))
 
     def position(self, rank: Rank) -> tuple[int, ...] | None:
@@ -106,7 +104,7 @@ class Distribution:
         """Return the distribution with neighboring blocks merged, until none with a neighbor is shorter than `least`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
-            # Pairs, so that a leader gathers from few: a level later it may be pairs of pairs.
+            # Merged in pairs, so that a rank gathers from few others; the next level may merge pairs of pairs.
             while len(ranks[axis]) > 1 and min(b - a for a, b in zip(cuts[axis], cuts[axis][1:])) < least:
                 cuts[axis] = (*cuts[axis][:-1][::2], cuts[axis][-1])
                 ranks[axis] = ranks[axis][::2]
@@ -133,21 +131,14 @@ Color = tuple[int, ...]
 
 
 @functools.cache
-def reach(color: Color, offset: Color) -> tuple[Color, Color]:
-    """Return the color of the points at an offset from those of a color, and the distance of theirs in entries."""
+def neighbor_color(color: Color, offset: Color) -> tuple[Color, Color]:
+    """Return the color of the points at an offset from those of a color, and their distance in entries."""
     moved = [p + o for p, o in zip(color, offset)]
     return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
 
 
 class Layout:
-    """The arrays of one block.
-
-    - `box`: the block's own points.
-    - `colors`: all colors, color 0 first; its position in this list is a color's row in arrays of shape (colors,
-      size).
-    - `shape`: of a color's array before flattening.
-    - `inner`: from the first entry with all its neighbors to the last one.
-    """
+    """The arrays of one block, `box`: one per color, of `shape` before flattening, with color 0 first."""
 
     def __init__(self, box: Box):
         self.box = box
@@ -155,13 +146,12 @@ class Layout:
         self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
         self.size = math.prod(self.shape)
         self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        # The first point's entry is shifted by one along each dimension, for the halo; likewise the last one's from the
-        # end.
+        # From the first entry with all its neighbors to the last one: one layer is the halo.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
         self.colors: list[Color] = list(itertools.product((0, 1), repeat=len(self.shape)))
         self.row = {color: row for row, color in enumerate(self.colors)}
-        # Computed once: on small levels this takes longer than the arithmetic.
+        # Cached, since on small levels this takes longer than the arithmetic.
         self.places = functools.cache(self._places)
 
     def shifted(self, steps: Iterable[int], sign: int = 1) -> slice:
@@ -189,10 +179,7 @@ class Layout:
         return flat.reshape(flat.shape[:-1] + self.shape)
 
     def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:
-        """Return a block, shape (..., *box.shape), as arrays (..., colors, size) of doubles, zero outside of the block.
-
-        They are written into `out` if it is given, which holds zeros.
-        """
+        """Return a block (..., *box.shape) as doubles (..., colors, size), zero outside of the block; `out` holds zeros."""
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
             out = Spec((*lead, len(self.colors), self.size), np.dtype(float), arrays_of(block)).zeros()

@@ -102,11 +102,11 @@ def solve_elliptic(
         centred=centred,
         mean_zero=mean_zero,
     )
-    used = channel(domain.comm, _CALL)
-    with raising_together(used):
+    group = channel(domain.comm, _CALL)
+    with raising_together(group):
         require_together(_CALL, b=stop_gradient(b), kappa=stop_gradient(kappa), c=stop_gradient(c))
         for field in (b, kappa, c):
-            require_own_block(field, domain.local_shape, used.size, used.rank, _CALL)
+            require_own_block(field, domain.local_shape, group.size, group.rank, _CALL)
     # The solves of derivatives start from zero, and call no callback.
     start = {"x0": stop_gradient(x0), "callback": callback}
     return _solution(b, kappa, c, problem=_Problem(levels, {"rtol": rtol, "atol": atol, "maxiter": maxiter}, start))

@@ -39,18 +39,12 @@ from mpiad.transport.buffers import copied, empty_like
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
 
-# Agglomeration: coarse points are gathered on fewer ranks, and the correction is scattered, by one message per rank each.
-
-
 # Message tags, below MPI's guaranteed limit of 32767.
 _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 
 
 class Agglomeration:
-    """The transition from one `Distribution` of points to another one on some of the same ranks.
-
-    `rank`: this rank, which owns a block before. `box`: the points that it owns afterwards, or None.
-    """
+    """The transition of points from one `Distribution` to another one on some of the same ranks."""
 
     def __init__(self, before: Distribution, after: Distribution, rank: Rank, comm: Comm):
         self._rank, self._comm, self._same = rank, comm, before == after
@@ -66,15 +60,12 @@ class Agglomeration:
         ]
 
     def gather(self, block: LocalArray) -> LocalArray:
-        """Return this rank's block afterwards, from a block of shape (..., *own points before); None if it has none.
-
-        All ranks that own a block before call it.
-        """
+        """Return this rank's block afterwards, None without one, from its block before; collective over its owners."""
         if self._same:
             return block
         with restoring_state(), suspended():
-            # A block of the finer level may contain no coarse point.
-            # Sends first: they don't wait, and a leader receives from its members in any order.
+            # A block of the finer level may contain no coarse point. Sends come first: they don't wait, and a leader
+            # receives in any order.
             if self._leader != self._rank and block.size:
                 mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
             if self.box is None:
@@ -92,12 +83,7 @@ class Agglomeration:
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return an array on the points that this rank owns before, with one layer around them.
-
-        `whole`: array of shape (..., *points) on the points that this rank owns afterwards, with one layer around them, or
-        None. `block`: a block of this rank's points before, which determines the device. All ranks that own a block before
-        call it.
-        """
+        """Return the values of `whole`, the array afterwards, on this rank's points before and one layer around them."""
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange.
@@ -119,21 +105,15 @@ def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]
     return sum(max(kept for kept in along if kept <= share) for along, share in zip(after.ranks, shares))
 
 
-# The coarsest level, on one rank: a sparse factorization by SciPy, on the host.
-#
-# For arrays on a device a small level is solved by a product with its inverse, which is copied there once. For a larger
-# one, each solve copies the right-hand side to the host and the solution back.
-
+# The coarsest level, on one rank: a sparse factorization by SciPy, on the host. For arrays on a device, a small level
+# is solved by a product with its inverse, which is copied there once; for a larger one, each solve copies the
+# right-hand side to the host and the solution back.
 
 _DENSE = 512  # largest number of points for which the inverse (2 MiB) is used
 
 
 class Coarsest:
-    """A factorized operator.
-
-    `stack`: shape (1 + offsets, *shape); its diagonal and its couplings. `singular`: whether constants are in its kernel;
-    the value at the last point is then set to zero.
-    """
+    """A factorized operator, from its diagonal and couplings; if `singular`, the value at the last point is zero."""
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
@@ -182,8 +162,8 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
             if periodic[axis]:
                 there[axis] = there[axis] % n
             inside &= (there[axis] >= 0) & (there[axis] < n)
-        # In a periodic dimension of one or two points, an offset may lead to the point itself, or two offsets to one point.
-        # Duplicate entries are added.
+        # In a periodic dimension of one or two points, an offset may lead to the point itself, or two to one point:
+        # duplicates are added.
         inside &= coupling != 0
         rows.append(here.reshape(shape)[inside])
         columns.append(np.ravel_multi_index([along[inside] for along in there], shape))
@@ -194,7 +174,7 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
 
 # Number of points, by number of dimensions, up to which a factorization is cheaper than further levels.
 _FACTORISED = {1: 4096, 2: 400, 3: 216}
-# Shortest side of a block, by number of dimensions; shorter blocks are agglomerated, since their exchanges take too long.
+# Shortest side of a block, by number of dimensions; the exchanges of shorter blocks would take too long.
 _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
@@ -270,8 +250,7 @@ class Level:
     def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
         self._count = count = len(self.layout.colors)
-        # Rows of the state: per color u, the residual, and the product of u with the operator; then the restricted
-        # residual.
+        # Rows of the state: per color u, the residual, and the operator's product with u; then the restricted residual.
         self._coarse, self.is_compiled = 3 * count, compiled
         self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
         step, done = self.sums.step, list[Color]()
@@ -295,11 +274,8 @@ class Level:
         return Level(self._stencil.on(xp), self._halo, self._below.on(xp))
 
     def cycle(self, f: LocalArray) -> LocalArray:
-        """Return the result of one V-cycle from zero for right-hand sides f, shape (systems, colors, size); collective.
-
-        f must be contiguous, and zero outside of the block. The result has the same shape, with a filled halo; the next
-        cycle overwrites it.
-        """
+        """Return the result, overwritten by the next call, of one V-cycle from zero for f; collective."""
+        # f must be contiguous, and zero outside of the block; the result has a filled halo.
         if len(f) != len(self.sums.state):
             self.sums.allocate(len(f))
         for relax, group in self._before:
@@ -319,10 +295,7 @@ class Level:
         return self.sums.state[:, : self._count]
 
     def product_after(self, f: LocalArray) -> LocalArray:
-        """Return the operator's product with the last result of `cycle`; `f`: the argument of that cycle.
-
-        In the last group of colors the product equals `f`. The next product overwrites the result.
-        """
+        """Return the operator's product with the last result of ``cycle(f)``; the next product overwrites it."""
         self._product(f)
         return self.sums.state[:, 2 * self._count : self._coarse]
 
@@ -343,8 +316,8 @@ class Level:
         terms = self._stencil.terms(color, later)
         if later is None:
             return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
-        # Its equations held when it was relaxed, so the residual comes from later updates of points, which were zero
-        # before.
+        # The equations held when the color was relaxed, so the residual comes from later updates of points that were
+        # zero.
         return WeightedSum(self._count + row, terms)
 
     def _multiplied(self, color: Color) -> WeightedSum:

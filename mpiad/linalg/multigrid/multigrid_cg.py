@@ -1,11 +1,9 @@
 """Conjugate gradients preconditioned by multigrid V-cycles.
 
 A is applied to the preconditioned residual z, which takes half a product after the V-cycle that computed z; A p follows
-from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. The norm of the residual is computed before the
-next V-cycle.
-
-The vector updates are NumPy's, on the device of the vectors, or compiled loops, one for each reduction. The loops at the
-end of this file are in the kernel language (see `mpiad.compiling.translation`), which reads them from this file's source.
+from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. The vector updates are NumPy's, on the
+device of the vectors, or compiled loops, one for each reduction. The loops are in the kernel language (see
+`mpiad.compiling.translation`), which is compiled from this file's source.
 """
 
 from __future__ import annotations
@@ -46,33 +44,26 @@ class Tolerance(NamedTuple):
 
 
 def conjugate(
-    level: Level, r: LocalArray, used: Channel, tolerance: Tolerance, b: LocalArray | None = None
+    level: Level, r: LocalArray, group: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
-    """Solve systems on the finest level, each by its own iteration; collective.
-
-    `r`: shape (systems, colors, size), the right-hand sides, or the residuals of an initial guess; overwritten. `b`: the
-    right-hand sides for the relative tolerance, `r` by default. Returns the solutions (corrections of the initial guess),
-    and the norm of the residuals of all systems at the start and after each iteration.
-
-    Raises, on all ranks: a ValueError if `r` or `b` isn't finite on any rank; an exception that the callback raises on any
-    rank; a ConvergenceError if `maxiter` is reached or the operator isn't positive definite.
-    """
+    """Return the solutions for `r`, which is overwritten, and the history of norms; raises as `Multigrid.solve`."""
+    # `r` has shape (systems, colors, size): the right-hand sides, or with `b`, the right-hand sides, residuals of a guess.
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
-    norms = _norms(used, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
-    targets = np.maximum(tolerance.rtol * (norms if b is None else _norms(used, b, squares_of(b), _RIGHT)), tolerance.atol)
-    before, curvature, failures = np.full(len(r), np.inf), np.zeros(len(r)), DeferredFailures(used.user, _CALL)
+    norms = _norms(group, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
+    targets = np.maximum(tolerance.rtol * (norms if b is None else _norms(group, b, squares_of(b), _RIGHT)), tolerance.atol)
+    before, curvature, failures = np.full(len(r), np.inf), np.zeros(len(r)), DeferredFailures(group.user, _CALL)
     history = [math.hypot(*norms)]
     while (active := norms > targets).any():
         if len(history) > tolerance.maxiter:
             if tolerance.reported:
                 failures.raise_together()
             found = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
-            _fail(used, f"{found}; {tolerance.remark()}", history)
+            _fail(group, f"{found}; {tolerance.remark()}", history)
         # Both arrays belong to the level; its next cycle overwrites them.
         z = level.cycle(r)
         w = level.product_after(r)
         mine = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
-        rz, wz = _sums(used, mine)
+        rz, wz = _sums(group, mine)
         # Converged systems don't change. As in `conjugate_gradients`, p·Ap follows from a recurrence, which saves a
         # reduction.
         beta = np.where(active, rz / before, 0.0)
@@ -81,10 +72,10 @@ def conjugate(
         if wrong.any():
             failures.raise_together()
             found = f"r·z = {rz[wrong][0]:.3e} and p·Ap = {curvature[wrong][0]:.3e} should be positive"
-            _fail(used, f"{found}: rounding errors dominate. Increase rtol; {tolerance.remark()}", history)
+            _fail(group, f"{found}: rounding errors dominate. Increase rtol; {tolerance.remark()}", history)
         squares = vectors.advance(z, w, beta, np.where(active, rz, 0.0) / np.where(active, curvature, 1.0))
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
-        norms = _norms(used, r, squares, "the residual")
+        norms = _norms(group, r, squares, "the residual")
         history.append(math.hypot(*norms))
         if tolerance.callback is not None:
             failures.attempt("callback", tolerance.callback, history[-1])
@@ -93,32 +84,32 @@ def conjugate(
     return vectors.x, history
 
 
-def _sums(used: Channel, local: np.ndarray) -> np.ndarray:
-    return allreduce(used, local, SUM, _CALL)
+def _sums(group: Channel, local: np.ndarray) -> np.ndarray:
+    return allreduce(group, local, SUM, _CALL)
 
 
-def _norms(used: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndarray:
+def _norms(group: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndarray:
     """Return the norms of r over all ranks; `mine`: the squares of this rank's parts."""
     # NaN on one rank makes the sum NaN on all ranks, so all of them detect it.
-    total = _sums(used, mine)
+    total = _sums(group, mine)
     if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
-        text = f"{_CALL}: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
-        raise_together(used, NotFiniteError(text) if bad else None)
-        raise agreed(used, ValueError(f"{_CALL}: the norm of {name} overflows. Scale the system."))
+        text = f"{_CALL}: {name} is not finite: {bad} entries on rank {group.rank} are NaN or infinite."
+        raise_together(group, NotFiniteError(text) if bad else None)
+        raise agreed(group, ValueError(f"{_CALL}: the norm of {name} overflows. Scale the system."))
     if name == _RIGHT and (small := total < _SMALLEST_SQUARE).any():
-        count = _sums(used, on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64))
+        count = _sums(group, on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64))
         if (small & (count > 0.0)).any():
             norm = math.sqrt(total[small & (count > 0.0)][0])
             small = f"the norm of {name}, {norm:.3e}, is so small that squares of residuals vanish"
-            raise agreed(used, ValueError(f"{_CALL}: {small}. Scale the system."))
+            raise agreed(group, ValueError(f"{_CALL}: {small}. Scale the system."))
     return np.sqrt(total)
 
 
-def _fail(used: Channel, problem: str, history: list[float]) -> NoReturn:
+def _fail(group: Channel, problem: str, history: list[float]) -> NoReturn:
     norms = f"{history[-1]:.3e}, from {history[0]:.3e} at the start (the history of this error has them all)"
     text = f"{_CALL}: {problem}. After {len(history) - 1} iterations the norm of the residual is {norms}."
-    raise agreed(used, ConvergenceError(text, history))
+    raise agreed(group, ConvergenceError(text, history))
 
 
 def squares_of(blocks: LocalArray) -> np.ndarray:

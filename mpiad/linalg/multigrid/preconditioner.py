@@ -31,19 +31,12 @@ from mpiad.transport.collectives import allreduce
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 from mpiad.transport.tracing import restoring_state
 
-# Checks of the coefficients of an elliptic operator, on all ranks.
-
-
 _CALL = "linalg.Multigrid"
 
 
-def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, in double precision on the host; collective.
-
-    Raises a TypeError or ValueError on all ranks if one is traced, isn't real, has the wrong shape, isn't finite, or is
-    negative; if they are on different devices; or if a periodic dimension can't be coarsened.
-    """
-    with raising_together(used):
+def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tuple[LocalArray, LocalArray]:
+    """Return κ and c on this rank's points, on the host; raise an error on all ranks if one is invalid; collective."""
+    with raising_together(group):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
         fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
         for axis, (n, wraps) in enumerate(zip(domain.shape, domain.periodic)):
@@ -55,16 +48,13 @@ def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tup
     return fields[0], fields[1]
 
 
-def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -> bool:
-    """Return whether constants are in the operator's kernel; collective.
-
-    Raises a ValueError on all ranks if that contradicts `mean_zero`, or if `mean_zero` differs between ranks.
-    """
+def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) -> bool:
+    """Return whether constants are in the operator's kernel; `mean_zero` must be the same; collective."""
     given = any(side for pair in sides.fixed for side in pair)
     # The sides are the same on all ranks, but c isn't.
-    largest, with_it, without_it = allreduce(used, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
+    largest, with_it, without_it = allreduce(group, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
     if with_it and without_it:
-        raise agreed(used, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
+        raise agreed(group, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
     singular = not given and float(largest) == 0.0
     if singular and not mean_zero:
         text = (
@@ -72,17 +62,17 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
             "added to any solution. Pin it: mean_zero=True takes the solution with mean zero; or give the value on one "
             "side, or a small c."
         )
-        raise agreed(used, ValueError(f"{_CALL}: {text}"))
+        raise agreed(group, ValueError(f"{_CALL}: {text}"))
     if mean_zero and not singular:
         text = "this one has a side with a value, or c > 0 somewhere: its solution is unique. Leave it out."
-        raise agreed(used, ValueError(f"{_CALL}: mean_zero=True is for singular operators, but {text}"))
+        raise agreed(group, ValueError(f"{_CALL}: mean_zero=True is for singular operators, but {text}"))
     return singular
 
 
-def contrast(kappa: LocalArray, used: Channel) -> float:
+def contrast(kappa: LocalArray, group: Channel) -> float:
     """Return the ratio of the largest κ to the smallest; collective."""
     # The minimum is computed as minus the maximum of -κ, in the same reduction.
-    highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
+    highest, lowest = allreduce(group, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
     with np.errstate(over="ignore"):
         return float(highest / -lowest)
 
@@ -118,7 +108,7 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
 # The number of levels that are visited twice if κ varies by more than a factor, and this factor.
 _DOUBLED, _SMOOTH = 2, 100.0
 # Maximum number of right-hand sides per cycle, which needs memory for three more arrays per right-hand side.
-_TOGETHER = 8
+_BATCH = 8
 _EXTREME = 1e8  # contrast of κ from which error messages mention it
 
 
@@ -225,12 +215,12 @@ class Multigrid:
             # The operator is real, so real and imaginary parts are independent.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
-        level = self._level_beside(r)
+        level = self._level_for(r)
         with restoring_state(), suspended():
             systems = self._systems(r)
             out = empty_like(r, systems.shape)
-            for start in range(0, len(systems), _TOGETHER):
-                some = slice(start, start + _TOGETHER)
+            for start in range(0, len(systems), _BATCH):
+                some = slice(start, start + _BATCH)
                 # Only right-hand sides with mean zero have a solution; of all solutions, the one with mean zero is
                 # returned.
                 split = self._layout.split(self._centred(systems[some]))
@@ -308,7 +298,7 @@ class Multigrid:
             r = wide if start is None else self._centred(wide - self.matvec(start))
             tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._remark)
             split = self._layout.split(r)
-            whole, level = None if start is None else wide, self._level_beside(b)
+            whole, level = None if start is None else wide, self._level_for(b)
             x, self.history = conjugate(level, split, self._used, tolerance, whole)
             u = self._centred(self._layout.join(x))
             return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
@@ -352,7 +342,7 @@ class Multigrid:
         means = allreduce(self._used, own, SUM, "linalg.Multigrid") / np.prod(self.domain.shape)
         return blocks - column(blocks, means)
 
-    def _level_beside(self, r: LocalArray) -> Level:
+    def _level_for(self, r: LocalArray) -> Level:
         xp = arrays_of(r)
         if xp is None:
             return self._level

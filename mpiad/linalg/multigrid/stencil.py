@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.linalg.multigrid.color_layout import Color, Distribution, Layout, reach
+from mpiad.linalg.multigrid.color_layout import Color, Distribution, Layout, neighbor_color
 from mpiad.linalg.multigrid.weighted_sums import Term
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
@@ -28,10 +28,7 @@ from mpiad.transport.buffers import empty_like
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
 
-# The halo of a level's arrays: one layer, of the changed colors.
-
-
-# Unlikely to be used by users, and below the 32767 that MPI guarantees.
+# Message tags below the limit of 32767 that MPI guarantees; users rarely choose large ones.
 _TAG_UP, _TAG_DOWN = 32752, 32753
 
 
@@ -112,9 +109,6 @@ def _layers(whole: dict[Color, LocalArray], axis: int, index: int, parity: int) 
     return [array[place] for color, array in whole.items() if color[axis] == parity]
 
 
-# The operator of a level: the diagonal and the couplings with neighbors, for each color of points.
-
-
 Offset = tuple[int, ...]
 
 
@@ -130,17 +124,11 @@ def corners(color: Color) -> list[tuple[int, ...]]:
 
 
 class Stencil:
-    """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset).
-
-    - `memory`, of shape (rows, size): zero outside of the block: for each color D, and 1 / D if D isn't zero; for
-      each offset the N of all colors; last the weights of the level's interpolation.
-    - `diagonal`, `inverse`: shape (colors, size).
-    - `couplings`: from offsets to arrays of shape (colors, size).
-    - `sweep`: the order of a Gauss-Seidel sweep: groups of colors whose points aren't coupled with each other.
-    - `weights`: from each color but 0 to its first row in the memory; there is one row per corner.
-    """
+    """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset)."""
 
     def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
+        # Rows of the memory, zero outside of the block: for each color D, and 1 / D if D isn't zero; for each offset N of
+        # all colors; then the weights of interpolation, one row per corner of each color but 0.
         self.layout, self.memory, self._found, count = layout, memory, list(found), len(layout.colors)
         self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
         self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(found, 2)}
@@ -163,7 +151,7 @@ class Stencil:
         """Return the terms of a color's neighbors, or only those in the colors `among`."""
         terms, row, count = [], self.layout.row[color], len(self.layout.colors)
         for k, offset in enumerate(self._found, 2):
-            neighbor, steps = reach(color, offset)
+            neighbor, steps = neighbor_color(color, offset)
             if among is None or neighbor in among:
                 shift = self.layout.shifted(steps).start - self.layout.inner.start
                 terms.append(Term(k * count + row, self.layout.row[neighbor], shift))
@@ -171,13 +159,13 @@ class Stencil:
 
 
 def _sweep(colors: list[Color], corners: bool) -> list[list[Color]]:
-    # By the sum of the indices: in a star stencil the neighbors of an even point are odd, so a group updates at once.
+    # In a star stencil the neighbors of an even point, by the sum of its indices, are odd: a group updates at once.
     even = [color for color in colors if sum(color) % 2 == 0]
     odd = [color for color in colors if sum(color) % 2]
     if corners:
         return [[color] for color in even + odd]
-    # Without corners two groups are enough, as on a chessboard. In three dimensions smoothing limits the convergence of the
-    # fine level: an additional half sweep saves three of eleven iterations.
+    # Without corners two groups suffice, as on a chessboard. In three dimensions smoothing limits the convergence of
+    # the fine level: an additional half sweep saves three of eleven iterations.
     return [odd, even, odd] if len(colors) == 8 else [even, odd]
 
 
@@ -211,7 +199,7 @@ def _find_weights(stencil: Stencil, color: Color) -> None:
         if not any(along):
             centre -= coupling
             continue
-        neighbor, steps = reach(color, along)
+        neighbor, steps = neighbor_color(color, along)
         there = layout.shifted(steps)
         for k, corner in enumerate(corners(neighbor)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
@@ -232,10 +220,7 @@ def _collapsed(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np.ndarr
 
 
 def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
-    """Return the coarse operator PᵀAP on this rank's coarse points, shape (1 + offsets, *coarse points); collective.
-
-    It is the diagonal, and the couplings in the order of `offsets`.
-    """
+    """Return the coarse operator PᵀAP, diagonal and couplings, on this rank's coarse points; collective."""
     layout = stencil.layout
     products = {color: _product(stencil, color) for color in layout.colors}
     # Restriction reads the rows of neighboring points, which other ranks may own.
@@ -248,7 +233,7 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
             # Restriction is the transpose of interpolation, so its offsets have the opposite sign.
             there = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
-                # A row is relative to the coarse point at its own entry, a target to the one to which it is restricted.
+                # A row is relative to the coarse point at its entry, a target to the one to which it is restricted.
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, there]
@@ -268,7 +253,7 @@ def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int
     # A row of A, with each neighbor's value replaced by its interpolation.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
-        neighbor, steps = reach(color, offset)
+        neighbor, steps = neighbor_color(color, offset)
         there, factor = layout.shifted(steps), coefficient[number, layout.inner]
         for k, corner in enumerate(corners(neighbor)):
             row = inner[at[tuple(s + t for s, t in zip(steps, corner))]]

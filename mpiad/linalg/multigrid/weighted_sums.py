@@ -1,11 +1,9 @@
 """Operations of a level as data: weighted sums of shifted rows, with weights that all right-hand sides share.
 
-Smoothing, restriction, interpolation and the operator's product are all of this form, so a fast implementation of it makes
-the whole cycle fast: `Sums` uses NumPy or the device's module, `CompiledSums` a compiled kernel, which computes each range
-of a row for all right-hand sides while its weights are in cache.
-
-The kernel's loops are in the language of `mpiad.compiling.translation`, which takes them from this file's text. The rows
-are given by numbers in memory, so that one kernel serves all levels, in any dimension.
+Smoothing, restriction, interpolation and the operator's product are all of this form. `Sums` uses NumPy or the device's
+module, `CompiledSums` a compiled kernel, which computes each range of a row for all right-hand sides while its weights
+are in cache. The loops of the kernel are in the language of `mpiad.compiling.translation`, which is compiled from this
+file's source. Rows are given by their numbers in memory, so one kernel serves all levels, in any dimension.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from mpiad.linalg.multigrid.color_layout import Layout
 from mpiad.transport.buffers import empty_like, zeros_like
 
 # Points of a block below which loading the kernel takes longer than it saves.
-_LARGE = 1 << 13
+_MIN_POINTS = 1 << 13
 # Entries of a range: with its weights it stays in the second cache, and shorter ones are read more slowly from the third.
-_STRETCH = 2048
+_RANGE = 2048
 _TABLES, _FLOATS = ("numbers", "sums", "terms"), ("coefficients", "right", "state", "part")
 
 Step: TypeAlias = Callable[[LocalArray], None]
@@ -53,11 +51,7 @@ class WeightedSum(NamedTuple):
 
 
 class Sums:
-    """Computes sums, one operation after the other, on the device of the coefficients.
-
-    `coefficients`: shape (n, size). `rows`: number of rows of the state. `state`, of shape (systems, rows, size): zeros at
-    first, and reused from cycle to cycle: new memory costs more than the arithmetic.
-    """
+    """Computes sums, one operation after the other, on the device of the coefficients (n, size); it has a state."""
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
         self._layout, self._coefficients, self._rows = layout, coefficients, rows
@@ -125,14 +119,14 @@ class Sums:
 
 def are_compiled(points: int) -> bool:
     """Return whether the cycles of a finest level with this number of points are compiled."""
-    return points >= _LARGE
+    return points >= _MIN_POINTS
 
 
 class CompiledSums(Sums):
     """Computes sums by a kernel, on the host."""
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
-        self._kernel, self._room = _kernel(), np.empty(_STRETCH)
+        self._kernel, self._room = _kernel(), np.empty(_RANGE)
         super().__init__(layout, coefficients, rows)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
