@@ -194,8 +194,7 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
-    # The x of a rank occurs in its own sine, in the next rank's product and in the squares; that of the last rank also in
-    # `last`.
+    # A rank's x occurs in its own sine, the next rank's product and the squares, and the last rank's x also in `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
@@ -207,8 +206,7 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """An error, or a cause of slowness, in the start of a program."""
 
-    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": it may fail on another
-    # machine or with more ranks.
+    # "error": results are wrong or missing; "warning": it is slow or may fail; "note": it may fail elsewhere.
     severity: str
     text: str  # a description and the remedy
 

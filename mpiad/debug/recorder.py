@@ -63,7 +63,7 @@ calls.register(_switch)
 
 
 MAX_EVENTS = 500_000  # maximum number of events, of a few hundred bytes each
-_NOTHING = Arguments()
+_NO_ARGUMENTS = Arguments()
 _WAITS = ("mpi_wait", "mpi_waitall")
 
 
@@ -111,7 +111,7 @@ class Recorder:
     def __init__(self) -> None:
         self._noted: list[tuple] = []
         self.dropped = 0  # number of events beyond the maximum
-        self.since = self.until = 0.0  # times of `start` and `stop`
+        self.start_time = self.stop_time = 0.0  # times of `start` and `stop`
         self.threads: list[str] = []  # names of the threads, by number
         self._stacks, self._lock = _Stacks(), threading.Lock()
 
@@ -119,7 +119,7 @@ class Recorder:
         """Begin to record."""
         # The first thread that is numbered, the main thread of the program, has number 0.
         self._number()
-        self.since = perf_counter()
+        self.start_time = perf_counter()
         calls.observers.append(self)
         _active.append(self)
         calls.note(self)
@@ -129,12 +129,12 @@ class Recorder:
         calls.forget(self)
         calls.observers.remove(self)
         _active.remove(self)
-        self.until = perf_counter()
+        self.stop_time = perf_counter()
 
     @property
     def elapsed(self) -> float:
         """The duration of the recording in seconds."""
-        return (self.until or perf_counter()) - self.since
+        return (self.stop_time or perf_counter()) - self.start_time
 
     @property
     def events(self) -> list[Event]:
@@ -164,7 +164,7 @@ class Recorder:
         """Close a phase; it isn't recorded if it began before the recording."""
         entry = self._closed(key)
         if entry is not None:
-            self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NOTHING))
+            self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NO_ARGUMENTS))
 
     def _note(self, noted: tuple) -> None:
         if len(self._noted) < MAX_EVENTS:

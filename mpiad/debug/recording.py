@@ -64,7 +64,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
     """Yield begin, end and place of the intervals between a thread's communications, divided at the ends of phases."""
     phases: list[str] = []
     pending: list[tuple[float, float, str]] = []  # begin, end and phase of intervals since the last communication
-    at, after = recorder.since, _START
+    at, after = recorder.start_time, _START
 
     def passed(time: float) -> None:
         if time > at:  # else inside a communication
@@ -85,7 +85,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
             phases.append(mark)
         elif phases:
             phases.pop()
-    passed(recorder.since + recorder.elapsed)
+    passed(recorder.start_time + recorder.elapsed)
     yield from reached(_END)
 
 
@@ -100,7 +100,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 
 
 def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
-    """Yield the outermost communications that contain others, and their durations without those of the inner ones."""
+    """Yield the outermost communications that contain others, and their durations without the inner ones."""
     inner = 0.0
     for event in events:  # in the order of their ends, so that inner events come first
         if event.direction == "phase":
@@ -191,7 +191,7 @@ _SHORTEST = 1000  # nanoseconds; shorter computation gets no event
 
 def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
     """Write the events of all ranks; collective. Raise an OSError on all ranks if rank 0 can't write the file."""
-    starts, dropped = zip(*comm.allgather((clock(recorder.since), recorder.dropped)))
+    starts, dropped = zip(*comm.allgather((clock(recorder.start_time), recorder.dropped)))
     pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
     error = None
     if comm.rank == 0:
@@ -211,8 +211,8 @@ def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
     """Write header, pieces and footer to a file atomically; return the text of an error, or None."""
     temporary = None
     try:
-        temporary, made = begin(path)
-        with io.TextIOWrapper(made, encoding="utf-8") as file:
+        temporary, raw_file = begin(path)
+        with io.TextIOWrapper(raw_file, encoding="utf-8") as file:
             file.write(header)
             for k, piece in enumerate(pieces):
                 file.write((",\n" if k else "") + piece)
@@ -229,16 +229,16 @@ def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
 
 
 def _pieces(events: Iterable[str]) -> Iterator[str]:
-    held: list[str] = []
+    texts: list[str] = []
     size = 0
     for event in events:
-        held.append(event)
+        texts.append(event)
         size += len(event)
         if size >= _CHARACTERS:
-            yield ",\n".join(held)
-            held, size = [], 0
-    if held:
-        yield ",\n".join(held)
+            yield ",\n".join(texts)
+            texts, size = [], 0
+    if texts:
+        yield ",\n".join(texts)
 
 
 def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[float], float], zero: float) -> Iterator[str]:
@@ -315,7 +315,7 @@ class Recording:
 
     def stop(self) -> None:
         """End the recording on this rank; recorded events are kept."""
-        if not self.recorder.until:
+        if not self.recorder.stop_time:
             self.recorder.stop()
 
     @contextmanager
@@ -334,7 +334,7 @@ class Recording:
         self.stop()
         # A second reading of the clock would need the other ranks, so the first one is also used for the end.
         clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
-        events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.since))
+        events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.start_time))
         error = _written(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
         if error is not None:
             raise OSError(f"the trace of rank {self.rank} can't be written to {part}: {error}")
@@ -344,10 +344,10 @@ class Recording:
 @contextmanager
 def _scratch() -> Iterator[Comm]:
     """Enter a context with a duplicate of the world, separate from the program's messages; collective."""
-    used = channel(None, "mpiad.debug")
+    group = channel(None, "mpiad.debug")
     # In debug mode the barrier detects ranks that don't call this function; Dup isn't checked.
-    used.data.Barrier()
-    comm = used.user.Dup()
+    group.data.Barrier()
+    comm = group.user.Dup()
     yield comm
     comm.Free()  # not after an exception: it is collective
 

@@ -345,8 +345,7 @@ _COLUMNS = 5
 
 def _collected(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
-    # Only the innermost communications are timed: otherwise the time of an adjoint and of its operations would be
-    # added.
+    # Only the innermost communications are timed: the time of an adjoint contains that of its operations.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
         mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)

@@ -36,8 +36,8 @@ def _mirrored(n: int, h: int, place: int) -> slice:
 class Side(NamedTuple):
     """Boundary values beyond one side: value + factor * layers."""
 
-    # ``layers(n, h, place)`` returns the slice of the copied layers in a block with its halo: h layers, or one that is
-    # repeated. None: nothing is copied.
+    # ``layers(n, h, place)`` returns the slice of the copied layers in a block with its halo: h layers, or one repeated
+    # layer; None: nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
     # The number of cells that a block needs in addition to the width of the halo; None: no condition.
     spare: int | None = None
@@ -52,7 +52,7 @@ class Side(NamedTuple):
         return scaled if type(self.value) is int and self.value == 0 else scaled + self.value
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
-        """Return the cotangent of the layers, given that of the halo: the transpose of `filled`'s linear part."""
+        """Return the cotangent of the layers from the cotangent of the halo: the transpose of `filled`'s linear part."""
         # If all layers of the halo are copies of one layer, their cotangents are added.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total

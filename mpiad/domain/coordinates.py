@@ -77,7 +77,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     place = ((points if isbox(points) else plain) - firsts) / steps  # in cells, from cell 0
     _require_inside(plain, np.asarray(stop_gradient(place)), lattice, partition, call)
     base = np.floor(np.asarray(stop_gradient(place))).astype(np.intp)
-    # A point at the last cell gets the cell before it and the fraction one, so that no cell beyond the grid is needed.
+    # A point at the last cell gets the preceding cell and the fraction one: no cell beyond the grid is needed.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
     fraction = place - base

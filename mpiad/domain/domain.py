@@ -46,7 +46,7 @@ class Domain(Decomposition):
     periodic : bool or tuple of bool
         Whether the last cell along a dimension is followed by the first.
     dims : tuple of int, optional
-        Ranks along each dimension; by default those with the least halo surface.
+        Ranks along each dimension; by default the numbers with the least halo surface.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -67,8 +67,8 @@ class Domain(Decomposition):
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if an argument is invalid or differs between ranks, a rank would own no cells, or the halo is
-        wider than the smallest block.
+        On all ranks: if an argument is invalid or differs, a rank would own no cells, or the halo exceeds the smallest
+        block.
 
     Ranks
     -----
@@ -78,7 +78,7 @@ class Domain(Decomposition):
     Examples
     --------
     >>> domain = mpiad.Domain(12)
-    >>> (x,) = domain.coordinates(0.5)  # those of this rank's cells
+    >>> (x,) = domain.coordinates(0.5)  # of this rank's cells
     >>> print(domain.sum(1.0 + 0 * x), domain.max(x))
     12.0 5.5
     """
@@ -102,8 +102,8 @@ class Domain(Decomposition):
             `numpy.pad`; in a tuple, one of these or a pair (before, after) for each dimension. The number may be traced; it
             must then be the same on all sides that have a number.
         corners : bool
-            Whether to fill halo cells diagonally outside of the block. False suffices for star stencils: these cells are
-            zero, and all messages are sent at once.
+            Whether to fill halo cells diagonally outside of the block. With False, which suffices for star stencils, they
+            are zero, and all messages are sent at once.
 
         Returns
         -------
@@ -121,7 +121,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The cotangent of each halo cell is added to that of the cell of which it is a copy, on the rank that owns it.
+        The cotangent of each halo cell is added, on the owner's rank, to the cotangent of the cell that it copies.
 
         Examples
         --------
@@ -157,13 +157,12 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks begin their exchanges in the same order. All messages start at once; if `corners` is true, there are more
-        of them than in `exchange`: up to 8 in two dimensions, 26 in three.
+        All ranks begin their exchanges in the same order. All messages start at once; with `corners` there are more
+        messages than in `exchange`: up to 8 in two dimensions, 26 in three.
 
         Adjoint
         -------
-        The cotangents of halo cells are received from the neighbors, which the adjoint of `end_exchange` has started to
-        send.
+        Receives the cotangents of halo cells, which the adjoint of `end_exchange` has started to send.
 
         Examples
         --------
@@ -219,13 +218,13 @@ class Domain(Decomposition):
         Returns
         -------
         Stencil
-            ``stencil(u)`` exchanges the halo that the weights need, whatever `halo` of the domain is, and returns an array
-            like u. It can be differentiated to any order; the reverse pass takes about as long as the forward pass.
+            ``stencil(u)`` exchanges the halo that the weights need, regardless of the `halo` of the domain, and returns an
+            array like u. It is differentiable to any order; the reverse pass takes about as long as the forward pass.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if the weights aren't such an array, or their radius exceeds the smallest block.
+            On all ranks, if `weights` isn't a real array with odd lengths, or their radius exceeds the smallest block.
 
         Ranks
         -----
@@ -233,8 +232,8 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The stencil with its weights reversed along each dimension; values in halo cells are added to the cells of which
-        these are copies.
+        The stencil with reversed weights along each dimension; values in halo cells are added to the cells that they
+        copy.
         """
         return stencils.stencil(self, weights, boundary)
 
@@ -285,8 +284,8 @@ class Domain(Decomposition):
         ----------
         u : array of shape (..., *local_shape)
         weights : array of shape (*lengths, *local_shape)
-            Factors of the neighbors: ``weights[k]`` holds, for each cell, that of the neighbor at offset ``k - lengths //
-            2``. The lengths are odd. Differentiable.
+            ``weights[k]`` holds, for each cell, the factor of the neighbor at offset ``k - lengths // 2``. The lengths are
+            odd. Differentiable.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the sides, as in `exchange`, untraced.
 
@@ -306,8 +305,8 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The cotangent of a cell is added to those of its neighbors, times their weights, and to those of these weights,
-        times the neighbors' values.
+        The cotangent of a cell, times a weight, is added to the neighbor's; times the neighbor's value, to the
+        weight's.
         """
         return stencils.correlate(self, u, weights, boundary)
 
@@ -594,8 +593,8 @@ class Domain(Decomposition):
         Raises
         ------
         ValueError
-            If a point lies outside the grid, or `result` is unknown; with "own" on all ranks. With "all", on all ranks, if
-            points differ between ranks so that a point has no owner, or several.
+            If a point lies outside the grid, or `result` is unknown; with "own" on all ranks. With "all", on all ranks,
+            if points differ between ranks and one has no owner, or several.
         ReplicationError
             A ValueError on all ranks, under ``MPIAD_DEBUG=1`` and with "all" or "share", if points differ between ranks in
             any bit.
@@ -604,13 +603,13 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it. With "own" the points of all ranks are gathered on every rank: use it for receivers and probes,
-        not for as many particles as there are cells.
+        All ranks call it. With "own" the points of all ranks are gathered on every rank, for receivers and probes rather
+        than for as many particles as there are cells.
 
         Adjoint
         -------
-        The cotangent of a value is added to those of the cells around the point, times their interpolation weights, and to
-        that of the point, times the slopes between these cells.
+        The cotangent of a value is added, times the interpolation weights, to the cotangents of the cells around the point;
+        times the slopes between these cells, to the cotangent of the point.
 
         Examples
         --------
@@ -683,7 +682,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            If `u` or `v` isn't an array of such a shape.
+            If `u` or `v` isn't an array of this shape.
 
         Ranks
         -----
@@ -691,7 +690,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        With G the sum of all ranks' cotangents, the cotangent of u is G v, and that of v is Gᵀ u.
+        With G the sum of all ranks' cotangents, u gets the cotangent G v, and v gets Gᵀ u.
         """
         for several in (u, v):
             if np.ndim(getval(checked_block(self, several, "Domain.gram"))) != len(self.shape) + 1:
@@ -710,7 +709,7 @@ class Domain(Decomposition):
         square = anp.real(self.dot(anp.conj(u), u))
         if is_device_array(getval(square)):  # without a copy to the host
             zero = getval(square) == 0
-            # At zero the root of one is computed instead, so that the derivative isn't zero times infinity.
+            # At zero the root of one is computed, since the derivative would be zero times infinity.
             return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
         return anp.sqrt(square) if getval(square) else square
 
@@ -737,8 +736,8 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The sum of all ranks' cotangents goes to the cell with the largest value. If several cells have it, it is divided
-        equally among their ranks, and on each rank among its cells. If the value is NaN, the cotangents of all cells are.
+        The sum of all ranks' cotangents goes to the cell with the largest value. If several cells have this value, the sum
+        is divided equally among their ranks, and on each rank among its cells. For NaN all cotangents are NaN.
         """
         return mpi_allreduce(anp.max(checked_block(self, u, "Domain.max")), MAX, comm=self.comm)
 
@@ -763,7 +762,7 @@ class Domain(Decomposition):
         checkpoint: str | PathLike[str] | tuple | None = None,
         progress: bool = False,
     ) -> scipy.optimize.OptimizeResult:
-        """Minimize a function of a field, of which each rank keeps its block.
+        """Minimize a function of a field; each rank has its own block of the field.
 
         This is `mpiad.minimize` with a method for distributed variables. Inner products are sums over the whole grid.
 
@@ -847,12 +846,12 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            If `seed` isn't such a number; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ between ranks.
+            If `seed` isn't an integer from 0 to 2**128 - 1; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ.
 
         Ranks
         -----
-        All ranks call it with the same seed and shape. Nothing is sent; under ``MPIAD_DEBUG=1`` the ranks compare their
-        arguments.
+        All ranks call it with the same seed and shape. Nothing is sent, except to compare arguments under
+        ``MPIAD_DEBUG=1``.
 
         Adjoint
         -------
@@ -877,15 +876,15 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if `u` isn't such an array on one, or paths, leading axes or dtypes differ.
+            On all ranks, if a `u` isn't an array of numbers of this shape, or paths, leading axes or dtypes differ.
         OSError
-            On all ranks, if the file can't be written, or `path` is a folder, a pipe or a device. An existing file is then
+            On all ranks, if the file can't be written, or `path` is a folder, pipe or device. An existing file is then
             unchanged.
 
         Ranks
         -----
         All ranks call it. They write a file with a random name in the same folder, and rename it at the end. If several
-        jobs save to the same path, the file is that of the last one.
+        jobs save to the same path, the last one replaces the file.
         """
         return field_files.save(self, path, u)
 
@@ -903,7 +902,7 @@ class Domain(Decomposition):
         Raises
         ------
         OSError, ValueError
-            On all ranks, if there is no such file, it is damaged or truncated, or holds an array of another grid.
+            On all ranks, if the file doesn't exist, is damaged or truncated, or contains an array of another grid.
 
         Ranks
         -----

@@ -1,8 +1,8 @@
 """Halo exchange and its transpose: copy the cells around a block from the ranks that own them, and add them back.
 
 Filling a halo copies cells from the blocks that own them; beyond physical sides it sets boundary values, one dimension
-after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell of which it is a copy, on
-the rank that owns this cell. Each of the two is one node on the tape, and the adjoint of the other. `field_exchange`
+after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the
+rank that owns this cell. Each of the two is one node on the tape, and the adjoint of the other. `field_exchange`
 divides each into two halves, between which the program can compute.
 """
 
@@ -29,7 +29,7 @@ class Local(NamedTuple):
     """Cells of the halo that no message fills."""
 
     ghost: Index
-    copied: Index | None  # this rank's cells of which they are copies, None if they have a given value
+    copied: Index | None  # the cells of this rank that they copy; None if they have a given value
     axis: int = 0  # dimension of the physical side beyond which they lie
     place: int | None = None  # 0 or 1 for the low or high side; None if they don't lie beyond a physical side
 
@@ -64,8 +64,8 @@ class Halo:
 
     def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
         beyond = [self._beyond(axis, place, across, sides[axis][place]) for axis, place, across in stage.beyond]
-        # Reversed, since folding goes through the list backwards, and then adds them in their original order.
-        around = [Local(ghost, owned) for owned, ghost in reversed(stage.here)]
+        # Reversed, since folding goes through the list backwards, and adds them in their original order.
+        around = [Local(ghost, owned) for owned, ghost in reversed(stage.own_copies)]
         return [*around, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
 
     def _beyond(self, axis: int, place: int, across: tuple[slice, ...], side: Side) -> Local:

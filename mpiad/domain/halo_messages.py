@@ -26,7 +26,7 @@ class Coming(NamedTuple):
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[Coming]:
     """Start the messages of a stage for values (..., *padded): block to halo, or `backwards` halo to block."""
-    # Receives first, so that MPI needn't buffer the messages.
+    # Receives are posted first: MPI needn't buffer the messages.
     incoming = []
     for route in routes:
         parts = route.ours if backwards else route.ghosts

@@ -48,7 +48,7 @@ class PointTable(NamedTuple):
     # The cells around each of the p points that this rank owns, shape (2**dimensions, p), in the flattened padded block.
     places: Constants
     order: Constants  # the index of each point in a list of this rank's points, followed by the others
-    owned: Constants  # for all points, 1.0 for those of this rank and 0.0 for others, in the weights' dtype
+    owned: Constants  # for all points, 1.0 if this rank owns them and 0.0 if not, in the weights' dtype
     weights: Any  # weights of the cells in `places`; Constants, or an array if it is traced
     shape: Shape  # shape of the array of points, without its last axis
 
@@ -170,7 +170,7 @@ def _share(
     """Return the values at the points that this rank owns, zeros at the others, and the table of the points."""
     # Values beyond physical sides have weight zero, but must be finite.
     sides = sides_of("edge", len(domain.shape), call)
-    # Points are located before the exchange, so that no rank waits for one that raises.
+    # Points are located before the exchange: no rank waits in it for a rank that raises.
     table = tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
     return interpolated(fill_halo(u, tables.halo, sides), table, len(domain.shape)), table
 

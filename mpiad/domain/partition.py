@@ -25,15 +25,15 @@ class Partition:
 
     def position(self, rank: Rank) -> tuple[int, ...]:
         """Return a rank's position in the grid of ranks."""
-        return tuple(int(along) for along in np.unravel_index(rank, self.dims))
+        return tuple(int(index) for index in np.unravel_index(rank, self.dims))
 
     def rank(self, position: tuple[int, ...]) -> Rank | None:
         """Return the rank at a position, None beyond a side that isn't periodic."""
         number = 0
-        for along, n, periodic in zip(position, self.dims, self.periodic):
-            if not 0 <= along < n and not periodic:
+        for index, n, periodic in zip(position, self.dims, self.periodic):
+            if not 0 <= index < n and not periodic:
                 return None
-            number = number * n + along % n
+            number = number * n + index % n
         return number
 
     def neighbours(self, rank: Rank) -> tuple[tuple[Rank | None, Rank | None], ...]:
@@ -55,8 +55,8 @@ class Partition:
         for axis, (n, p) in enumerate(zip(self.shape, self.dims)):
             share, longer = divmod(n, p)
             # The first `longer` blocks have one cell more than the others.
-            along, first_short = cells[..., axis], longer * (share + 1)
-            part = np.where(along < first_short, along // (share + 1), longer + (along - first_short) // share)
+            index, first_short = cells[..., axis], longer * (share + 1)
+            part = np.where(index < first_short, index // (share + 1), longer + (index - first_short) // share)
             number = number * p + part
         return number
 

@@ -1,9 +1,10 @@
 """Detect variables of a solve that are used as blocks of a grid although the root holds them.
 
 Such a solve passes the root's variables to every rank. If they have the shape of a block, every rank gets the same
-block, and the objective is that of a grid of equal blocks. Therefore the solve registers the arrays that it passes, and
-operations of a domain raise if they get one of them, or a view of one, as a block. An array that is computed from the
-variables may be intended as a block, so it only causes a warning, and only if a variable has the shape of a block.
+block, and the objective is computed for a grid of equal blocks. Therefore the solve registers the arrays that it
+passes, and operations of a domain raise if they get one of them, or a view of one, as a block. An array that is
+computed from the variables may be intended as a block, so it only causes a warning, if a variable has the shape of a
+block.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The plan of an exchange: the cells that each rank sends to others, in consecutive stages.
 
-There are three schemes. "In turn": one stage per dimension, whose layers include the halo of earlier dimensions, so
-that corners need no messages of their own; at most six messages. "Together": one stage with all neighbors, also
-diagonal ones; at most 26 messages, all of which overlap with computation. "Faces": one stage without diagonal
-neighbors, for star stencils.
+There are three schemes. "In turn": one stage per dimension, whose layers include the halo of earlier dimensions and
+therefore the corners; at most six messages. "Together": one stage with all neighbors, also diagonal ones; at most 26
+messages, all of which overlap with computation. "Faces": one stage without diagonal neighbors, for star stencils.
 
-All cells that a rank needs from another in one stage form one message, even if they lie on both sides (two ranks on a
-periodic dimension).
+All cells that a rank needs from another in one stage form one message, even on both sides of a periodic dimension.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Stage(NamedTuple):
     """Copies that are made at the same time."""
 
     routes: tuple[Route, ...]
-    here: tuple[tuple[Index, Index], ...]  # cells of this rank, and cells of its own halo that are copies of them
+    own_copies: tuple[tuple[Index, Index], ...]  # cells of this rank, and the cells of its own halo that copy them
     # Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for the low or high side, and the extent
     # of the layers along the other dimensions.
     beyond: tuple[tuple[int, int, tuple[slice, ...]], ...]
@@ -127,7 +125,7 @@ def _stage(
 ) -> Stage:
     ours: dict[Rank, list[tuple[Step, Index]]] = {}
     ghosts: dict[Rank, list[tuple[Step, Index]]] = {}
-    here = []
+    own_copies = []
     for step in steps:
         peer = geometry.neighbour(step)
         if peer is None:
@@ -136,13 +134,13 @@ def _stage(
         back = tuple(-s for s in step)
         if peer == geometry.rank:
             # With one rank along a periodic dimension, the halo is a copy of the block's other end.
-            here.append((geometry.ours(back, across), geometry.ghosts(step, across)))
+            own_copies.append((geometry.ours(back, across), geometry.ghosts(step, across)))
             continue
         # Sender and receiver sort the parts of a message by the sender's step.
         ours.setdefault(peer, []).append((step, geometry.ours(step, across)))
         ghosts.setdefault(peer, []).append((back, geometry.ghosts(step, across)))
     routes = [Route(peer, _in_order(ours[peer]), _in_order(ghosts[peer])) for peer in ours]
-    return Stage(tuple(routes), tuple(here), beyond, empty)
+    return Stage(tuple(routes), tuple(own_copies), beyond, empty)
 
 
 def _in_order(parts: list[tuple[Step, Index]]) -> tuple[Index, ...]:

@@ -3,8 +3,8 @@
 Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the
 weights are reversed along each dimension. If each dimension is periodic or has the boundary "zero", Eᵀ Sᵀ is the
 mirrored stencil with the same exchange, so the reverse pass costs as much as the forward pass. With "edge" or "reflect"
-cells beyond the sides are copies of cells inside; the values that the mirrored stencil has beyond the sides are added
-to the latter.
+cells beyond the sides are copies of cells inside, to which the values of the mirrored stencil beyond the sides are
+added.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Stencil:
         Raises
         ------
         TypeError, ValueError
-            If `u` isn't such an array.
+            If `u` isn't an array of this kind and shape.
 
         Ranks
         -----
@@ -54,8 +54,8 @@ class Stencil:
 
         Adjoint
         -------
-        The stencil with its weights reversed along each dimension; values in halo cells are added to the cells of which
-        these are copies.
+        The stencil with reversed weights along each dimension; values in halo cells are added to the cells that they
+        copy.
         """
         found = getval(checked_block(self._domain, u, "Stencil"))
         if found.dtype.kind not in "fc":

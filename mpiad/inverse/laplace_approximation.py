@@ -1,8 +1,8 @@
 """The Laplace approximation: a Gaussian around the most probable field, from leading eigenpairs of the data's Hessian.
 
 Let H be the Hessian of the data misfit and R the inverse covariance of the prior. With the eigenpairs H u = λ R u the
-covariance of the posterior is R⁻¹ - Σ λ/(1 + λ) u uᵀ. The terms of small λ, in directions that the data don't determine,
-are omitted.
+covariance of the posterior is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Terms of small λ, in directions not determined by the data, are
+omitted.
 
 References
 ----------
@@ -23,8 +23,7 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
 from mpiad.linalg.randomized_eigenpairs import ritz_pairs
 
-# Tolerances of negative Ritz values: absolute (the eigenvalues of the prior's own Hessian are 1), and relative to the
-# largest value.
+# Tolerances of negative Ritz values: absolute (the prior's own Hessian has eigenvalues 1), and relative to the largest.
 _ZERO, _ROUNDING = 1e-3, 1e-6
 
 

@@ -1,7 +1,7 @@
 """`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices, with exact local solves by SciPy.
 
 Each rank solves the system of its own rows and some layers of its neighbors' rows around them; the solutions are added.
-Since global components of the error then converge more slowly on more ranks, a coarse problem is also solved, with one
+On more ranks global components of the error converge more slowly. Therefore a coarse problem is also solved, with one
 unknown per rank that is constant on its rows. A residual on a device is copied to the host, and the correction back.
 """
 
@@ -49,8 +49,7 @@ class AdditiveSchwarz:
     Ranks
     -----
     All ranks of the matrix call it, and the result: ``preconditioner(r)``, with r of shape (..., rows), on the host or on
-    a device (copied to the host, and the result back: one copy each way). `T` is the transpose, which `solve` uses in
-    derivatives.
+    a device (copied to the host, and the result back: one copy each way). `T` is the transpose, for derivatives.
 
     References
     ----------
@@ -155,7 +154,7 @@ class AdditiveSchwarz:
 
 
 def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, group: Channel) -> tuple[Any, GhostPlan]:
-    """Return the matrix of this rank's rows and of some layers around them, and the plan for fetching the latter."""
+    """Return the matrix of this rank's rows and of some layers around them, and the plan for fetching these layers."""
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     surrounding, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows

@@ -45,8 +45,8 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
     numbers = (sum(counts[: group.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
-    # Each halo cell gets the number of the point that it copies, or -1 if there is none.
-    around = domain.exchange(numbers, -1.0)
+    # Each halo cell gets the number of the point that it copies, or -1 beyond a physical side.
+    neighbor_numbers = domain.exchange(numbers, -1.0)
     steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
     found: list[tuple[np.ndarray, ...]] = []
     failures = DeferredFailures(domain.comm, _CALL)
@@ -57,8 +57,8 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
             # In these rows, the point of this color in the stencil is the one at this offset.
-            taken = rest & (around[window] >= 0.0) & _has_color(domain, steps, color, offset)
-            found.append((numbers[taken] - numbers.flat[0], around[window][taken], image[taken]))
+            taken = rest & (neighbor_numbers[window] >= 0.0) & _has_color(domain, steps, color, offset)
+            found.append((numbers[taken] - numbers.flat[0], neighbor_numbers[window][taken], image[taken]))
             rest &= ~taken
         raise_together(group, _too_far(rest, domain))
     rows, columns, values = (np.concatenate(part) for part in zip(*found))
@@ -103,29 +103,29 @@ def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
     )
 
 
-def _require_matrix(matrix: Array, what: str) -> None:
+def _require_matrix(matrix: Array, name: str) -> None:
     if not scipy.sparse.issparse(matrix):
         raise TypeError(
-            f"{what} must be a sparse matrix or sparse array of SciPy's, but got {type(matrix).__name__}. "
+            f"{name} must be a sparse matrix or sparse array of SciPy's, but got {type(matrix).__name__}. "
             "scipy.sparse.csr_array makes one of an array."
         )
     if matrix.dtype.char not in "fdFD":
-        raise TypeError(f"{what} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
+        raise TypeError(f"{name} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
     if matrix.ndim != 2:
-        raise ValueError(f"{what} must have two dimensions, but got shape {matrix.shape}.")
+        raise ValueError(f"{name} must have two dimensions, but got shape {matrix.shape}.")
 
 
-def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
-    rows, parts, totals = (every[:, k].tolist() for k in range(3))
+def _misfit(all_sizes: np.ndarray, columns: int | None) -> Exception | None:
+    rows, parts, totals = (all_sizes[:, k].tolist() for k in range(3))
     if len(set(totals)) > 1:
         return ValueError(f"DistributedMatrix: rows of all ranks must have one number of columns, but got {totals}.")
     if sum(parts) != totals[0]:
-        said = f"the ranks' rows, {rows}, add up to {sum(rows)}"
+        problem = f"the ranks' rows, {rows}, add up to {sum(rows)}"
         if columns is not None:
-            said = f"columns={parts} adds up to {sum(parts)}"
+            problem = f"columns={parts} adds up to {sum(parts)}"
         return ValueError(
-            f"DistributedMatrix: {said}, but the matrix has {totals[0]} columns. Give the number of columns of each rank "
-            "as columns=."
+            f"DistributedMatrix: {problem}, but the matrix has {totals[0]} columns. Give the number of columns of each "
+            "rank as columns=."
         )
     return None
 
@@ -200,10 +200,10 @@ class DistributedMatrix:
             matrix = matrix.copy()
             matrix.sum_duplicates()
         mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
-        every = np.empty((group.size, 3), np.int64)
-        group.data.Allgather(mine, every)
-        raise_together(group, _misfit(every, columns))
-        self.offsets = [np.concatenate([[0], np.cumsum(every[:, k])]) for k in (0, 1)]
+        all_sizes = np.empty((group.size, 3), np.int64)
+        group.data.Allgather(mine, all_sizes)
+        raise_together(group, _misfit(all_sizes, columns))
+        self.offsets = [np.concatenate([[0], np.cumsum(all_sizes[:, k])]) for k in (0, 1)]
         own = [slice(int(at[group.rank]), int(at[group.rank + 1])) for at in self.offsets]
         self.owned_rows, self.owned_columns = own
         self.shape = int(self.offsets[0][-1]), int(self.offsets[1][-1])
@@ -230,7 +230,7 @@ class DistributedMatrix:
         root : int
         counts : sequence of int, optional
             Rows per rank. By default they are divided evenly, and the first ranks may have one more. The columns of a
-            square matrix are distributed like its rows, those of other matrices evenly.
+            square matrix are distributed like its rows; the columns of other matrices are distributed evenly.
         comm : mpi4py intracommunicator, optional
 
         Returns
@@ -307,7 +307,7 @@ class DistributedMatrix:
         Parameters
         ----------
         values : array of shape (nnz,)
-            In the order of the attribute `values`. With values on a device the matrix multiplies and solves there:
+            In the order of the attribute `values`. With values on a device, products and solves run on the device:
             ``A.with_values(mpiad.device.to_device(A.values))``.
 
         Raises
@@ -530,9 +530,9 @@ class GatheredFactors:
         return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)
 
 
-def factors_of(matrix: object, said: str) -> Any:
+def factors_of(matrix: object, name: str) -> Any:
     """Return SciPy's factors of a sparse matrix; raise a ValueError if it is singular."""
     try:
         return splu(matrix)
     except RuntimeError as error:
-        raise ValueError(f"{said} can't be factorized: {error}.") from error
+        raise ValueError(f"{name} can't be factorized: {error}.") from error

@@ -3,8 +3,7 @@
 The residual of a recurrence differs from the true one by rounding errors, and is meaningless if the operator lacks
 properties that the method requires. Therefore a solution is accepted only after one more product with the operator: its
 true residual must be within ten times the tolerance, or within the effect of rounding the solution. After a failure, a
-few products show whether the operator is singular, not linear or not symmetric, or the sizes of its rows differ too
-much.
+few products show whether the operator is singular, not linear or not symmetric, or badly scaled.
 """
 
 from __future__ import annotations
@@ -120,8 +119,8 @@ def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.nda
 
 def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> None:
     """Raise on all ranks if the solution isn't unique because the operator maps constants to zero."""
-    # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose, this
-    # may be so for a nonsingular operator; then another product shows whether the image of the constant is only rounding.
+    # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose,
+    # this may happen with a nonsingular operator; another product shows whether the constant's image is rounding.
     image = system.apply(np.ones_like(x))
     # The number of entries is included for the mean square of the solution.
     own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])

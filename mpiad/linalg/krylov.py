@@ -23,7 +23,7 @@ from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
 # Restarted GMRES with one reduction per iteration.
 #
 # Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner
-# products s of the basis with the new vector, and those with the last vector of the basis, which complete the Gram
+# products s of the basis with the new vector, and the inner products with its last vector, which complete the Gram
 # matrix G of the basis. So the correction of the second pass, s - G s, needs no further reduction. The norm of the
 # remainder follows from the same numbers; if too many digits cancel, it is computed directly, with another pass. The
 # basis needn't be exactly orthonormal: A V = V H holds for any basis computed in this way.
@@ -60,7 +60,7 @@ class _Basis:
         rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
         # Below this fraction of |w|², half of the digits are lost by cancellation.
         if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
-            w, h, rest = self._again(system, known, w, h, square)
+            w, h, rest = self._refine(system, known, w, h, square)
         norm = np.sqrt(np.maximum(rest, 0.0))
         self.hessenberg[:, : j + 1, j] = np.where(active[:, None], h, 0.0)
         self.hessenberg[:, j + 1, j] = np.where(active, norm, 0.0)
@@ -81,7 +81,7 @@ class _Basis:
         self.gram[:, j, : j + 1] = column.conj()
         return s, np.real(total[-len(w) :])
 
-    def _again(self, system: System, known: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
+    def _refine(self, system: System, known: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
         total = system.sums(on_host(np.concatenate([products(known, w).ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
         s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
         w = w - combined(known, s)
@@ -91,17 +91,17 @@ class _Basis:
         return w, h + s, np.where(rest > floor, rest, 0.0)
 
     def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the minimal norm of each residual after step j; inactive ones are unchanged."""
+        """Return the minimal norm of each residual after step j; the norms of inactive systems are unchanged."""
         found = before.copy()
         # The residual is the component of the first unit vector along the last column of Q, which is orthogonal to H.
         q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
         found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
         for c in np.flatnonzero(active & self.complete).tolist():
             # For a singular operator the columns of H may be dependent, and Q can't be used.
-            found[c] = self._least(c)[1]
+            found[c] = self._least_squares(c)[1]
         return found
 
-    def _least(self, c: int) -> tuple[np.ndarray, float]:
+    def _least_squares(self, c: int) -> tuple[np.ndarray, float]:
         steps = self.steps[c]
         known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
         right[:1] = self.norms[c]
@@ -113,7 +113,7 @@ class _Basis:
         """Return the vectors in the Krylov spaces with minimal residuals, shape (k, n)."""
         out = np.zeros_like(self.vectors[:, 0])
         for c, steps in enumerate(self.steps):
-            out[c] = combined(self.vectors[c : c + 1, :steps], self._least(c)[0].astype(out.dtype)[None])[0]
+            out[c] = combined(self.vectors[c : c + 1, :steps], self._least_squares(c)[0].astype(out.dtype)[None])[0]
         return out
 
 
@@ -148,8 +148,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
 # H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the preconditioned
 # algorithm of section 4.
 
-# Breakdown: relative to the norms, the inner product of residual and shadow residual is so small that the recurrence
-# would divide by rounding errors.
+# Breakdown: relative to the norms, the inner product of residual and shadow residual consists of rounding errors.
 _BREAKDOWN = 1e-14
 # Breakdown: the residual is larger than at the start by this factor, so few digits of the recurrence are accurate.
 _DIVERGED = 1e6
@@ -168,8 +167,8 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         require_iterations(system, targets / scale)
         ahead, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
-        # The first step, along p, makes the residual orthogonal to the shadow residual. The second step, along this
-        # residual, minimizes the norm.
+        # A step along p makes the residual orthogonal to the shadow residual; a step along this residual minimizes the
+        # norm.
         alpha = _quotient(rho, sv, active)
         add_scaled(x, alpha, ahead)
         add_scaled(r, -alpha, v)
@@ -208,9 +207,9 @@ def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems: a `Method`, which changes r to the residual."""
     p, s = np.zeros_like(r), np.zeros_like(r)
-    # Infinite, so that the first direction has no contribution of an earlier one.
+    # Infinite at first: the first direction has no contribution of an earlier direction.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
-    least, before, known = np.full(len(x), np.inf), norms, True
+    shortest, before, known = np.full(len(x), np.inf), norms, True
     while not (known and (norms <= targets).all()):
         z = system.precondition(r)
         w = system.apply(z)
@@ -230,13 +229,13 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
             found = complex(rz[wrong][0])
             shown = f"{found.real:.3e}" if found.imag == 0.0 else f"{found:.3e}"
             system.fail(
-                f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a residual r not zero"
+                f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a nonzero residual r"
             )
         # A converged system takes no step; its direction restarts from the preconditioned residual.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # p·Ap for p = z + β p₋: since p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
-        least = _require_curvature(system, curvature, wz, rz.real, least, active)
+        shortest = _require_curvature(system, curvature, wz, rz.real, shortest, active)
         scale_and_add(p, beta, z)
         scale_and_add(s, beta, w)
         alpha = np.where(active, rz.real, 0.0) / np.where(active, curvature, 1.0)
@@ -253,7 +252,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
 
 
 def _require_curvature(
-    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, least: np.ndarray, active: np.ndarray
+    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, shortest: np.ndarray, active: np.ndarray
 ) -> np.ndarray:
     """Check p·Ap, which is positive for a positive definite operator; return the smallest step lengths so far."""
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
@@ -263,15 +262,15 @@ def _require_curvature(
     if wrong.any():
         found = float(curvature[wrong][0])
         cause = (
-            "it is indefinite or not symmetric. Is its sign right (of a coefficient too, as κ)?"
+            "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ?"
             if found
             else "it is singular."
         )
-        problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a p that isn't zero"
+        problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
     # Such a long step is along a direction that the operator maps to zero up to rounding.
-    if (active & (step * np.finfo(system.dtype).eps > least)).any():
+    if (active & (step * np.finfo(system.dtype).eps > shortest)).any():
         cause = diagnosis(system) or "its largest and smallest curvature differ by more than floating point resolves."
         system.fail(f"the operator is singular to working precision: {cause}")
-    return np.where(active, np.minimum(least, step), least)
+    return np.where(active, np.minimum(shortest, step), shortest)

@@ -32,8 +32,7 @@ from mpiad.transport.user_failures import DeferredFailures
 #
 # A step reduces the residual of the linear model to a fraction η. It must achieve a small part of the predicted
 # decrease of the residual; otherwise it is shortened to the minimum of a parabola through the known values. Near the
-# root full steps are taken, and η is proportional to the square of the ratio of residuals, so that convergence is
-# quadratic.
+# root full steps are taken, and η is proportional to the square of the ratio of residuals: convergence is quadratic.
 
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
 _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
@@ -120,7 +119,7 @@ def _search(
         found = float(system.norms(f)[0])
         if found <= (1.0 - _SUFFICIENT * length * (1.0 - tolerance)) * norm:
             return new, f, found
-        # The minimum of the parabola through the squared norms at 0 and here, with the known slope at 0.
+        # The minimum of the parabola through the squared norms at 0 and at this length, with the known slope at 0.
         shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
@@ -170,8 +169,9 @@ def newton(
     preconditioner_transpose, side, restart
         As in `solve`.
     rtol, atol : float
-        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(residual at u0), atol)``, or to the level
-        of rounding; those of the linear systems of derivatives to ``rtol`` times the norm of their right-hand sides.
+        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(residual at u0), atol)``, or to the
+        level of rounding. In the linear systems of derivatives, it must fall to ``rtol`` times the norm of the
+        right-hand side.
     maxiter : int
         Maximum number of steps.
     linear_maxiter : int, optional
@@ -238,7 +238,7 @@ class NonlinearProblem(NamedTuple):
     build: Callable[[Any], Any]  # assembles the parameters from their leaves
     settings: Settings
     start: LocalArray
-    jacobian: Problem  # the linear system with the Jacobian, whose leaves are u and those of the parameters
+    jacobian: Problem  # the linear system with the Jacobian; its leaves are u and the leaves of the parameters
 
     def at(self, all_leaves: Tree) -> LocalArray:
         """Return the residual at u and the leaves; the enclosing trace records it."""

@@ -1,8 +1,9 @@
 """`eigsh`: the largest eigenvalues of A u = λ B u by a randomized algorithm; A and B are given as matrix-vector products.
 
-There are two passes: B⁻¹A is applied to k + p random directions, and the results are made orthonormal in the inner product
-of B; then A is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians of data in
-the inner product of a prior: if each is 0.8 times the previous one, 40 of them have a relative error of 1e-3 for p = 20.
+There are two passes: B⁻¹A is applied to k + p random directions, and the results are made orthonormal in the inner
+product of B. A is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians of
+data in the inner product of a prior: if each is 0.8 times the previous one, 40 have a relative error of 1e-3 for p =
+20.
 
 References
 ----------
@@ -82,7 +83,8 @@ def eigsh(
     k : int
         Number of eigenvalues.
     mass, mass_solve : callable, optional
-        Products with B, symmetric and positive definite, and with B⁻¹. Both must be given, or none; then B is the identity.
+        Products with B, symmetric and positive definite, and with B⁻¹. Both must be given, or none, if B is the
+        identity.
     oversample : int
         Number of random directions in addition to k. A is applied 2 (k + oversample) times.
     seed : int, or array of shape (k + oversample, *like.shape)

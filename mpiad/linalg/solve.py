@@ -30,15 +30,16 @@ from mpiad.transport.user_failures import DeferredFailures
 # The solution of a linear system as one operator, differentiated by the implicit function theorem.
 #
 # From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u: a tangent takes one solve. Transposed: with Aᵀ λ = ū, the cotangent of
-# b is λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The
-# iteration is never traced. Both rules consist of this operator and the user's, so they can be differentiated again.
+# b is λ, and the cotangent of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution.
+# The iteration is never traced. Both rules consist of this operator and the user's, so they can be differentiated
+# again.
 #
 # The adjoint of a system with Aᵀ is a system with A, and both cotangents of p are derivatives of λᵀ A u. So the
 # cotangent of p in the transposed system also comes from a reverse pass through A, with u and λ interchanged.
 #
 # An operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
-# preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like that of
-# the operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, more iterations are needed.
+# preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like the
+# transpose of the operator. Otherwise it is assumed to be symmetric; if it isn't, more iterations are needed.
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -52,7 +53,7 @@ class Problem(NamedTuple):
     settings: Settings
     start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
-    transposed: bool = False  # whether the system is that of the transposed operator
+    transposed: bool = False  # whether the operator of the system is the transposed one
     # ``solver(params, transposed)`` returns a method of another library.
     solver: Callable[..., Method] | None = None
     failures: DeferredFailures | None = None  # of this rank before the solve, in the enclosing call
@@ -134,8 +135,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
         # In both cases λᵀ A u is differentiated through the user's operator.
         if not problem.transposed:
-            # The operator is traced before the solve, so that the first reduction reports its exceptions to the other
-            # ranks.
+            # The operator is traced before the solve, whose first reduction reports exceptions to the other ranks.
             pull = pull_at(ans)
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
@@ -154,7 +154,7 @@ def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Proble
     if problem.hermitian:
         require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
     else:
-        failures.raise_together()  # here no reduction follows that would report failures
+        failures.raise_together()  # no reduction follows that would report failures
     return list(found[1:])
 
 

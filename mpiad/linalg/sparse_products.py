@@ -30,7 +30,7 @@ _TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
 
 
 class GhostPlan:
-    """The messages that exchange ghosts, entries of a distributed vector that other ranks own; collective constructor."""
+    """The messages that exchange ghosts: entries of a distributed vector that other ranks own. Collective constructor."""
 
     def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
         group = channel(comm, "DistributedMatrix")
@@ -50,38 +50,38 @@ class GhostPlan:
             coming = [
                 (int(r), mpi_irecv(np.empty(sizes[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(sizes)
             ]
-            for owner, places in self.sources:
-                mpi_send(needed[places].astype(np.int64), owner, _TAG_INDICES, comm)
+            for owner, indices in self.sources:
+                mpi_send(needed[indices].astype(np.int64), owner, _TAG_INDICES, comm)
             # The ranks to which this one sends, and the indices in its own part.
             self.destinations = [(r, mpi_wait(request) - offsets[group.rank]) for r, request in coming]
-        self._places = Constants(*[places for _, places in self.destinations])
+        self._indices = Constants(*[indices for _, indices in self.destinations])
 
     def fetch(self, x: LocalArray) -> LocalArray:
         """Return the ghosts (..., count) of a vector from this rank's part (..., n); collective."""
         ghosts = empty_like(x, (*x.shape[:-1], self.count))
-        coming = [(places, mpi_irecv(ghosts[..., places], r, _TAG_FETCH, self.comm)) for r, places in self.sources]
-        for r, places in self._destinations(x):
-            mpi_send(x[..., places], r, _TAG_FETCH, self.comm)
-        for places, request in coming:
-            ghosts[..., places] = mpi_wait(request)
+        coming = [(indices, mpi_irecv(ghosts[..., indices], r, _TAG_FETCH, self.comm)) for r, indices in self.sources]
+        for r, indices in self._destinations(x):
+            mpi_send(x[..., indices], r, _TAG_FETCH, self.comm)
+        for indices, request in coming:
+            ghosts[..., indices] = mpi_wait(request)
         return ghosts
 
     def give(self, ghosts: LocalArray, out: LocalArray) -> None:
         """Add ghosts to the entries of their owners in `out`: the transpose of `fetch`; collective."""
         coming = []
-        for r, places in self._destinations(out):
-            buffer = empty_like(out, (*out.shape[:-1], len(places)))
-            coming.append((places, mpi_irecv(buffer, r, _TAG_GIVE, self.comm)))
-        for r, places in self.sources:
-            mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)
-        for places, request in coming:
+        for r, indices in self._destinations(out):
+            buffer = empty_like(out, (*out.shape[:-1], len(indices)))
+            coming.append((indices, mpi_irecv(buffer, r, _TAG_GIVE, self.comm)))
+        for r, indices in self.sources:
+            mpi_send(ghosts[..., indices], r, _TAG_GIVE, self.comm)
+        for indices, request in coming:
             # The indices of one message are distinct, so `+=` adds every entry.
-            out[..., places] += mpi_wait(request)
+            out[..., indices] += mpi_wait(request)
 
     def _destinations(self, x: LocalArray) -> Any:
         """Return the destinations, with indices on the device of `x`."""
         xp = arrays_of(x)
-        return self.destinations if xp is None else zip([r for r, _ in self.destinations], self._places.on(xp))
+        return self.destinations if xp is None else zip([r for r, _ in self.destinations], self._indices.on(xp))
 
 
 class Pattern:
@@ -94,7 +94,7 @@ class Pattern:
         self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))  # the row of each entry
 
     @cached_property
-    def places(self) -> Constants:
+    def indices(self) -> Constants:
         """Columns and rows for use on devices."""
         return Constants(self.columns, self.rows.astype(self.columns.dtype))
 
@@ -125,7 +125,7 @@ def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
     xp = arrays_of(values)
     if xp is None:
         return _times(pattern.matrix(values), extended)
-    columns, _ = pattern.places.on(xp)
+    columns, _ = pattern.indices.on(xp)
     return pattern.by_row(_entries(values, extended[..., columns]))
 
 
@@ -136,7 +136,7 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
     if xp is None:
         extended = _times(pattern.matrix(values).T, y)
     else:
-        _, rows = pattern.places.on(xp)
+        _, rows = pattern.indices.on(xp)
         extended = pattern.by_column(_entries(values, y[..., rows]))
     part = extended[..., :own]
     out = contiguous(part)
@@ -148,7 +148,7 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
 def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
     """Return x_col(k) y_row(k) for each entry k of this rank's rows, shape (nnz,), summed over leading axes."""
     xp = arrays_of(x)
-    columns, rows = (pattern.columns, pattern.rows) if xp is None else pattern.places.on(xp)
+    columns, rows = (pattern.columns, pattern.rows) if xp is None else pattern.indices.on(xp)
     parts = pattern.extended(x)[..., columns] * y[..., rows]
     return parts.sum(axis=tuple(range(parts.ndim - 1)))
 
@@ -233,8 +233,8 @@ class SegmentSums:
         xp = arrays_of(entries)
         out = xp.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
         for table in self._tables:
-            which, places = table.on(xp)
-            out[..., which] = np.sum(entries[..., places], axis=-2)
+            which, indices = table.on(xp)
+            out[..., which] = np.sum(entries[..., indices], axis=-2)
         return out
 
 
@@ -242,5 +242,5 @@ def _table(order: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np
     """Return the indices of the entries of some segments, a column per segment, padded with the index of the zero."""
     steps = np.arange(lengths.max())[:, None]
     # Indices beyond the end of a segment are valid but unused.
-    places = np.minimum(starts + steps, len(order) - 1)
-    return np.where(steps < lengths, order[places], len(order)).astype(dtype)
+    indices = np.minimum(starts + steps, len(order) - 1)
+    return np.where(steps < lengths, order[indices], len(order)).astype(dtype)

@@ -58,13 +58,13 @@ def agree_on(settings: Settings, error: Exception | None, preconditioner: Functi
     number = zlib.crc32(repr(given).encode())
     # The maxima of a number and of its negative show whether it is the same on all ranks.
     functions = settings.callback is not None, preconditioner is not None
-    mine, maxima = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
-    group.data.Allreduce(mine, maxima, MAX)
-    if maxima[0]:
+    mine, largest = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
+    group.data.Allreduce(mine, largest, MAX)
+    if largest[0]:
         raise_first(group, error)
-    if maxima[1] != -maxima[2]:
+    if largest[1] != -largest[2]:
         require_same(group, ", ".join(f"{name}={value!r}" for name, value in given._asdict().items()), settings.call)
-    return settings._replace(reported=bool(maxima[3]), preconditioned=bool(maxima[4]))
+    return settings._replace(reported=bool(largest[3]), preconditioned=bool(largest[4]))
 
 
 def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
@@ -88,13 +88,13 @@ def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | 
     return None
 
 
-def _is_count(value: Any, least: int = 1, maxima: float = math.inf) -> bool:
-    return isinstance(value, Integral) and least <= int(value) <= maxima
+def _is_count(value: Any, least: int = 1, most: float = math.inf) -> bool:
+    return isinstance(value, Integral) and least <= int(value) <= most
 
 
 def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
     """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, None otherwise."""
-    # Checked before the call, in which the ranks on which it fits would wait for the others.
+    # Checked before a call, in which the ranks with fitting blocks would wait for the others.
     refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in refusals if error is not None), None)
 
@@ -262,13 +262,13 @@ class System:
         raise_together(group, NotFiniteError(text) if bad else None)
         self.fail(f"a sum over {name} overflows")
 
-    def fail(self, what: str) -> NoReturn:
+    def fail(self, problem: str) -> NoReturn:
         """Raise a ConvergenceError with the history of residuals; all ranks call it."""
-        what = what if what.endswith("?") else what.rstrip(".") + "."
+        problem = problem if problem.endswith("?") else problem.rstrip(".") + "."
         start = f"{self.history[0]:.3e}" if self.history else "unknown"
         last = f"{self.history[-1]:.3e}" if self.history else "unknown"
         error = ConvergenceError(
-            f"{self.settings.call}: {self.settings.method}: {what} After {self.iterations} iterations "
+            f"{self.settings.call}: {self.settings.method}: {problem} After {self.iterations} iterations "
             f"the norm of the residual is {last}, from {start} at the start (the history of this error has them all).",
             self.history,
         )
@@ -292,7 +292,7 @@ def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tu
     """Return the residual that the method uses, its norms, and their ratios to the true norms."""
     if system.settings.side != "left" or not system.settings.preconditioned:
         return r, norms, np.ones_like(norms)
-    seen = system.precondition(r)
-    found = system.norms(seen)
-    system.require_finite(found, seen, "the result of preconditioner")
-    return seen, found, np.where((norms > 0.0) & (found > 0.0), found / np.where(norms > 0.0, norms, 1.0), 1.0)
+    preconditioned = system.precondition(r)
+    found = system.norms(preconditioned)
+    system.require_finite(found, preconditioned, "the result of preconditioner")
+    return preconditioned, found, np.where((norms > 0.0) & (found > 0.0), found / np.where(norms > 0.0, norms, 1.0), 1.0)

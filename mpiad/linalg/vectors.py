@@ -1,8 +1,7 @@
 """The arrays of a solve: operations on vectors of several systems, and checks that all arrays are in one memory.
 
 The operations of an iteration work in place. Rows are arrays of shape (k, n), on the host or on a device. Numbers, one
-per row, are on the host, where the iteration decides: those computed from rows on a device are copied once per
-reduction.
+per row, are on the host, where the iteration decides: numbers from rows on a device are copied once per reduction.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def lengths(x: LocalArray) -> np.ndarray:
 
 
 def require_floats(call: str, value: Array, length: int) -> None:
-    """Raise a TypeError if a plain value isn't an array of floats; `length` is that of its last axis."""
+    """Raise a TypeError if a plain value isn't an array of floats; `length`: the length of its last axis."""
     known = isinstance(value, np.ndarray) or is_device_array(value)
     if not known or value.dtype.kind not in "fc":
         kind = f"an array of dtype {value.dtype}" if known else type(value).__name__

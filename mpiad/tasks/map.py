@@ -399,8 +399,8 @@ def mpi_map(
     batch : int
         The number of items per message, for functions that take microseconds.
     progress : bool
-        Whether the root shows on standard error the number of completed items, and the remaining time if `items` has a
-        length.
+        Whether the root shows on standard error the number of completed items, and if `items` has a length, the time
+        left.
 
     Returns
     -------

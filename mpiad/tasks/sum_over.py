@@ -115,8 +115,8 @@ def _problem_with(count: object, size: int) -> Exception | None:
 
 _CALL = "tasks.sum_over"
 _REASON = (
-    f"an item of {_CALL} is evaluated by one group of ranks (inside it, communicate on the comm that fun is given), and "
-    "the others take no part"
+    f"an item of {_CALL} is evaluated by one group of ranks (fun communicates on its argument comm), and the other ranks "
+    "take no part"
 )
 
 
@@ -144,7 +144,7 @@ def sum_over(
         The items; the same number of them on all ranks.
     fun : callable
         ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and communicate on the group's
-        communicator `comm`, for example that of a `Domain`; communication among all ranks inside it raises a
+        communicator `comm`, for example in a `Domain`; communication among all ranks in `fun` raises a
         CommunicatorError. It may use traced values of the enclosing function.
     groups : RankGroups or int
         The groups, or their number. With a number, groups are made at the first call and cached with the communicator.
@@ -285,7 +285,7 @@ def _evaluated(
 
 
 def _agreed_error(whole: Channel, failed: _Failed | None) -> Exception | None:
-    """Return the exception that all ranks raise: that of the first item that failed."""
+    """Return the exception of the first item that failed, which all ranks raise."""
     found = whole.data.allgather(None if failed is None else (failed.item, failed.error is None))
     first = min([(*mark, rank) for rank, mark in enumerate(found) if mark is not None], default=None)
     if first is None:

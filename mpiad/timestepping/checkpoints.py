@@ -45,12 +45,12 @@ class Restore(NamedTuple):
     last: bool
 
 
-def actions(steps: int, kept: CheckpointSchedule) -> Iterator[Keep | Advance | Reverse | Restore]:
-    """Yield the actions from the first step to the adjoint of the first step; `kept` must allow at least one state."""
-    length = kept.recorded
+def actions(steps: int, schedule: CheckpointSchedule) -> Iterator[Keep | Advance | Reverse | Restore]:
+    """Yield the actions from the first step to the adjoint of the first step; `schedule` must allow at least one state."""
+    length = schedule.recorded
     blocks = -(-steps // length)
     # Blocks of steps that are recorded together are scheduled like single steps.
-    for action in _binomial(blocks, _places(blocks, kept)):
+    for action in _binomial(blocks, _places(blocks, schedule)):
         if isinstance(action, (Advance, Reverse)):
             yield type(action)(action.first * length, min(action.stop * length, steps))
         else:
@@ -90,12 +90,12 @@ def _farthest(steps: int, states: int) -> int:
     return min(max(steps - behind - further, most - behind, 1), most)
 
 
-def _places(steps: int, kept: CheckpointSchedule) -> list[bool]:
+def _places(steps: int, schedule: CheckpointSchedule) -> list[bool]:
     """Return for each level of the stack whether it is on disk."""
     # The state before the last step is available when the reverse pass begins, and needn't be stored.
-    states = min(kept.memory + kept.disk, steps - 1)
-    if not 0 < kept.memory < states:
-        return [kept.memory == 0] * states
+    states = min(schedule.memory + schedule.disk, steps - 1)
+    if not 0 < schedule.memory < states:
+        return [schedule.memory == 0] * states
     # The most frequently accessed levels are in memory; the accesses are counted in a dry run of the schedule.
     accesses, depth = Counter(), -1
     for action in _binomial(steps, [False] * states):
@@ -103,7 +103,7 @@ def _places(steps: int, kept: CheckpointSchedule) -> list[bool]:
             depth += isinstance(action, Keep)
             accesses[depth] += 1
             depth -= isinstance(action, Restore) and action.last
-    in_memory = sorted(range(states), key=lambda depth: -accesses[depth])[: kept.memory]
+    in_memory = sorted(range(states), key=lambda depth: -accesses[depth])[: schedule.memory]
     return [depth not in in_memory for depth in range(states)]
 
 
@@ -152,8 +152,8 @@ def schedule_of(given: Any) -> CheckpointSchedule | None:
     """Return the user's `checkpoints` as a schedule, or None; raise a TypeError or ValueError if they are invalid."""
     if given is None:
         return None
-    call, kept = "timestepping.scan", given if isinstance(given, CheckpointSchedule) else CheckpointSchedule(given)
-    for name, number in (("memory", kept.memory), ("disk", kept.disk)):
+    call, schedule = "timestepping.scan", given if isinstance(given, CheckpointSchedule) else CheckpointSchedule(given)
+    for name, number in (("memory", schedule.memory), ("disk", schedule.disk)):
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise TypeError(
                 f"{call}: checkpoints must be None, an integer or CheckpointSchedule(memory=..., disk=...), "
@@ -161,20 +161,20 @@ def schedule_of(given: Any) -> CheckpointSchedule | None:
             )
         if number < 0:
             raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
-    if not isinstance(kept.recorded, Integral) or kept.recorded < 1:
-        raise ValueError(f"{call}: recorded must be an integer above zero, but got {kept.recorded!r}.")
-    if kept.dtype not in (None, "float32"):
+    if not isinstance(schedule.recorded, Integral) or schedule.recorded < 1:
+        raise ValueError(f"{call}: recorded must be an integer above zero, but got {schedule.recorded!r}.")
+    if schedule.dtype not in (None, "float32"):
         raise ValueError(
             f"{call}: states are stored in their own precision (dtype=None) or in single precision (dtype='float32'), but "
-            f"got dtype={kept.dtype!r:.40}."
+            f"got dtype={schedule.dtype!r:.40}."
         )
-    for name, switch in (("compress", kept.compress), ("host", kept.host)):
+    for name, switch in (("compress", schedule.compress), ("host", schedule.host)):
         if not isinstance(switch, bool):
             raise TypeError(f"{call}: {name} must be True or False, but got {type(switch).__name__} {switch!r:.40}.")
-    if kept.compress and kept.dtype is not None:
-        raise ValueError(f"{call}: compress=True stores 16 bits per entry, dtype={kept.dtype!r} 32: give one of them.")
-    if kept.memory + kept.disk < 1:
+    if schedule.compress and schedule.dtype is not None:
+        raise ValueError(f"{call}: compress=True stores 16 bits per entry, dtype={schedule.dtype!r} 32: give one of them.")
+    if schedule.memory + schedule.disk < 1:
         raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs at least the first one.")
-    if kept.disk and kept.directory is not None and not os.path.isdir(kept.directory):
-        raise ValueError(f"{call}: there is no folder {os.fspath(kept.directory)!r} for the checkpoints. Make it first.")
-    return kept._replace(memory=int(kept.memory), disk=int(kept.disk), recorded=int(kept.recorded))
+    if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
+        raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Make it first.")
+    return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=int(schedule.recorded))

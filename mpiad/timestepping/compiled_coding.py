@@ -1,7 +1,7 @@
 """Compiled loops for fields stored in 16 bits per entry, each of which reads the field once.
 
 NumPy would read a field a dozen times, which takes as long as one or two time steps of the wave equation. The loops are
-written in the kernel language (see `mpiad.compiling.translation`), which is compiled from this file's source. They
+written in the kernel language (see `mpiad.compiling.translation`), and compiled from this file's source. They
 process a field, rows of `width` entries, in blocks of columns: the last eight rounded rows, from which differences are
 computed, stay in the cache, in a ring buffer.
 

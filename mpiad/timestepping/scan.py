@@ -26,10 +26,10 @@ from mpiad.transport.tracing import opaque, tracing
 
 
 class Loop:
-    """A loop of time steps on plain arrays, with its reverse pass; `kept` is the schedule of stored states."""
+    """A loop of time steps on plain arrays, with its reverse pass; `schedule` is the schedule of stored states."""
 
-    def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule):
-        self.stepping, self.steps, self.kept = stepping, steps, kept
+    def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule):
+        self.stepping, self.steps, self.schedule = stepping, steps, schedule
         self.seen: list[Spec] | None = None  # specs of the observed arrays of a step; None before the first run
         self._stored: _CheckpointedRun | None = None
 
@@ -44,7 +44,7 @@ class Loop:
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Return the cotangents of the leaves `active` from those of the last state and of the observed arrays."""
+        """Return the cotangents of the leaves `active` from the cotangents of the last state and of the observed arrays."""
         # The first reverse pass releases the stored states; a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = None
@@ -118,12 +118,12 @@ def _own(state: list[Any]) -> list[Array]:
 
 
 class _CheckpointedRun:
-    """One pass through the checkpoint schedule: forward to the last steps, then backward in `reversed`."""
+    """One pass through the checkpoint schedule: forward to the last steps, and backward in `reversed`."""
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
         # There is no reference to the loop: without a reference cycle, stored states and files are released at once.
-        self._snapshots = Snapshots(loop.kept)
-        self._actions = actions(loop.steps, loop.kept)
+        self._snapshots = Snapshots(loop.schedule)
+        self._actions = actions(loop.steps, loop.schedule)
         self.state = _own(args.state)
         self.last = Reverse(0, loop.steps)  # the first action of `reversed`
         for action in self._actions:
@@ -217,9 +217,9 @@ class _Cotangents:
 class LoopOperator:
     """A loop as a differentiable operator; `args` has the structure of its arguments."""
 
-    def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule, args: Arguments):
-        self._stepping, self._steps, self._kept, self._like = stepping, steps, kept, args
-        self._loop = Loop(stepping, steps, kept)
+    def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule, args: Arguments):
+        self._stepping, self._steps, self._schedule, self._like = stepping, steps, schedule, args
+        self._loop = Loop(stepping, steps, schedule)
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
         # Recorded without a traced argument, too: if a step communicates, other ranks may need its reverse pass.
@@ -265,7 +265,7 @@ class LoopOperator:
         )
         counts = len(args.state), len(args.inputs), len(args.params)
         stepping = TangentStepping(self._stepping, counts, inputs, params)
-        state, observed = LoopOperator(stepping, self._steps, self._kept, both)(both)
+        state, observed = LoopOperator(stepping, self._steps, self._schedule, both)(both)
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def directions(self, vector: Array) -> list[Any]:
@@ -400,17 +400,17 @@ def _scan(
     step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: Any
 ) -> Any:
     _check_arguments(step, u0, n_steps, inputs, observe)
-    steps, kept = int(n_steps), schedule_of(checkpoints)
-    length = kept.recorded if kept is not None and kept.recorded > 1 else steps
+    steps, schedule = int(n_steps), schedule_of(checkpoints)
+    length = schedule.recorded if schedule is not None and schedule.recorded > 1 else steps
     stepping = UserStepping(step, observe, u0, inputs, params, length)
     if steps == 0:
         if observe is not None:
             raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Leave observe out.")
         return u0
-    if kept is None:
+    if schedule is None:
         state, observed = _on_the_tape(stepping, steps)
     else:
-        state, observed = LoopOperator(stepping, steps, kept, stepping.args)(stepping.args)
+        state, observed = LoopOperator(stepping, steps, schedule, stepping.args)(stepping.args)
     last = stepping.build_state(state)
     return last if stepping.build_seen is None else (last, stepping.build_seen(observed))
 

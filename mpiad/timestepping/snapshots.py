@@ -47,23 +47,22 @@ class Coded(NamedTuple):
     # The first entries along all axes, int32: they have no differences of this order, and may exceed 16 bits.
     corner: np.ndarray
     step: float
-    # Order of the differences along the first axis. The first entries along it have differences along the next axis
-    # instead.
+    # Order of the differences along the first axis. The first entries have differences along the next axis.
     order: int
     relative: bool  # whether the difference from the preceding array was coded
 
     def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
         """Return the array, with an error of at most half a step per entry; `before`: the preceding array."""
-        kept, kind = self.differences, np.finfo(dtype).dtype
-        entries, axes = np.empty(kept.shape, kind), _axes(kept.ndim, dtype)
+        differences, kind = self.differences, np.finfo(dtype).dtype
+        entries, axes = np.empty(differences.shape, kind), _axes(differences.ndim, dtype)
         before = _real(before) if self.relative and before is not None else None
-        if compiled_coding.pays_off(kind, kept.size, kept.size // len(kept)):
-            head = kept[: max(self.order, 1)].astype(np.int32)
+        if compiled_coding.pays_off(kind, differences.size, differences.size // len(differences)):
+            head = differences[: max(self.order, 1)].astype(np.int32)
             self._add_up(head, axes)
             weights = compiled_coding.weights(self.order)
-            compiled_coding.write_sums(kept, before, self.step, weights, head.astype(float), entries)
+            compiled_coding.write_sums(differences, before, self.step, weights, head.astype(float), entries)
         else:
-            numbers = kept.astype(np.int32)
+            numbers = differences.astype(np.int32)
             self._add_up(numbers, axes)
             np.multiply(numbers, self.step, out=entries)
             if before is not None:
@@ -204,15 +203,15 @@ class Packed(NamedTuple):
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
 
 
-def _packed(leaf: Array, before: Any, kept: CheckpointSchedule) -> Packed:
+def _packed(leaf: Array, before: Any, schedule: CheckpointSchedule) -> Packed:
     """Return a leaf in its stored form: itself, or a smaller copy; compressed leaves are on the host."""
     dtype = getattr(leaf, "dtype", None)
-    if kept.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
-        alike = isinstance(before, np.ndarray) and (before.shape, before.dtype) == (leaf.shape, leaf.dtype)
-        found = coded(leaf, before if alike else None)
+    if schedule.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
+        similar = isinstance(before, np.ndarray) and (before.shape, before.dtype) == (leaf.shape, leaf.dtype)
+        found = coded(leaf, before if similar else None)
         if found is not None:
             return Packed([found.differences, found.corner], dtype, found[2:])
-    if kept.dtype is not None and dtype in _SINGLE:
+    if schedule.dtype is not None and dtype in _SINGLE:
         # Overflow is an error, since infinities would make the gradient NaN.
         with np.errstate(over="raise"):
             return Packed([leaf.astype(_SINGLE[dtype])], dtype)
@@ -222,20 +221,20 @@ def _packed(leaf: Array, before: Any, kept: CheckpointSchedule) -> Packed:
 class Snapshots:
     """The stored states of one loop, by the number of steps before them."""
 
-    def __init__(self, where: CheckpointSchedule):
-        self._where = where
+    def __init__(self, schedule: CheckpointSchedule):
+        self._schedule = schedule
         self._memory: dict[int, list[Packed]] = {}
         self._files: dict[int, tuple[str, list[Packed]]] = {}  # file name, and leaves without arrays
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
         """Store a copy of a state; raise an OSError, or a FloatingPointError for an overflow in single precision."""
-        moved = self._where.host or self._where.compress
+        moved = self._schedule.host or self._schedule.compress
         devices = [arrays_of(leaf) if moved else None for leaf in state]
         given = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
         try:
             # Each leaf may be coded relative to the preceding one: the two fields of a wave, for example, are similar.
-            leaves = [_packed(leaf, before, self._where) for leaf, before in zip(given, [None, *given])]
+            leaves = [_packed(leaf, before, self._schedule) for leaf, before in zip(given, [None, *given])]
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
@@ -276,13 +275,13 @@ class Snapshots:
         try:
             if self._folder is None:
                 # The folder is removed together with this object, even if no gradient is computed.
-                self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._where.directory)
+                self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._schedule.directory)
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:
                 for array in (array for each in leaves for array in each.arrays):
                     np.save(file, to_host(array), allow_pickle=False)
         except OSError as error:
-            place = self._folder.name if self._folder is not None else self._where.directory
+            place = self._folder.name if self._folder is not None else self._schedule.directory
             text = f"timestepping.scan: the state before step {number} can't be written in {place}: {error.strerror}. "
             raise OSError(error.errno, f"{text}Name another folder by CheckpointSchedule(directory=...).") from error
         devices = [each.device or arrays_of(each.arrays[0]) for each in leaves]

@@ -137,7 +137,7 @@ class UserStepping:
     def _checked(self, leaves: list[Any], number: int) -> list[Any]:
         if len(leaves) != len(self._specs):
             raise TypeError(
-                f"timestepping.scan: step must return a state like the one that it gets, which has {len(self._specs)} "
+                f"timestepping.scan: step must return a state like its argument u, which has {len(self._specs)} "
                 f"array(s), but in step {number} it returned {len(leaves)}."
             )
         for leaf, spec, name in zip(leaves, self._specs, self._names):
@@ -157,7 +157,7 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
     known = hasattr(leaf, "dtype")
     found = f"dtype {leaf.dtype} and shape {leaf.shape}" if known else f"{type(leaf).__name__} {leaf!r:.40}"
     text = (
-        f"timestepping.scan: step must return a state like the one that it gets: {name} has dtype {spec.dtype} and shape "
+        f"timestepping.scan: step must return a state like its argument u: {name} has dtype {spec.dtype} and shape "
         f"{spec.shape}, but step {number} returned {found}."
     )
     if getattr(leaf, "shape", None) == spec.shape:
@@ -182,7 +182,7 @@ class TangentStepping(NamedTuple):
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after some steps and the values observed after each, each followed by its tangents."""
         a, b, c = self.counts
-        # Values first, then tangents: in this form a loop with tangents is an ordinary loop.
+        # Tangents follow the values, so a loop with tangents is an ordinary loop over more arrays.
         leaves = [*now.state[:a], *now.inputs[:b], *now.params[:c]]
         places = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
         tangents = [*now.state[a:], *now.inputs[b:], *now.params[c:]]

@@ -1,10 +1,10 @@
 """Memory layout of a block's points: by color, so that operations on a color work on contiguous arrays.
 
 A point's color shows which of its indices are odd: 4 colors in two dimensions, 8 in three. Points of one color aren't
-neighbors, not even across corners, so a Gauss-Seidel step updates all of them at once; the points of color 0 are those
-of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of entries
-around the block's own is its halo. All arrays are flat, and a shift finds the neighbors of all points of a color: loops
-over rows would take longer than the arithmetic on small levels.
+neighbors, not even across corners, so a Gauss-Seidel step updates all of them at once; the points of color 0 are the
+points of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of
+entries around the block's own is its halo. All arrays are flat, and a shift finds the neighbors of all points of a
+color: loops over rows would take longer than the arithmetic on small levels.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ Color = tuple[int, ...]
 
 @functools.cache
 def neighbor_color(color: Color, offset: Color) -> tuple[Color, Color]:
-    """Return the color of the points at an offset from those of a color, and their distance in entries."""
+    """Return the color of the neighbors of a color's points at an offset, and the offset in entries."""
     moved = [p + o for p, o in zip(color, offset)]
     return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
 

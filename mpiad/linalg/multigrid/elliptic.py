@@ -105,7 +105,7 @@ class Elliptic:
             lambda _: given,
             "Elliptic",
         )
-        # A domain with a halo of one point, which may be narrower than that of the given one.
+        # The same domain with a halo of one point, which may be narrower than the given halo.
         self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
         self.walls = _walls(self.domain, self.sides)
         self._walls = Constants(self.walls)

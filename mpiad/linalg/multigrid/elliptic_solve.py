@@ -127,7 +127,7 @@ class _Problem(NamedTuple):
 
 @custom_operator
 def _solution(b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> LocalArray:
-    """Return the solution; κ and c are those of the levels, and are arguments only for their derivatives."""
+    """Return the solution; κ and c, from which the levels were built, are arguments only for their derivatives."""
     return problem.levels.solve(b, **problem.settings, **problem.start)
 
 

@@ -60,12 +60,12 @@ class Agglomeration:
         ]
 
     def gather(self, block: LocalArray) -> LocalArray:
-        """Return this rank's block afterwards, None without one, from its block before; collective over its owners."""
+        """Return this rank's new block, None without one, from its old block; collective over the owners of old blocks."""
         if self._same:
             return block
         with restoring_state(), suspended():
-            # A block of the finer level may contain no coarse point. Sends come first: they don't wait, and a leader
-            # receives in any order.
+            # A block may contain no coarse point. Sends come first: they don't wait, and a leader receives in any
+            # order.
             if self._leader != self._rank and block.size:
                 mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
             if self.box is None:
@@ -73,17 +73,17 @@ class Agglomeration:
             lead = block.shape[: block.ndim - len(self.box.low)]
             whole, coming = empty_like(block, lead + self.box.shape), []
             for member, box in self._members:
-                there = (..., *box.within(self.box))
+                target = (..., *box.within(self.box))
                 if member == self._rank:
-                    whole[there] = block
-                elif whole[there].size:
-                    coming.append((there, mpi_irecv(whole[there], member, _TAG_GATHER, self._comm)))
-            for there, request in coming:
-                whole[there] = mpi_wait(request)
+                    whole[target] = block
+                elif whole[target].size:
+                    coming.append((target, mpi_irecv(whole[target], member, _TAG_GATHER, self._comm)))
+            for target, request in coming:
+                whole[target] = mpi_wait(request)
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return the values of `whole`, the array afterwards, on this rank's points before and one layer around them."""
+        """Return the part of `whole`, on the new block, that belongs to the old block, each with a layer around it."""
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange.
@@ -153,23 +153,22 @@ class Coarsest:
 def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     shape: Shape = stack.shape[1:]
     points = np.indices(shape)
-    here = np.arange(stack[0].size)
-    rows, columns, values = [here], [here], [stack[0].ravel()]
+    numbers = np.arange(stack[0].size)
+    rows, columns, values = [numbers], [numbers], [stack[0].ravel()]
     for offset, coupling in zip(offsets(len(shape)), stack[1:]):
-        there = [along + step for along, step in zip(points, offset)]
+        target = [along + step for along, step in zip(points, offset)]
         inside = np.ones(shape, bool)
         for axis, n in enumerate(shape):
             if periodic[axis]:
-                there[axis] = there[axis] % n
-            inside &= (there[axis] >= 0) & (there[axis] < n)
-        # In a periodic dimension of one or two points, an offset may lead to the point itself, or two to one point:
-        # duplicates are added.
+                target[axis] = target[axis] % n
+            inside &= (target[axis] >= 0) & (target[axis] < n)
+        # In a periodic dimension of one or two points, several offsets may lead to one point: these entries are added.
         inside &= coupling != 0
-        rows.append(here.reshape(shape)[inside])
-        columns.append(np.ravel_multi_index([along[inside] for along in there], shape))
+        rows.append(numbers.reshape(shape)[inside])
+        columns.append(np.ravel_multi_index([along[inside] for along in target], shape))
         values.append(-coupling[inside])
     triplets = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
-    return sp.coo_array(triplets, (here.size, here.size)).tocsc()
+    return sp.coo_array(triplets, (numbers.size, numbers.size)).tocsc()
 
 
 # Number of points, by number of dimensions, up to which a factorization is cheaper than further levels.
@@ -283,7 +282,7 @@ class Level:
             self._fill(group)
         coarse = self.layout.whole(self.sums.state[:, self._coarse])
         self._residuals(f)
-        # Restriction reads the residuals of neighboring points, except for those of color 0.
+        # Restriction reads the residuals of neighboring points, except for points of color 0.
         self._fill([color for color in self._unfinished if any(color)], self._count)
         self._restriction(f)
         coarse[(..., *self.layout.coarse(rim=1))] = self._below.correct(coarse[(..., *self.layout.coarse())])
@@ -316,8 +315,7 @@ class Level:
         terms = self._stencil.terms(color, later)
         if later is None:
             return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
-        # The equations held when the color was relaxed, so the residual comes from later updates of points that were
-        # zero.
+        # The equations held when the color was relaxed: the residual comes from later updates of points.
         return WeightedSum(self._count + row, terms)
 
     def _multiplied(self, color: Color) -> WeightedSum:

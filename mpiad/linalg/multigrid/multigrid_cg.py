@@ -2,8 +2,8 @@
 
 A is applied to the preconditioned residual z, which takes half a product after the V-cycle that computed z; A p follows
 from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. The vector updates are NumPy's, on the
-device of the vectors, or compiled loops, one for each reduction. The loops are in the kernel language (see
-`mpiad.compiling.translation`), which is compiled from this file's source.
+device of the vectors, or compiled loops, one for each reduction. The loops are written in the kernel language
+(see `mpiad.compiling.translation`), and are compiled from this file's source.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def conjugate(
     level: Level, r: LocalArray, group: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
     """Return the solutions for `r`, which is overwritten, and the history of norms; raises as `Multigrid.solve`."""
-    # `r` has shape (systems, colors, size): the right-hand sides, or with `b`, the right-hand sides, residuals of a guess.
+    # `r`, of shape (systems, colors, size), are the right-hand sides, or the residuals of a guess for right-hand sides `b`.
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
     norms = _norms(group, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
     targets = np.maximum(tolerance.rtol * (norms if b is None else _norms(group, b, squares_of(b), _RIGHT)), tolerance.atol)
@@ -64,8 +64,7 @@ def conjugate(
         w = level.product_after(r)
         mine = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
         rz, wz = _sums(group, mine)
-        # Converged systems don't change. As in `conjugate_gradients`, p·Ap follows from a recurrence, which saves a
-        # reduction.
+        # Converged systems don't change. As in `conjugate_gradients`, p·Ap follows from a recurrence.
         beta = np.where(active, rz / before, 0.0)
         curvature = wz - beta * beta * curvature
         wrong = active & ~((rz > 0.0) & (curvature > 0.0))

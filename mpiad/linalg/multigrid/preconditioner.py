@@ -49,7 +49,7 @@ def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tu
 
 
 def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) -> bool:
-    """Return whether constants are in the operator's kernel; `mean_zero` must be the same; collective."""
+    """Return whether constants are in the operator's kernel; raise a ValueError unless `mean_zero` agrees; collective."""
     given = any(side for pair in sides.fixed for side in pair)
     # The sides are the same on all ranks, but c isn't.
     largest, with_it, without_it = allreduce(group, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
@@ -59,7 +59,7 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) 
     if singular and not mean_zero:
         text = (
             "the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant can be "
-            "added to any solution. Pin it: mean_zero=True takes the solution with mean zero; or give the value on one "
+            "added to any solution. Use mean_zero=True for the solution with mean zero, or give the value on one "
             "side, or a small c."
         )
         raise agreed(group, ValueError(f"{_CALL}: {text}"))
@@ -115,8 +115,8 @@ _EXTREME = 1e8  # contrast of κ from which error messages mention it
 class Multigrid:
     """Geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that depends on κ, so that κ may jump.
 
-    The levels are computed on the host. Cycles run on the device of their argument; before the first cycle on a device, all
-    levels are copied there.
+    The levels are computed on the host. Cycles run on the device of their argument, to which all levels are copied
+    before the first cycle.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class Multigrid:
         As in `Elliptic`.
     mean_zero : bool
         For an operator with constants in its kernel (no side on which u is given, and c = 0): whether to return the
-        solution with mean zero. The mean of right-hand sides is then removed, since otherwise no solution exists.
+        solution with mean zero. The mean of right-hand sides is removed, since otherwise no solution exists.
 
     Attributes
     ----------
@@ -221,8 +221,7 @@ class Multigrid:
             out = empty_like(r, systems.shape)
             for start in range(0, len(systems), _BATCH):
                 some = slice(start, start + _BATCH)
-                # Only right-hand sides with mean zero have a solution; of all solutions, the one with mean zero is
-                # returned.
+                # Right-hand sides with mean zero have solutions, of which the one with mean zero is returned.
                 split = self._layout.split(self._centred(systems[some]))
                 out[some] = self._centred(self._layout.join(level.cycle(split)))
             return out.reshape(r.shape)
@@ -307,8 +306,8 @@ class Multigrid:
         """Return a possible reason for slow convergence; collective."""
         found = contrast(self.kappa, self._used)
         if found < _EXTREME:
-            return "spacings that differ much take more of them"
-        return f"kappa varies by a factor of {found:.0e}, an extreme contrast where double precision resolves 5e+15"
+            return "very different spacings need more iterations"
+        return f"kappa varies by a factor of {found:.0e}, an extreme contrast, whereas double precision resolves 5e+15"
 
     def refusal(self, r: LocalArray) -> Exception | None:
         """Return why this rank's block can't be preconditioned, None if it can."""

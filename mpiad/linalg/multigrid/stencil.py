@@ -1,9 +1,8 @@
-"""The operator of a level, with its halo; the interpolation that follows from it, and the operator of the coarser level.
+"""The operator of a level with its halo, its interpolation, and the operator of the coarser level.
 
 Interpolation follows the operator: across a jump of the coefficient it preserves the flux, not the slope. Between two
-coarse points the value satisfies the equation there, with the couplings across the line between them lumped onto it; then
-in the middle of four coarse points, in three dimensions with those across the plane lumped; last in the middle of eight
-with the equation itself.
+coarse points, the value satisfies the equation with the couplings across the line added to the diagonal. In the middle
+of four, couplings across the plane (in three dimensions) are added. In the middle of eight, the equation itself holds.
 
 References
 ----------
@@ -66,11 +65,11 @@ class LevelHalo:
         return sides
 
     def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
-        """Fill the halo, corners included, of arrays (..., size) of some colors; all ranks call it with the same ones."""
+        """Fill the halo, corners included, of arrays (..., size) of some colors; all ranks call it with the same colors."""
         if self._needed and arrays:
             whole = {color: self._layout.whole(array) for color, array in arrays.items()}
-            # One dimension after the other: the layers sent along one include the halo of those before, and so the corners.
-            # Suspended once more: an exception after these messages must not leave any of them pending.
+            # One dimension after the other: the layers sent along a dimension include the halo of earlier dimensions,
+            # and so the corners. Suspended again: an exception after these messages must not leave one of them pending.
             with restoring_state(), suspended():
                 for sides in self._sides:
                     self._fill_along(whole, sides)
@@ -78,19 +77,19 @@ class LevelHalo:
     def _fill_along(self, whole: dict[Color, LocalArray], sides: list[_Side]) -> None:
         coming = []
         # A ring on one rank has this rank on both sides.
-        here = [side for side in sides if side.rank == self._rank]
-        away = [side for side in sides if side.rank != self._rank]
-        for side in away:
+        own_sides = [side for side in sides if side.rank == self._rank]
+        other_sides = [side for side in sides if side.rank != self._rank]
+        for side in other_sides:
             ghosts = _layers(whole, side.axis, side.ghost, side.ghost_parity)
             if ghosts:
                 like = empty_like(ghosts[0], (sum(layer.size for layer in ghosts),))
                 coming.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
-        for side in away:
+        for side in other_sides:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
         # On a ring the layer before the block is its last one, and the layer after it its first one.
-        for side, other in zip(here, reversed(here)):
+        for side, other in zip(own_sides, reversed(own_sides)):
             for ghost, own in zip(
                 _layers(whole, side.axis, side.ghost, side.ghost_parity),
                 _layers(whole, other.axis, other.own, other.own_parity),
@@ -148,7 +147,7 @@ class Stencil:
         return self.memory[self.weights[color] : self.weights[color] + len(corners(color))]
 
     def terms(self, color: Color, among: Sequence[Color] | None = None) -> list[Term]:
-        """Return the terms of a color's neighbors, or only those in the colors `among`."""
+        """Return the terms of a color's neighbors, or only of the neighbors in the colors `among`."""
         terms, row, count = [], self.layout.row[color], len(self.layout.colors)
         for k, offset in enumerate(self._found, 2):
             neighbor, steps = neighbor_color(color, offset)
@@ -183,7 +182,7 @@ def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndar
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
     """Compute the weights of a level's interpolation, also for its halo, and store them in the stencil. Collective."""
     colors = stencil.layout.colors
-    # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
+    # Points between two coarse points come first: the points in the middle of four or eight are interpolated from them.
     for odd in range(1, len(colors[0]) + 1):
         group = [color for color in colors if sum(color) == odd]
         for color in group:
@@ -200,10 +199,10 @@ def _find_weights(stencil: Stencil, color: Color) -> None:
             centre -= coupling
             continue
         neighbor, steps = neighbor_color(color, along)
-        there = layout.shifted(steps)
+        entries = layout.shifted(steps)
         for k, corner in enumerate(corners(neighbor)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
-            inner[target] += coupling * stencil.weights_of(neighbor)[k, there] if any(neighbor) else coupling
+            inner[target] += coupling * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else coupling
     # Points without couplings (outside of the block) have no weights; a nonpositive center means the same.
     inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
 
@@ -231,13 +230,13 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     for color, (rows, at) in products.items():
         for k, corner in enumerate(corners(color)):
             # Restriction is the transpose of interpolation, so its offsets have the opposite sign.
-            there = layout.shifted(corner, -1)
+            entries = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
                 # A row is relative to the coarse point at its entry, a target to the one to which it is restricted.
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
-                    part = rows[row, there]
-                    out[number, layout.inner] += part * stencil.weights_of(color)[k, there] if any(color) else part
+                    part = rows[row, entries]
+                    out[number, layout.inner] += part * stencil.weights_of(color)[k, entries] if any(color) else part
     out[1:] *= -1
     return layout.whole(out)[(slice(None), *layout.coarse())].copy()
 
@@ -254,8 +253,8 @@ def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
         neighbor, steps = neighbor_color(color, offset)
-        there, factor = layout.shifted(steps), coefficient[number, layout.inner]
+        entries, factor = layout.shifted(steps), coefficient[number, layout.inner]
         for k, corner in enumerate(corners(neighbor)):
             row = inner[at[tuple(s + t for s, t in zip(steps, corner))]]
-            gather(row, factor * stencil.weights_of(neighbor)[k, there] if any(neighbor) else factor, out=row)
+            gather(row, factor * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else factor, out=row)
     return rows, at

@@ -2,7 +2,7 @@
 
 Smoothing, restriction, interpolation and the operator's product are all of this form. `Sums` uses NumPy or the device's
 module, `CompiledSums` a compiled kernel, which computes each range of a row for all right-hand sides while its weights
-are in cache. The loops of the kernel are in the language of `mpiad.compiling.translation`, which is compiled from this
+are in cache. The loops of the kernel are in the language of `mpiad.compiling.translation`, and compiled from this
 file's source. Rows are given by their numbers in memory, so one kernel serves all levels, in any dimension.
 """
 
@@ -21,7 +21,7 @@ from mpiad.transport.buffers import empty_like, zeros_like
 
 # Points of a block below which loading the kernel takes longer than it saves.
 _MIN_POINTS = 1 << 13
-# Entries of a range: with its weights it stays in the second cache, and shorter ones are read more slowly from the third.
+# Entries of a range: a range and its weights fit into the second cache; shorter ranges are slower.
 _RANGE = 2048
 _TABLES, _FLOATS = ("numbers", "sums", "terms"), ("coefficients", "right", "state", "part")
 
@@ -126,12 +126,12 @@ class CompiledSums(Sums):
     """Computes sums by a kernel, on the host."""
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
-        self._kernel, self._room = _kernel(), np.empty(_RANGE)
+        self._kernel, self._scratch = _kernel(), np.empty(_RANGE)
         super().__init__(layout, coefficients, rows)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
         """Return a function that computes sums, one after the other."""
-        # The kernel's table of arrays: an address and a size for each, after two words of its own.
+        # The kernel's table of arrays: two words, followed by the address and the size of each array.
         tables, block, state = self._numbers_of(sums), np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64), None
         address, right, kernel = block.ctypes.data, 2 + 2 * (len(_TABLES) + 1), self._kernel
 
@@ -139,7 +139,7 @@ class CompiledSums(Sums):
             nonlocal state
             if state is not self.state:
                 state, tables[0][0] = self.state, len(self.state)
-                for k, array in enumerate([*tables, self._coefficients, f, state, self._room]):
+                for k, array in enumerate([*tables, self._coefficients, f, state, self._scratch]):
                     block[2 + 2 * k : 4 + 2 * k] = array.ctypes.data, array.size
             block[right] = f.__array_interface__["data"][0]
             kernel(address)
@@ -190,14 +190,14 @@ def weighted_sums(
         for start in range(0, length, 2048):
             n = min(2048, length - start)
             for system in range(systems):
-                there = system * of_state + start
+                offset = system * of_state + start
                 if base_right >= 0:
                     k = base_right + system * of_right + start
                     a = right[k : k + n]
                     for i in range(n):
                         part[i] = a[i]
                 elif base_state >= 0:
-                    a = state[base_state + there : base_state + there + n]
+                    a = state[base_state + offset : base_state + offset + n]
                     for i in range(n):
                         part[i] = a[i]
                 else:
@@ -205,7 +205,7 @@ def weighted_sums(
                         part[i] = 0.0
                 if diagonal >= 0:
                     a = coefficients[diagonal + start : diagonal + start + n]
-                    x = state[multiplied + there : multiplied + there + n]
+                    x = state[multiplied + offset : multiplied + offset + n]
                     for i in range(n):
                         part[i] -= a[i] * x[i]
                 t = first
@@ -214,15 +214,15 @@ def weighted_sums(
                     b = coefficients[terms[2 * t + 2] + start : terms[2 * t + 2] + start + n]
                     c = coefficients[terms[2 * t + 4] + start : terms[2 * t + 4] + start + n]
                     d = coefficients[terms[2 * t + 6] + start : terms[2 * t + 6] + start + n]
-                    x = state[terms[2 * t + 1] + there : terms[2 * t + 1] + there + n]
-                    y = state[terms[2 * t + 3] + there : terms[2 * t + 3] + there + n]
-                    z = state[terms[2 * t + 5] + there : terms[2 * t + 5] + there + n]
-                    w = state[terms[2 * t + 7] + there : terms[2 * t + 7] + there + n]
+                    x = state[terms[2 * t + 1] + offset : terms[2 * t + 1] + offset + n]
+                    y = state[terms[2 * t + 3] + offset : terms[2 * t + 3] + offset + n]
+                    z = state[terms[2 * t + 5] + offset : terms[2 * t + 5] + offset + n]
+                    w = state[terms[2 * t + 7] + offset : terms[2 * t + 7] + offset + n]
                     for i in range(n):
                         part[i] = part[i] + a[i] * x[i] + b[i] * y[i] + c[i] * z[i] + d[i] * w[i]
                     t += 4
                 while t < last:
-                    x = state[terms[2 * t + 1] + there : terms[2 * t + 1] + there + n]
+                    x = state[terms[2 * t + 1] + offset : terms[2 * t + 1] + offset + n]
                     if terms[2 * t] >= 0:
                         a = coefficients[terms[2 * t] + start : terms[2 * t] + start + n]
                         for i in range(n):
@@ -231,7 +231,7 @@ def weighted_sums(
                         for i in range(n):
                             part[i] += x[i]
                     t += 1
-                x = state[out + there : out + there + n]
+                x = state[out + offset : out + offset + n]
                 if scale >= 0:
                     a = coefficients[scale + start : scale + start + n]
                     for i in range(n):
