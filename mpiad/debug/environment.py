@@ -206,7 +206,7 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """An error, or a cause of slowness, in the start of a program."""
 
-    # "error": results are wrong or missing; "warning": it is slow or may fail; "note": it may fail elsewhere.
+    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": it may fail elsewhere.
     severity: str
     text: str  # a description and the remedy
 
@@ -405,7 +405,7 @@ def _examined(group: Channel, entered: Callable[[str], None]) -> Environment:
     found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
     mistakes = of_start(loaded, found, group.size) + of_places(places) + of_versions(places)
     mistakes += [Mistake("warning", text) for text in misspelt()]
-    # Without a launcher, check the one that the shell finds.
+    # If no launcher started the program, check the `mpiexec` that the shell finds.
     if not found.name:
         mistakes += of_mpiexec(loaded, len(places[0].cores))
     # All ranks get rank 0's result, because they need the same exit code.
@@ -473,7 +473,7 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     ]
 
 
-_LIMIT = 30.0  # seconds; the report takes about two
+_LIMIT = 30.0  # time limit in seconds; the report takes about two
 
 
 def main(limit: float = _LIMIT) -> int:

@@ -82,7 +82,7 @@ class Message(NamedTuple):
 class Event(NamedTuple):
     """A communication or a phase."""
 
-    thread: int  # 0 is the main thread
+    thread: int  # number of the thread; 0 is the main thread
     began: float  # time of this rank's `time.perf_counter()`, as `ended`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
@@ -94,7 +94,7 @@ class Event(NamedTuple):
     site: str  # the line of the user's program
     forward_site: str  # for an adjoint, the line of the forward call; else ""
     arguments: Arguments
-    messages: tuple[Message, ...]  # started or completed by the communication
+    messages: tuple[Message, ...]  # messages that the communication started or completed
 
 
 class _Stacks(threading.local):
@@ -203,7 +203,7 @@ def _event(thread: int, source: Call | str, began: float, ended: float, innermos
 def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
     """Return the messages that a communication sent from, or received on, this rank."""
     if operation == "mpi_irecv":
-        return ()  # counted in the wait that completes it
+        return ()  # a receive is counted in the wait that completes it
     found = []
     for envelope in given.envelopes:
         # A send is counted when it starts, not in the wait that completes it.

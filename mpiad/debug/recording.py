@@ -67,7 +67,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
     at, after = recorder.start_time, _START
 
     def passed(time: float) -> None:
-        if time > at:  # else inside a communication
+        if time > at:  # otherwise `time` lies inside a communication
             pending.append((at, time, phases[-1] if phases else "outside"))
 
     def reached(until: str) -> Iterator[tuple[float, float, Place]]:
@@ -102,7 +102,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
     """Yield the outermost communications that contain others, and their durations without the inner ones."""
     inner = 0.0
-    for event in events:  # in the order of their ends, so that inner events come first
+    for event in events:  # sorted by their ends: inner events come first
         if event.direction == "phase":
             continue
         if event.innermost:
@@ -218,7 +218,7 @@ def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
                 file.write((",\n" if k else "") + piece)
             file.write(_FOOTER)
             file.flush()
-            os.replace(temporary, path)  # before closing, which releases the lock of `begin`
+            os.replace(temporary, path)  # before the file is closed, which releases the lock of `begin`
     except (OSError, ValueError) as write_error:
         for _ in pieces:
             pass  # the senders wait until their data are received, even if they can't be written
@@ -349,7 +349,7 @@ def _scratch() -> Iterator[Comm]:
     group.data.Barrier()
     comm = group.user.Dup()
     yield comm
-    comm.Free()  # not after an exception: it is collective
+    comm.Free()  # collective, so it isn't called after an exception
 
 
 _latest: Recording | None = None

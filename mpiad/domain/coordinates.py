@@ -88,7 +88,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
 def _require_inside(points: np.ndarray, place: np.ndarray, lattice: Lattice, partition: Partition, call: str) -> None:
     last = np.array(partition.shape) - 1
     inside = np.array(partition.periodic) & np.isfinite(place)
-    # With a negation, so that NaN is outside.
+    # The negation makes NaN count as outside.
     outside = ~(inside | ((place >= -_ROUNDING) & (place <= last + _ROUNDING)))
     if not outside.any():
         return

@@ -44,7 +44,7 @@ class Exchange(NamedTuple):
 
     halo: Halo
     sides: Sides
-    scheme: str  # one with a single stage
+    scheme: str  # a scheme with a single stage
     number: int  # counts the exchanges of a communicator
     backwards: bool = False  # whether the halo is folded, instead of filled
 
@@ -134,7 +134,7 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
 
 def _finish(x: None, begun: Begun) -> LocalArray:
     exchange, values, coming = begun.exchange, begun.values, begun.coming
-    # The buffers are freed even if the user keeps `begun`.
+    # This frees the buffers even if the user keeps `begun`.
     begun.done, begun.values, begun.coming = True, None, []
     halo = exchange.halo
     with restoring_state(), suspended():

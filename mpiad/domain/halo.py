@@ -29,9 +29,9 @@ class Local(NamedTuple):
     """Cells of the halo that no message fills."""
 
     ghost: Index
-    copied: Index | None  # the cells of this rank that they copy; None if they have a given value
-    axis: int = 0  # dimension of the physical side beyond which they lie
-    place: int | None = None  # 0 or 1 for the low or high side; None if they don't lie beyond a physical side
+    copied: Index | None  # cells of this rank that the ghost cells copy; None if these have a given value
+    axis: int = 0  # dimension of the physical side beyond which the ghost cells lie
+    place: int | None = None  # 0 or 1 for the low or high side; None if no physical side is involved
 
     def side(self, sides: Sides) -> Side:
         """Return the boundary that fills these cells."""

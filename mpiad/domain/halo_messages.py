@@ -20,7 +20,7 @@ from mpiad.transport.prepared_messages import PreparedMessages
 class Coming(NamedTuple):
     """A message that this rank is receiving."""
 
-    parts: tuple[Index, ...]  # indices of its parts
+    parts: tuple[Index, ...]  # indices of the parts of the message
     request: Request
 
 
@@ -40,7 +40,7 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
 def complete(values: LocalArray, incoming: list[Coming], backwards: bool) -> None:
     """Wait for the messages of a stage, and write them to their cells; with `backwards` add them to these."""
     for parts, request in incoming:
-        # In the order of the routes, not of arrival, so that a cell of several parts is summed in a fixed order.
+        # Messages are completed in a fixed order, so that a cell of several parts is summed in a fixed order.
         message, start = mpi_wait(request), 0
         for index in parts:
             shape = values[index].shape

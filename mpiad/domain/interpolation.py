@@ -39,7 +39,7 @@ from mpiad.transport.tracing import settled
 # once. For a field on a device the table is copied there once, and the interpolation runs there. The weights of traced
 # points are traced, and are computed and copied in each call.
 
-_MAX_TABLES = 8  # cached tables
+_MAX_TABLES = 8  # maximum number of cached tables
 
 
 class PointTable(NamedTuple):
@@ -57,7 +57,8 @@ class PointTables:
     """The tables of the most recently used sets of points, for blocks with a halo of one cell."""
 
     def __init__(self, domain: Decomposition):
-        # One cell, whatever the halo of the domain is, since interpolation uses the cell after the last one of the block.
+        # The halo has one layer, regardless of the domain's, since interpolation uses the cell after the last one of
+        # the block.
         self.halo = domain.halo_of((1,) * len(domain.shape))
         self._partition, self._rank = domain._partition, domain._channel.rank
         # The index, in the whole grid, of the first cell of the block with this halo.
@@ -76,7 +77,7 @@ class PointTables:
         if key not in self._kept:
             self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
             if len(self._kept) > _MAX_TABLES:
-                # The least recently used table.
+                # Remove the least recently used table.
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]

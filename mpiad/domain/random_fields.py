@@ -12,7 +12,7 @@ from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.agreement import require_same
 from mpiad.transport.guarded import watch_settings
 
-_UNIT = 2.0**-53  # uniform numbers have 53 bits, as NumPy's
+_UNIT = 2.0**-53  # uniform numbers have 53 random bits, as in NumPy
 
 
 def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:

@@ -104,7 +104,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
 
 
 def _stage_along(geometry: Geometry, axis: int) -> Stage:
-    # With the halo of earlier dimensions, so that corners need no separate messages.
+    # The layers include the halo of earlier dimensions, so corners need no separate messages.
     across = (*[slice(None)] * axis, *geometry.block[axis:])
     steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
     sides = tuple(side for side in _beyond(geometry, lambda _: across) if side[0] == axis)

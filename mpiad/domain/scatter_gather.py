@@ -36,7 +36,7 @@ def gather(domain: Decomposition, u: LocalArray, root: Rank) -> RootArray:
     cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=domain.comm)
     if domain._channel.rank == root:
         return from_blocks(cells, domain._partition)
-    # Empty, but with the same number of axes, so that the same program runs on all ranks.
+    # The result is empty, but has the same number of axes: the same program runs on all ranks.
     return cells.reshape((*lead, 0, *domain.shape[1:]))
 
 
@@ -132,7 +132,7 @@ def _places(partition: Partition) -> Iterator[tuple[slice, tuple[slice, ...]]]:
         start = stop
 
 
-# Both are permutations, whose transposes are their inverses.
+# Both functions are permutations, whose transposes are their inverses.
 defvjp(into_blocks, lambda ans, u, partition: lambda g: from_blocks(g, partition))
 defjvp(into_blocks, lambda du, ans, u, partition: into_blocks(du, partition))
 defvjp(from_blocks, lambda ans, cells, partition: lambda g: into_blocks(g, partition))

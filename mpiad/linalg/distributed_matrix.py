@@ -56,7 +56,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
         rest = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
-            # In these rows, the point of this color in the stencil is the one at this offset.
+            # In these rows, the point of this color in the stencil is the neighbor at this offset.
             taken = rest & (neighbor_numbers[window] >= 0.0) & _has_color(domain, steps, color, offset)
             found.append((numbers[taken] - numbers.flat[0], neighbor_numbers[window][taken], image[taken]))
             rest &= ~taken
@@ -88,7 +88,7 @@ def _image(matvec: Function, field: np.ndarray, params: tuple, failures: Deferre
     if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
         shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
         text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}."
-        failures.note(TypeError(text))  # ignored after an exception
+        failures.note(TypeError(text))  # this error is ignored after an exception of matvec
     failures.raise_together()
     return image
 
@@ -429,7 +429,7 @@ class DistributedMatrix:
         with raising_together(self._channel):
             self._checked(b, 0, "solve")
         if method == "direct":
-            # With exact factors, one or two iterations suffice, which also correct rounding errors.
+            # With exact factors, one or two iterations suffice; they also correct rounding errors.
             method, preconditioner = "gmres", GatheredFactors(self)
             preconditioner = preconditioner.T if matvec.transposed else preconditioner
             settings = {"rtol": 1e-12, **settings}

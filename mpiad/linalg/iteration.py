@@ -79,7 +79,7 @@ def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bo
     norm, wanted = float(norms[worst] * system.units[worst]), float(targets[worst] * system.units[worst])
     which = f" of system {worst}" if len(norms) > 1 else ""
     if arrived:
-        problem = f"its own residual met the tolerance, but the true one{which} has norm {norm:.3e} instead of {wanted:.3e}"
+        problem = f"the recurrence met the tolerance, but the true residual{which} has norm {norm:.3e}, above {wanted:.3e}"
         advice = "Is matvec linear, and symmetric for 'cg'? If so, increase rtol, or compute in a higher precision."
     else:
         problem = f"it stalls: the residual{which} stays at {norm:.3e}, but must fall to {wanted:.3e}"
@@ -145,7 +145,7 @@ def diagnosis(system: System) -> str:
     nonlinear, forth, back = system.dots((gap, gap), (other, images[2]), (images[3], one))
     scale = squares[2] + squares[3]
     if (squares[0] > 0.0).any() or (nonlinear.real > 1e-6 * scale).any():
-        return "matvec isn't linear in u, as it must be. Does it add a boundary value or a source? That belongs into b."
+        return "matvec isn't linear in u, as it must be. Does it add a boundary value or a source? Add it to b instead."
     if not squares[1:3].any():
         return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()

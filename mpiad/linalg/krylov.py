@@ -105,7 +105,7 @@ class _Basis:
         steps = self.steps[c]
         known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
         right[:1] = self.norms[c]
-        # By singular values, since the columns may be dependent.
+        # `lstsq` uses singular values, since the columns may be dependent.
         y = np.linalg.lstsq(known, right, rcond=None)[0]
         return y, float(np.linalg.norm(right - known @ y))
 
@@ -167,8 +167,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         require_iterations(system, targets / scale)
         ahead, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
-        # A step along p makes the residual orthogonal to the shadow residual; a step along this residual minimizes the
-        # norm.
+        # A step along p makes the residual orthogonal to the shadow residual; a step along it minimizes the norm.
         alpha = _quotient(rho, sv, active)
         add_scaled(x, alpha, ahead)
         add_scaled(r, -alpha, v)
@@ -177,7 +176,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         omega = _quotient(tr, tt, active)
         add_scaled(x, omega, along)
         add_scaled(r, -omega, t)
-        # (shadow, r - ω t), from the products of the second reduction.
+        # The inner product of shadow and r - ω t follows from the second reduction.
         rho_before, rho = rho, sr - omega * st
         beta = _quotient(rho * alpha, rho_before * omega, active)
         add_scaled(p, -omega, v)
@@ -261,16 +260,13 @@ def _require_curvature(
     wrong = active & (curvature <= 0.0)
     if wrong.any():
         found = float(curvature[wrong][0])
-        cause = (
-            "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ?"
-            if found
-            else "it is singular."
-        )
+        cause = "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ?"
+        cause = cause if found else "it is singular."
         problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
     # Such a long step is along a direction that the operator maps to zero up to rounding.
     if (active & (step * np.finfo(system.dtype).eps > shortest)).any():
-        cause = diagnosis(system) or "its largest and smallest curvature differ by more than floating point resolves."
+        cause = diagnosis(system) or "the ratio of its largest and smallest curvature exceeds floating-point precision."
         system.fail(f"the operator is singular to working precision: {cause}")
     return np.where(active, np.minimum(shortest, step), shortest)

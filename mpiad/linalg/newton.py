@@ -38,7 +38,7 @@ _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and
 _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
 _SHORTEST = 1e-8
 _LONG_STEP = 1e6
-_PATIENCE, _SLOW = 5, 0.99  # the iteration fails if this number of steps doesn't reduce the residual to this fraction
+_PATIENCE, _SLOW = 5, 0.99  # the iteration fails if `_PATIENCE` steps don't reduce the residual to the fraction `_SLOW`
 
 Linear = Callable[[LocalArray, float], System]
 """``linear(u, rtol)``: the system with the Jacobian at u, to be solved to a tolerance."""

@@ -131,7 +131,7 @@ def _method(
             operator = (
                 _shell(petsc, group, system) if matrix is None else _assembled(petsc, group, matrix, params[0], transposed)
             )
-            # A relative tolerance, since PETSc may use the preconditioned norm of residuals.
+            # The tolerance is relative, since PETSc may use the preconditioned norm of residuals.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
             prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
             for name, value in options.items():
@@ -176,7 +176,7 @@ def _shell(petsc: ModuleType, group: Channel, system: System) -> Any:
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
-    # The user's communicator, which PETSc duplicates; guarded ones can't be passed to PETSc.
+    # PETSc duplicates the user's communicator; it can't be given a guarded one.
     return petsc.Mat().createPython((size, size), Context(), comm=group.user)
 
 

@@ -30,9 +30,9 @@ from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
-_ASYMMETRY = 1e-3  # allowed in a projected matrix, relative to its norm, since products may contain inexact solves
+_ASYMMETRY = 1e-3  # allowed asymmetry of a projected matrix, relative to its norm: products may contain inexact solves
 _DEPENDENT = 1e-15  # eigenvalues of a Gram matrix below this fraction of the largest indicate dependent vectors
-_BATCH = 16  # vectors per product, which needs memory for about ten vectors per vector
+_BATCH = 16  # number of vectors per product, which needs memory for about ten times as many
 
 Product = Callable[[LocalArray], LocalArray]
 
@@ -163,7 +163,7 @@ def ritz_pairs(
         ranged = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
         # `images` are B times `ranged`.
         basis = _combined(_orthonormal(group, ranged, images), ranged)
-        for _ in range(2):  # repeated, since orthonormalization by a Gram matrix loses half of the digits
+        for _ in range(2):  # twice, since orthonormalization by a Gram matrix loses half of the digits
             weighed = basis if mass is None else _products(failures, "mass", mass, basis, batch)
             basis = _combined(_orthonormal(group, basis, weighed), basis)
         projected = _gram(group, basis, _products(failures, "product", product, basis, batch))

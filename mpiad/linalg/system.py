@@ -219,7 +219,7 @@ class System:
         """Return the norm of each row over all ranks."""
         if self.dtype.char in "dD":
             return np.sqrt(self.dots((rows, rows))[0].real)
-        # In double precision, since in single precision the square of a number below 1e-23 is zero.
+        # Norms are computed in double precision, since in single precision the square of a number below 1e-23 is zero.
         return np.sqrt(self.sums(np.square(lengths(rows))))
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:

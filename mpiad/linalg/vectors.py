@@ -72,7 +72,7 @@ def lengths(x: LocalArray) -> np.ndarray:
     """Return the norm of this rank's part of each row, correct even if squares leave the range of the dtype."""
     if not x.shape[1]:
         return np.zeros(len(x))
-    if type(x) is np.ndarray and x.dtype.char in "fF":  # whose squares fit into doubles
+    if type(x) is np.ndarray and x.dtype.char in "fF":  # squares of single-precision numbers fit into doubles
         wide = x.astype(np.result_type(x.dtype, float))
         return np.sqrt(inner((wide, wide))[0].real)
     size = np.abs(x).astype(float)

@@ -71,7 +71,7 @@ def evaluated(fun: Function, batch: Batch, keep_failures: bool, rank: Rank) -> E
             with restoring_state(), suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
-        # SystemExit, too, since other ranks wait for this one.
+        # SystemExit is caught, too, since other ranks wait for this one.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
             result = Failed(Failure.of(error), rank, index)
         results.append((index, result))
@@ -244,7 +244,7 @@ class Scheduler:
                 batch = self._resend.popleft().parcel.opened() if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
-            elif self.failed is None:  # no batch was sent if the items raised
+            elif self.failed is None:  # if the items raised, no batch was sent
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:

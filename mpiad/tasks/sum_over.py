@@ -74,7 +74,8 @@ class RankGroups:
         require_alike(whole, _problem_with(count, whole.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
         self.index, place = divmod(whole.rank, whole.size // self.count)
-        # Split from the user's communicator, since the user's functions get the result; the library's may be guarded.
+        # Split from the user's communicator, since the user's functions get the result; the library's duplicate may be
+        # guarded.
         self.comm: Any = make_communicator(whole.user.Split, self.index, place)
         self.across: Any = make_communicator(whole.user.Split, place, self.index)
         for division in (self.comm, self.across):
@@ -250,7 +251,7 @@ def _run(
         failures.close()
     group.drop(comm)
     if failed is not None and counter is not None:
-        counter.take(len(items))  # so that no further items are started
+        counter.take(len(items))  # no group starts further items
     return values, _agreed_error(whole, failed)
 
 

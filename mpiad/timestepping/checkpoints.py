@@ -79,8 +79,9 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
 def _farthest(steps: int, states: int) -> int:
     """Return the optimal number of steps, of `steps` >= 2 left, from a stored state to the next of `states` >= 1 states."""
     # With n steps left and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is
-    # optimal: the first m steps run at most r - 1 more times, and the others at most r more times, with s - 1 states. The
-    # largest such m stores the fewest states; r is the smallest number of repetitions with which s states suffice.
+    # optimal: the first m steps run at most r - 1 more times, and the others at most r more times, with s - 1 states.
+    # The value that is returned stores the fewest states; r is the smallest number of repetitions with which s states
+    # suffice.
     repeats = 1
     while comb(states + repeats, states) < steps:
         repeats += 1

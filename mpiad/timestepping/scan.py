@@ -222,7 +222,8 @@ class LoopOperator:
         self._loop = Loop(stepping, steps, schedule)
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
-        # Recorded without a traced argument, too: if a step communicates, other ranks may need its reverse pass.
+        # The loop is recorded without a traced argument, too: if a step communicates, other ranks may need its reverse
+        # pass.
         self._recorded = bool(self.active) or tracing.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
         # Only active arguments have cotangents, since the inputs of all steps may be large.

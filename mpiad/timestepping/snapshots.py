@@ -32,7 +32,7 @@ from mpiad.transport.device_arrays import arrays_of
 # .. [3] N. Kukreja et al., "Lossy checkpoint compression in full waveform inversion", Geosci. Model Dev. 15 (2022).
 
 SMALLEST = 256  # smallest number of entries for which compression is worthwhile
-# The largest difference in 16 bits, and the largest difference of a field from which the step is small enough.
+# The largest difference in 16 bits, and the size that the largest difference of a field must have for a small step.
 _LARGEST, _FULL = 32767, 10000
 _HIGHEST = 4  # highest order of differences
 _RANGE = 2.0**24  # ratio of the largest entry to the smallest step: the accuracy of single precision
@@ -150,7 +150,7 @@ def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least:
     steps = []
     for order in range(min(_HIGHEST + 1, len(sample))):
         sample = np.diff(sample, axis=0) if order else sample
-        # Half as large again, since differences may be larger elsewhere.
+        # The estimate is increased by half, since differences may be larger elsewhere.
         steps.append((max(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order), least), order))
     return min(steps)
 

@@ -146,12 +146,12 @@ class Layout:
         self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
         self.size = math.prod(self.shape)
         self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        # From the first entry with all its neighbors to the last one: one layer is the halo.
+        # From the first entry that has all neighbors to the last one; the outermost layer is the halo.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
         self.colors: list[Color] = list(itertools.product((0, 1), repeat=len(self.shape)))
         self.row = {color: row for row, color in enumerate(self.colors)}
-        # Cached, since on small levels this takes longer than the arithmetic.
+        # The function is cached, since on small levels it takes longer than the arithmetic.
         self.places = functools.cache(self._places)
 
     def shifted(self, steps: Iterable[int], sign: int = 1) -> slice:

@@ -27,7 +27,7 @@ class Sides(NamedTuple):
     """The spacing and boundary conditions of a grid."""
 
     spacing: tuple[float, ...]  # distance of neighboring points along each dimension
-    # For each dimension, whether the value is given on the side before the first point, and on that after the last.
+    # For each dimension, whether u is given on the side before the first point, and on the side after the last point.
     fixed: tuple[tuple[bool, bool], ...]
     centred: bool  # whether sides with given values are half a spacing from the last points instead of a full one
 

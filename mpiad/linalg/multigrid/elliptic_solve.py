@@ -118,7 +118,7 @@ class _Problem(NamedTuple):
     levels: Multigrid
     settings: dict[str, Any]  # shared with the solves of derivatives
     start: dict[str, Any] = {}
-    linear: bool = False  # whether nothing is differentiated with respect to κ and c on any rank
+    linear: bool = False  # whether no rank differentiates with respect to κ and c
 
     def product(self, all_three: Sequence[LocalArray]) -> LocalArray:
         """Return the operator's product with u, given [u, κ, c]."""

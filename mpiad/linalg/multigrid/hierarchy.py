@@ -64,8 +64,7 @@ class Agglomeration:
         if self._same:
             return block
         with restoring_state(), suspended():
-            # A block may contain no coarse point. Sends come first: they don't wait, and a leader receives in any
-            # order.
+            # A block may contain no coarse point. Sends come first, since they don't wait.
             if self._leader != self._rank and block.size:
                 mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
             if self.box is None:
@@ -307,7 +306,7 @@ class Level:
     def _relaxed(self, color: Color, among: list[Color] | None) -> WeightedSum:
         """Return the solution of a color's equations for its points."""
         row = self.layout.row[color]
-        # Entries that aren't points of this rank become zero, by a zero inverse, until the halo is filled.
+        # Entries for points of other ranks are zero until the halo is filled, because their inverse diagonal is zero.
         return WeightedSum(row, self._stencil.terms(color, among), base=row, scale=self._count + row)
 
     def _residual(self, color: Color, later: list[Color] | None) -> WeightedSum:

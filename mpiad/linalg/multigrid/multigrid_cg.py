@@ -27,7 +27,7 @@ from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.Multigrid.solve"
 _RIGHT = "the right-hand side"
-_SMALLEST_SQUARE = 1e-260  # of the norm of the right-hand side: with a residual 1e-20 times as large no square underflows
+_SMALLEST_SQUARE = 1e-260  # of the right-hand side's norm: squares of residuals 1e-20 times as large don't underflow
 
 
 class Tolerance(NamedTuple):
@@ -79,7 +79,7 @@ def conjugate(
         if tolerance.callback is not None:
             failures.attempt("callback", tolerance.callback, history[-1])
     if tolerance.reported and len(history) > 1:
-        failures.raise_together()  # for the last call of the callback, after which there is no further reduction
+        failures.raise_together()  # no reduction follows the last call of the callback
     return vectors.x, history
 
 

@@ -64,7 +64,7 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) 
         )
         raise agreed(group, ValueError(f"{_CALL}: {text}"))
     if mean_zero and not singular:
-        text = "this one has a side with a value, or c > 0 somewhere: its solution is unique. Leave it out."
+        text = "this one has a side with a value, or c > 0 somewhere: its solution is unique. Leave mean_zero out."
         raise agreed(group, ValueError(f"{_CALL}: mean_zero=True is for singular operators, but {text}"))
     return singular
 
@@ -291,7 +291,7 @@ class Multigrid:
             if not b.size:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
-            # Always in double precision, since single precision doesn't resolve a relative residual of 1e-8.
+            # The solve is in double precision, since single precision doesn't resolve a relative residual of 1e-8.
             wide = self._centred(self._systems(b).astype(np.float64))
             start = None if x0 is None else self._centred(self._systems(x0).astype(np.float64))
             r = wide if start is None else self._centred(wide - self.matvec(start))

@@ -59,7 +59,7 @@ class LevelHalo:
         for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
             rank = distribution.neighbor(position, axis, step)
             if rank is not None:
-                # Entries of the layer's color, shifted by one for the halo of the array.
+                # The entries of the layers in arrays of their color are shifted by one, for the halo.
                 place = [index // 2 - first + 1 for index in (own, ghost)]
                 sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
         return sides
@@ -76,7 +76,7 @@ class LevelHalo:
 
     def _fill_along(self, whole: dict[Color, LocalArray], sides: list[_Side]) -> None:
         coming = []
-        # A ring on one rank has this rank on both sides.
+        # If one rank owns all blocks along a periodic dimension, it is its own neighbor on both sides.
         own_sides = [side for side in sides if side.rank == self._rank]
         other_sides = [side for side in sides if side.rank != self._rank]
         for side in other_sides:
@@ -88,7 +88,8 @@ class LevelHalo:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
-        # On a ring the layer before the block is its last one, and the layer after it its first one.
+        # On a ring the layer before the block is the block's last layer, and the layer after it is the block's first
+        # one.
         for side, other in zip(own_sides, reversed(own_sides)):
             for ghost, own in zip(
                 _layers(whole, side.axis, side.ghost, side.ghost_parity),
@@ -232,7 +233,7 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
             # Restriction is the transpose of interpolation, so its offsets have the opposite sign.
             entries = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
-                # A row is relative to the coarse point at its entry, a target to the one to which it is restricted.
+                # Rows are relative to the coarse point at their entry, targets to the coarse point of the restriction.
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, entries]

@@ -19,7 +19,7 @@ from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.color_layout import Layout
 from mpiad.transport.buffers import empty_like, zeros_like
 
-# Points of a block below which loading the kernel takes longer than it saves.
+# Number of points of a block below which loading the kernel takes longer than it saves.
 _MIN_POINTS = 1 << 13
 # Entries of a range: a range and its weights fit into the second cache; shorter ranges are slower.
 _RANGE = 2048
@@ -173,7 +173,7 @@ class CompiledSums(Sums):
 @functools.cache
 def _kernel() -> Any:
     signature = f"linked({', '.join(['int64[::1]'] * len(_TABLES) + ['float64[::1]'] * len(_FLOATS))})"
-    # Allows fused multiply-add.
+    # The flag allows fused multiply-add.
     return functions_of(__name__, {"weighted_sums": signature}, "contract")[0]
 
 
