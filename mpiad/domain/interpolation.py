@@ -125,11 +125,11 @@ _REMEDY = 'Draw them with the same seed on all ranks, or broadcast them. Use res
 def coordinates(domain: Decomposition, lattice: Lattice, halo: bool) -> tuple[LocalArray, ...]:
     """See `Domain.coordinates`."""
     widths = domain.halo if halo else (0,) * len(domain.shape)
-    along = [
+    axes = [
         first + step * np.arange(cells.start - width, cells.stop + width)
         for cells, width, first, step in zip(domain.owned, widths, lattice.firsts, lattice.steps)
     ]
-    return tuple(np.meshgrid(*along, indexing="ij", sparse=True))
+    return tuple(np.meshgrid(*axes, indexing="ij", sparse=True))
 
 
 def locate(domain: Decomposition, points: Array, lattice: Lattice) -> Location:

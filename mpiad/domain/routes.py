@@ -62,7 +62,7 @@ class Geometry:
     def neighbour(self, step: Step) -> Rank | None:
         """Return the rank at a step from this one, None beyond a physical side."""
         place = self.partition.position(self.rank)
-        return self.partition.rank(tuple(along + s for along, s in zip(place, step)))
+        return self.partition.rank(tuple(index + s for index, s in zip(place, step)))
 
     def ghosts(self, step: Step, across: tuple[slice, ...]) -> Index:
         """Return the halo cells in the direction of a step; along other dimensions they extend over `across`."""

@@ -165,16 +165,16 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
     active, at_start = norms > targets, norms
     while active.any():
         require_iterations(system, targets / scale)
-        ahead, v = preconditioned_product(system, p)
+        step_p, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
         # A step along p makes the residual orthogonal to the shadow residual; a step along it minimizes the norm.
         alpha = _quotient(rho, sv, active)
-        add_scaled(x, alpha, ahead)
+        add_scaled(x, alpha, step_p)
         add_scaled(r, -alpha, v)
-        along, t = preconditioned_product(system, r)
+        step_r, t = preconditioned_product(system, r)
         tr, tt, rr, sr, st = _finite(system, t, (t, r), (t, t), (r, r), (shadow, r), (shadow, t))
         omega = _quotient(tr, tt, active)
-        add_scaled(x, omega, along)
+        add_scaled(x, omega, step_r)
         add_scaled(r, -omega, t)
         # The inner product of shadow and r - ω t follows from the second reduction.
         rho_before, rho = rho, sr - omega * st

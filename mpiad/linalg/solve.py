@@ -171,9 +171,9 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
     residual, failures = tangent_of(b, gs[0]), problem.new_failures()
     if leaves:
         zero = spec_like(stop_gradient(ans)).zeros()
-        along = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
+        tangents = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
         change = failures.attempt(
-            "matvec", lambda u: make_jvp(problem.own_product)([u, *leaves])(along)[1], ans, again=lambda: zero
+            "matvec", lambda u: make_jvp(problem.own_product)([u, *leaves])(tangents)[1], ans, again=lambda: zero
         )
         residual = residual if change is None else residual - change
     return solution(residual, *leaves, problem=problem.derived(failures))

@@ -155,9 +155,9 @@ def _tangent(
     gs: list, ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem
 ) -> LocalArray:
     """Return the derivative of the solution along tangents of b, κ and c."""
-    along = [direction_of(value, g) for value, g in zip((kappa, c), gs[1:])]
+    tangents = [direction_of(value, g) for value, g in zip((kappa, c), gs[1:])]
     push = make_jvp(problem.product)([ans, kappa, c])
-    change = push([spec_like(stop_gradient(ans)).zeros(), *along])[1]
+    change = push([spec_like(stop_gradient(ans)).zeros(), *tangents])[1]
     return _solution(tangent_of(b, gs[0]) - change, kappa, c, problem=problem._replace(start={}, linear=False))
 
 
