@@ -12,7 +12,7 @@ from mpiad.primitives.catalogue import IRECV, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport import spec_of
-from mpiad.transport.messages import post_receive
+from mpiad.transport.messages import Receipt
 
 
 def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Request:
@@ -63,7 +63,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
 def _forward(x: None, p: Receiving) -> Request:
     if p.source is None:
         return Request("mpi_irecv", None, None, p.spec.zeros(), p.spec)
-    return Request("mpi_irecv", p.source.channel, post_receive(p.spec, p.source), None, p.spec, p.source)
+    return Request("mpi_irecv", p.source.channel, Receipt(p.spec, p.source), None, p.spec, p.source)
 
 
 def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from mpi4py import MPI
 
 from mpiad.environment_variables import switch
 from mpiad.transport.calls import site_of, site_of_trace
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, flush_streams, lost_ranks
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
@@ -53,10 +52,7 @@ def end_job(text: str, code: int) -> None:
         _exit(code)
     # One write, so that the lines of ranks that fail together don't mix.
     # Standard output too: an abort would lose the contents of its buffer.
-    for stream, last in ((sys.stdout, ""), (sys.stderr, text)):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or a closed one
-            stream.write(last)
-            stream.flush()
+    flush_streams(text)
     for last in last_words:
         with contextlib.suppress(Exception):
             last()

@@ -27,6 +27,11 @@ class Spec(NamedTuple):
     dtype: np.dtype
     arrays: ArrayModule | None = None
 
+    @classmethod
+    def of(cls, array: Array) -> Spec:
+        """Return the spec of an array."""
+        return cls(array.shape, array.dtype, arrays_of(array))
+
     @property
     def differentiable(self) -> bool:
         """Return whether arrays like this one carry derivatives."""

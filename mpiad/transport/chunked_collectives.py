@@ -22,15 +22,10 @@ from mpiad.transport.chunked_staging import (
     of_whole,
     outgoing_transfer,
 )
-from mpiad.transport.device_arrays import arrays_of
 
 
 def _cut(array: Array, chunk: int | None = None) -> list[Ranges]:
     return of_whole(array.nbytes // array.dtype.itemsize, array.dtype.itemsize, chunk)
-
-
-def _like(array: Array) -> Spec:
-    return Spec(array.shape, array.dtype, arrays_of(array))
 
 
 def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
@@ -63,7 +58,7 @@ def reduce(channel: Channel, array: Array, root: int) -> Array:
         outgoing = outgoing_transfer(array, pieces)
         for number in range(len(pieces)):
             channel.data.Reduce(outgoing.piece(number), None, MPI.SUM, root)
-        return _like(array).zeros()
+        return Spec.of(array).zeros()
     transfer = in_place_transfer(array, pieces)
     return _passed(transfer, len(pieces), lambda k: channel.data.Reduce(MPI.IN_PLACE, transfer.piece(k), MPI.SUM, root))
 
@@ -95,7 +90,7 @@ def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
         call(MPI.IN_PLACE, transfer.piece(number), MPI.SUM)
         if not is_zero:
             transfer.take(number)
-    return _like(array).zeros() if is_zero else transfer.received()
+    return Spec.of(array).zeros() if is_zero else transfer.received()
 
 
 def alltoall(channel: Channel, array: Array) -> Array:
@@ -104,7 +99,7 @@ def alltoall(channel: Channel, array: Array) -> Array:
     # A piece has the same number of entries for every rank.
     counts = [array.size // channel.size] * channel.size
     pieces = of_blocks(counts, array.dtype.itemsize)
-    outgoing, incoming = outgoing_transfer(array, pieces), incoming_transfer(_like(array), pieces)
+    outgoing, incoming = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
     return _passed(incoming, len(pieces), lambda k: channel.data.Alltoallv(outgoing.blocks(k), incoming.blocks(k)))
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
+from math import inf, isfinite, prod
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Op
+from mpiad._typing import Array, Buffer, Op
 from mpiad.transport import chunked_collectives, exchanged_sums
 from mpiad.transport.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
@@ -19,7 +19,7 @@ from mpiad.transport.chunked_staging import in_place_transfer, of_whole
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.device_settings import LEAST_CHUNK, divides, exchanges, present
 from mpiad.transport.mpi_operations import name_of
-from mpiad.transport.staging import transfer_of
+from mpiad.transport.staging import communicate, send_buffer, transfer_of
 
 # Nonblocking sums, and in-place sums of host arrays.
 
@@ -88,11 +88,6 @@ def sum_in_place(channel: Channel, array: np.ndarray) -> None:
 _HOST = (np.ndarray, np.generic)
 
 
-def are_meant(array: Array, op: Op) -> bool:
-    """Return whether a reduction is a maximum or minimum of floats, which needs this treatment."""
-    return op is not MPI.SUM and array.dtype.kind == "f" and op in (MPI.MAX, MPI.MIN)
-
-
 def without_nan(array: Array, op: Op) -> Array:
     """Return a contiguous array with NaN replaced by infinities; the array itself if it is known to have none."""
     if _is_clearly_finite(array):
@@ -122,7 +117,7 @@ def finished(found: Array, nan: Array | None) -> Array:
 
 
 def _unbeaten(op: Op) -> float:
-    return math.inf if op == MPI.MAX else -math.inf
+    return inf if op == MPI.MAX else -inf
 
 
 def _is_clearly_finite(array: Array) -> bool:
@@ -130,10 +125,10 @@ def _is_clearly_finite(array: Array) -> bool:
     if not isinstance(array, _HOST):
         return False
     if array.size == 1:
-        return math.isfinite(array.item() if array.ndim else array)
+        return isfinite(array.item() if array.ndim else array)
     # The sum of squares is finite only if all entries are. It takes a third of the time of NumPy's isnan and any, and vdot,
     # unlike dot, doesn't warn of overflow.
-    return math.isfinite(np.vdot(array, array))
+    return isfinite(np.vdot(array, array))
 
 
 _WRONG = -1
@@ -143,7 +138,7 @@ _NOTHING = Spec((0,), np.dtype(float))
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
     """Reduce the ranks' arrays, with the result on all ranks; maximum and minimum of floats propagate NaN."""
     array = outgoing(x, call)
-    if not are_meant(array, op):
+    if op is MPI.SUM or array.dtype.kind != "f" or op not in (MPI.MAX, MPI.MIN):
         return _combined(channel, array, op)
     found = _combined(channel, without_nan(array, op), op)
     nan = _combined(channel, np.isnan(array.reshape(-1)), MPI.LOR) if may_be_nan(found, op) else None
@@ -160,10 +155,7 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
         return out if array.ndim else out[()]
-    transfer = transfer_of(arrays_of(array))
-    destination = transfer.destination(array.shape, array.dtype)
-    channel.data.Allreduce(transfer.send_buffer(array), transfer.recv_buffer(destination), op)
-    return transfer.received(destination)
+    return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array, Spec.of(array))
 
 
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
@@ -173,23 +165,10 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
         return chunked_collectives.reduce(channel, array, root)
     if exchanges(array.nbytes):
         return exchanged_sums.reduce(channel, array, root)
-    if type(array) is not np.ndarray:
-        return _reduce_on_device(channel, array, root)
-    out = np.empty(array.shape, array.dtype) if channel.rank == root else np.zeros(array.shape, array.dtype)
-    channel.data.Reduce(array, out if channel.rank == root else None, MPI.SUM, root)
-    return out if array.ndim else out[()]
-
-
-def _reduce_on_device(channel: Channel, array: Array, root: int) -> Array:
-    arrays = arrays_of(array)
-    transfer = transfer_of(arrays)
-    # Memory for the result is allocated only on the root.
     if channel.rank != root:
-        channel.data.Reduce(transfer.send_buffer(array), None, MPI.SUM, root)
-        return Spec(array.shape, array.dtype, arrays).zeros()
-    destination = transfer.destination(array.shape, array.dtype)
-    channel.data.Reduce(transfer.send_buffer(array), transfer.recv_buffer(destination), MPI.SUM, root)
-    return transfer.received(destination)
+        channel.data.Reduce(send_buffer(array), None, MPI.SUM, root)
+        return Spec.of(array).zeros()
+    return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, Spec.of(array))
 
 
 def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
@@ -200,13 +179,10 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
             return chunked_collectives.bcast_to_here(channel, spec, root, present().chunk)
         chunked_collectives.bcast_from_here(channel, array, present().chunk)
         return copied(array)
-    transfer = transfer_of(spec.arrays)
     if array is not None:
-        channel.data.Bcast(transfer.send_buffer(array), root)
+        channel.data.Bcast(send_buffer(array), root)
         return copied(array)
-    destination = transfer.destination(spec.shape, spec.dtype)
-    channel.data.Bcast(transfer.recv_buffer(destination), root)
-    return transfer.received(destination)
+    return communicate(lambda _, out: channel.data.Bcast(out, root), None, spec)
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
@@ -216,13 +192,9 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     comm = channel.backwards() if backwards else channel.data
     if divides(array.nbytes):
         return chunked_collectives.scan(comm, array, exclusive)
-    transfer = transfer_of(arrays_of(array))
-    destination = transfer.destination(array.shape, array.dtype)
-    (comm.Exscan if exclusive else comm.Scan)(transfer.send_buffer(array), transfer.recv_buffer(destination), MPI.SUM)
-    if exclusive and comm.rank == 0:
-        # In MPI the first rank's exclusive sum is undefined.
-        return Spec(array.shape, array.dtype, arrays_of(array)).zeros()
-    return transfer.received(destination)
+    sums = communicate(comm.Exscan if exclusive else comm.Scan, array, Spec.of(array))
+    # In MPI the first rank's exclusive sum is undefined.
+    return Spec.of(array).zeros() if exclusive and comm.rank == 0 else sums
 
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
@@ -230,10 +202,7 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     array = outgoing(x, call)
     if divides(array.nbytes):
         return chunked_collectives.alltoall(channel, array)
-    transfer = transfer_of(arrays_of(array))
-    destination = transfer.destination(array.shape, array.dtype)
-    channel.data.Alltoall(transfer.send_buffer(array), transfer.recv_buffer(destination))
-    return transfer.received(destination)
+    return communicate(channel.data.Alltoall, array, Spec.of(array))
 
 
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
@@ -267,18 +236,17 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     rest = array.shape if axis is None else array.shape[1:]
     mine = root is None or channel.rank == root
     whole = Spec(((sum(lengths) if mine else 0), *rest), array.dtype, arrays_of(array))
-    counts = [length * _count(rest) for length in lengths]
+    counts = [length * prod(rest) for length in lengths]
     if divides(sum(counts) * array.dtype.itemsize):
         return _back(chunked_collectives.gather(channel, array, root, counts, whole), axis)
-    transfer = transfer_of(whole.arrays)
-    destination = transfer.destination(whole.shape, whole.dtype)
-    if root is None:
-        channel.data.Allgatherv(transfer.send_buffer(array), [transfer.recv_buffer(destination), counts])
-    else:
-        channel.data.Gatherv(
-            transfer.send_buffer(array), [transfer.recv_buffer(destination), counts] if mine else None, root
-        )
-    return _back(transfer.received(destination), axis)
+
+    def collect(sent: Buffer, out: Buffer) -> None:
+        if root is None:
+            channel.data.Allgatherv(sent, [out, counts])
+        else:
+            channel.data.Gatherv(sent, [out, counts] if mine else None, root)
+
+    return _back(communicate(collect, array, whole), axis)
 
 
 def scatter(
@@ -287,14 +255,14 @@ def scatter(
     """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
     array = _front(outgoing(x, call), axis) if channel.rank == root else None
-    counts = [length * _count(shape if axis is None else shape[1:]) for length in lengths]
+    spec, counts = piece._replace(shape=shape), [length * prod(shape if axis is None else shape[1:]) for length in lengths]
     if divides(sum(counts) * piece.dtype.itemsize):
-        return _back(chunked_collectives.scatter(channel, array, root, counts, piece._replace(shape=shape)), axis)
-    transfer = transfer_of(piece.arrays)
-    destination = transfer.destination(shape, piece.dtype)
-    whole = None if array is None else [transfer_of(arrays_of(array)).send_buffer(array), counts]
-    channel.data.Scatterv(whole, transfer.recv_buffer(destination), root)
-    return _back(transfer.received(destination), axis)
+        return _back(chunked_collectives.scatter(channel, array, root, counts, spec), axis)
+
+    def distribute(sent: Buffer | None, out: Buffer) -> None:
+        channel.data.Scatterv(None if sent is None else [sent, counts], out, root)
+
+    return _back(communicate(distribute, array, spec), axis)
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
@@ -302,15 +270,12 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
     array = _front(outgoing(x, call), axis)
     rest = array.shape[1:]
     block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
-    counts = [length * _count(rest) for length in lengths]
+    counts = [length * prod(rest) for length in lengths]
     if divides(array.nbytes):
         return _back(chunked_collectives.reduce_scatter(channel, array, counts, block), axis)
     if exchanges(array.nbytes):
         return _back(exchanged_sums.reduce_scatter(channel, array, counts, block), axis)
-    transfer = transfer_of(block.arrays)
-    destination = transfer.destination(block.shape, block.dtype)
-    channel.data.Reduce_scatter(transfer.send_buffer(array), transfer.recv_buffer(destination), counts, MPI.SUM)
-    return _back(transfer.received(destination), axis)
+    return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts, MPI.SUM), array, block), axis)
 
 
 def _front(array: Array, axis: int | None) -> Array:
@@ -320,7 +285,3 @@ def _front(array: Array, axis: int | None) -> Array:
 
 def _back(array: Array, axis: int | None) -> Array:
     return array if not axis else contiguous(np.moveaxis(array, 0, axis))
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape)) if shape else 1

@@ -15,8 +15,7 @@ from mpiad._typing import Array
 from mpiad.transport.buffers import Spec, even_lengths
 from mpiad.transport.channels import Channel
 from mpiad.transport.chunked_collectives import compare
-from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.staging import transfer_of
+from mpiad.transport.staging import communicate, send_buffer
 
 
 def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spec) -> Array:
@@ -29,28 +28,22 @@ def allreduce(channel: Channel, array: Array) -> Array:
     """Sum the ranks' arrays, with the result on all ranks."""
     compare(channel.data, "Allreduce", array, MPI.SUM)
     counts = even_lengths(array.size, channel.size)
-    block, transfer = _own_block(channel, array, counts), transfer_of(arrays_of(array))
-    destination = transfer.destination(array.shape, array.dtype)
-    channel.data.Allgatherv(transfer.send_buffer(block), [transfer.recv_buffer(destination), counts])
-    return transfer.received(destination)
+    block = _own_block(channel, array, counts)
+    return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, Spec.of(array))
 
 
 def reduce(channel: Channel, array: Array, root: int) -> Array:
     """Sum the ranks' arrays on the root; return zeros on other ranks."""
     compare(channel.data, "Reduce", array, MPI.SUM, root)
     counts = even_lengths(array.size, channel.size)
-    block, transfer = _own_block(channel, array, counts), transfer_of(arrays_of(array))
+    block = _own_block(channel, array, counts)
     if channel.rank != root:
-        channel.data.Gatherv(transfer.send_buffer(block), None, root)
-        return Spec(array.shape, array.dtype, arrays_of(array)).zeros()
-    destination = transfer.destination(array.shape, array.dtype)
-    channel.data.Gatherv(transfer.send_buffer(block), [transfer.recv_buffer(destination), counts], root)
-    return transfer.received(destination)
+        channel.data.Gatherv(send_buffer(block), None, root)
+        return Spec.of(array).zeros()
+    return communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), block, Spec.of(array))
 
 
 def _own_block(channel: Channel, array: Array, counts: list[int]) -> Array:
-    transfer, mine = transfer_of(arrays_of(array)), counts[channel.rank]
-    destination = transfer.destination((channel.size, mine), array.dtype)
-    sent, buffer = transfer.send_buffer(array), transfer.recv_buffer(destination)
-    channel.data.Alltoallv([sent, counts], [buffer, [mine] * channel.size])
-    return np.sum(transfer.received(destination), axis=0, dtype=array.dtype)
+    own, spec = [counts[channel.rank]] * channel.size, Spec.of(array)._replace(shape=(channel.size, counts[channel.rank]))
+    parts = communicate(lambda sent, out: channel.data.Alltoallv([sent, counts], [out, own]), array, spec)
+    return np.sum(parts, axis=0, dtype=array.dtype)

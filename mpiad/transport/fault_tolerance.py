@@ -87,7 +87,13 @@ def all_have_come() -> bool:
 def leave_process(code: int) -> None:
     """Leave the process; doesn't return."""
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or a closed one
-            stream.flush()
+    flush_streams()
     _exit(code)
+
+
+def flush_streams(text: str = "") -> None:
+    """Write out standard output and standard error, the latter with this text at its end."""
+    for stream, last in ((sys.stdout, ""), (sys.stderr, text)):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stream, or a closed one
+            stream.write(last)
+            stream.flush()

@@ -16,7 +16,7 @@ from mpiad.transport.buffers import Spec, copied, outgoing, result
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_named, arrays_of
 from mpiad.transport.device_settings import divides, present
-from mpiad.transport.staging import Direct, Staged, transfer_of
+from mpiad.transport.staging import Direct, Staged, communicate, transfer_of
 
 _WORDS = 128
 # Dtype, number of dimensions, then NumPy's 64 dimensions at most; the device, and the bytes of its chunks.
@@ -41,25 +41,22 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
     spec = _unpacked(packet, root, x)
     if packet[_CHUNK] > 0:
         return chunked_collectives.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
-    transfer = transfer_of(spec.arrays)
     if packet[_CHUNK] == _INLINE:
         flat = packet[_SHAPE_WORDS:].view(np.uint8)[: spec.nbytes]
         array = flat.view(spec.dtype).reshape(spec.shape)
         return result(array.copy()) if spec.arrays is None else spec.arrays.to_device(array)
-    destination = transfer.destination(spec.shape, spec.dtype)
-    channel.data.Bcast(transfer.recv_buffer(destination), root)
-    return transfer.received(destination)
+    return communicate(lambda _, out: channel.data.Bcast(out, root), None, spec)
 
 
 def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: np.ndarray) -> Array:
     try:
         array = outgoing(x, call)
-        arrays = arrays_of(array)
-        transfer = transfer_of(arrays)
+        spec = Spec.of(array)
+        transfer = transfer_of(spec.arrays)
     except TypeError as error:  # the others already wait for a header
         _send_error(channel, error, root, packet)
         raise
-    _pack(packet, Spec(array.shape, array.dtype, arrays))
+    _pack(packet, spec)
     # An array that MPI reads on the device isn't copied to the host for the sake of a header.
     small = array.nbytes <= _INLINE_BYTES and not isinstance(transfer, Direct)
     if small:

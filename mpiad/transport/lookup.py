@@ -64,7 +64,7 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
         tracing.recorder.looked_up(call)
     if _world is None or MPI.Is_finalized():
         raise CommunicatorError(f"{call}: {_why_no_world()}")
-    found = _world if comm is None else _lookup(comm, call, collective)
+    found = _world if comm is None else prepare(comm, call, collective)
     if found.fault is not None and not (survivors and found.lost):
         _refuse(found, call)
     return found
@@ -86,7 +86,7 @@ def _refuse(found: Channel, call: str) -> NoReturn:
 def _why_no_world() -> str:
     if _finalized or MPI.Is_finalized():
         return "called after mpi_finalize. No communication is possible any more; move this call before it."
-    state = "MPI was initialised after the import of mpiad" if MPI.Is_initialized() else "MPI is not initialised"
+    state = "MPI was initialized after the import of mpiad" if MPI.Is_initialized() else "MPI is not initialized"
     return f"{state}. Call mpiad.mpi_init() on all ranks first."
 
 
@@ -99,25 +99,6 @@ def member(comm: Comm, call: str) -> Comm:
         raise CommunicatorError(f"{call}: {_why_no_world()}")
     if comm is None:
         return MPI.COMM_WORLD
-    _validate(comm, call)
-    return comm
-
-
-def _lookup(comm: Comm, call: str, collective: bool) -> Channel:
-    _validate(comm, call)
-    if comm == MPI.COMM_WORLD:
-        return open_world()
-    found = comm.Get_attr(_key())
-    # Making duplicates is collective, but only two ranks take part in a message.
-    if found is None and not collective:
-        raise CommunicatorError(
-            f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't do it, "
-            "since not all its ranks take part. Call mpiad.mpi_init(comm) on all its ranks first."
-        )
-    return found or prepare(comm, call)
-
-
-def _validate(comm: Comm, call: str) -> None:
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
     if comm == MPI.COMM_NULL:
@@ -130,15 +111,22 @@ def _validate(comm: Comm, call: str) -> None:
             f"{call}: comm is an intercommunicator (with {comm.size} ranks on this side), "
             "but an intracommunicator is expected. Merge it first: comm.Merge()."
         )
+    return comm
 
 
-def prepare(comm: Comm, call: str) -> Channel:
-    """Return the channel of a communicator, making its duplicates if there are none; collective."""
+def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
+    """Return the channel of a communicator. If `collective`, make its duplicates if there are none."""
     comm = member(comm, call)
     if comm == MPI.COMM_WORLD:
         return open_world()
     found = comm.Get_attr(_key())
     if found is None:
+        # Making duplicates is collective, but only two ranks take part in a message.
+        if not collective:
+            raise CommunicatorError(
+                f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't "
+                "prepare it, since not all its ranks take part. Call mpiad.mpi_init(comm) on all its ranks first."
+            )
         found = once(Channel, comm)
         comm.Set_attr(_key(), found)
     return found

@@ -14,7 +14,7 @@ from mpiad.transport.buffers import Spec, result
 from mpiad.transport.channels import ABANDONED, Channel, is_watched
 from mpiad.transport.chunked_staging import bounds, incoming_transfer, of_whole, outgoing_transfer
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.staging import HOST, Staged, Transfer, transfer_of
+from mpiad.transport.staging import Staged, Transfer, transfer_of
 
 # The tags of messages and of the corresponding messages of adjoints.
 #
@@ -184,35 +184,22 @@ _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A pending receive: the destination of its array, MPI's buffer and request, and its envelope.
+    """A pending receive.
 
-    Without a `kind` it is started when it is waited for, by a blocking call of MPI that may also send `sent`: array, rank
-    and tag.
+    If `kind` is empty, it is started by `finish_receive`, which calls a blocking function of
+    MPI. This function also sends `sent`, an array with its target rank and tag, if it isn't None.
     """
 
     __slots__ = ("buffer", "destination", "envelope", "requests", "sent", "spec", "transfer")
 
-    def __init__(
-        self,
-        spec: Spec,
-        transfer: Transfer,
-        destination: Array,
-        buffer: Buffer,
-        envelope: Envelope,
-        kind: str,
-        sent: tuple | None = None,
-    ):
-        self.spec, self.transfer, self.destination, self.buffer, self.envelope = (
-            spec,
-            transfer,
-            destination,
-            buffer,
-            envelope,
-        )
-        self.sent, self.requests = sent, list[Request]()
+    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", sent: tuple | None = None):
+        self.spec, self.envelope, self.sent, self.requests = spec, envelope, sent, list[Request]()
+        self.transfer: Transfer = transfer_of(spec.arrays)
+        self.destination = self.transfer.destination(spec.shape, spec.dtype)
+        self.buffer: Buffer = self.transfer.recv_buffer(self.destination)
         if kind:
-            begin, call = envelope.channel.begin, envelope.comm.Irecv
-            self.requests = begin(kind, (buffer, destination), call, buffer, envelope.peer, envelope.mpi_tag)
+            kept, call = (self.buffer, self.destination), envelope.comm.Irecv
+            self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
@@ -234,16 +221,6 @@ def finish_send(requests: list[Request], envelope: Envelope) -> None:
 def send(array: Array, envelope: Envelope) -> None:
     """Send without waiting for the receiver; an array of the host must be private memory."""
     envelope.channel.leave(post_send(array, envelope, "blocking send"))
-
-
-def post_receive(spec: Spec, envelope: Envelope, kind: str = "receive") -> Receipt:
-    """Start a receive of an array of known shape and dtype."""
-    if spec.arrays is None:
-        buffer = np.empty(spec.shape, spec.dtype)
-        return Receipt(spec, HOST, buffer, buffer, envelope, kind)
-    transfer = transfer_of(spec.arrays)
-    destination = transfer.destination(spec.shape, spec.dtype)
-    return Receipt(spec, transfer, destination, transfer.recv_buffer(destination), envelope, kind)
 
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
@@ -268,7 +245,7 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
     if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, call)
-    return finish_receive(post_receive(spec, envelope, "" if spec.arrays is None else "blocking receive"), call)
+    return finish_receive(Receipt(spec, envelope, "" if spec.arrays is None else "blocking receive"), call)
 
 
 def _answered(envelope: Envelope, status: Status) -> None:
@@ -310,9 +287,8 @@ def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> No
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
     """Send to one rank and receive from another, and wait for both."""
     if type(array) is np.ndarray and spec.arrays is None and there.comm is back.comm and not is_watched():
-        buffer = np.empty(spec.shape, spec.dtype)
-        return finish_receive(Receipt(spec, HOST, buffer, buffer, back, "", (array, there.peer, there.mpi_tag)), call)
-    receipt = post_receive(spec, back, "blocking receive")
+        return finish_receive(Receipt(spec, back, "", (array, there.peer, there.mpi_tag)), call)
+    receipt = Receipt(spec, back, "blocking receive")
     sending = post_send(array, there, "blocking send")
     try:
         value = finish_receive(receipt, call)
@@ -324,43 +300,39 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     return value
 
 
-def too_long(error: MPI.Exception, destination: np.ndarray, back: Envelope, call: str) -> ValueError | None:
-    """Return the exception for MPI's error in a receive if the message was too long, None otherwise."""
+def receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
+    """Return a ValueError if MPI's error in a receive means that the message was too long, otherwise MPI's error itself."""
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
-        return None
-    return ValueError(_mismatch(Spec(destination.shape, destination.dtype), "more bytes", back, call))
+        return error
+    return ValueError(_mismatch(spec, "more bytes", envelope, call))
 
 
 def require_whole(destination: np.ndarray, status: Status, back: Envelope, call: str) -> None:
     """Receive announced chunks if a received message is an announcement; raise a ValueError if it is too short."""
     got = status.Get_count(MPI.BYTE)
     if got != destination.nbytes:
-        destination[...] = _receive_chunks(
-            destination, got, Spec(destination.shape, destination.dtype), back, np.empty_like(destination), call
-        )
+        destination[...] = _receive_chunks(destination, got, Spec.of(destination), back, np.empty_like(destination), call)
 
 
 def _await(receipt: Receipt, status: Status, call: str) -> None:
-    there = receipt.envelope
+    envelope = receipt.envelope
     try:
         if receipt.requests:
             receipt.requests[0].Wait(status)
         elif receipt.sent is None:
-            there.comm.Recv(receipt.buffer, there.peer, there.mpi_tag, status)
+            envelope.comm.Recv(receipt.buffer, envelope.peer, envelope.mpi_tag, status)
         else:
-            there.comm.Sendrecv(*receipt.sent, receipt.buffer, there.peer, there.mpi_tag, status)
-    except MessageMismatchError:  # under watch its header is looked at
-        _answered(receipt.envelope, status)
-        _drop_chunks(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, receipt.envelope)
+            envelope.comm.Sendrecv(*receipt.sent, receipt.buffer, envelope.peer, envelope.mpi_tag, status)
+    except MessageMismatchError:  # debug mode has compared the header
+        _answered(envelope, status)
+        _drop_chunks(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, envelope)
         raise
     except MPI.Exception as error:
         if receipt.sent is not None:
             ABANDONED.append(receipt.sent)  # it may still be in flight
-        _answered(receipt.envelope, status)
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise ValueError(_mismatch(receipt.spec, "more bytes", receipt.envelope, call)) from None
-        raise
-    _answered(receipt.envelope, status)
+        _answered(envelope, status)
+        raise receive_error(error, receipt.spec, envelope, call) from None
+    _answered(envelope, status)
 
 
 def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:

@@ -24,7 +24,4 @@ def defined_for(kind: str) -> tuple[str, ...]:
 
 def name_of(op: Op) -> str | None:
     """Return the name of one of MPI's own reductions, None for a user's own."""
-    for name in _NAMES:
-        if op == getattr(MPI, name):
-            return name
-    return None
+    return next((name for name in _NAMES if op == getattr(MPI, name)), None)

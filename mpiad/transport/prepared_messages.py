@@ -9,10 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Rank
-from mpiad.transport.channels import Channel
-from mpiad.transport.messages import Envelope, require_whole, too_long
-
-_ABANDONED: list[Any] = []
+from mpiad.transport.buffers import Spec
+from mpiad.transport.channels import ABANDONED, Channel
+from mpiad.transport.messages import Envelope, receive_error, require_whole
 
 
 def as_message(array: np.ndarray) -> list[Any]:
@@ -42,8 +41,8 @@ def prepared_swap(
             else:
                 channel.data.Sendrecv(going, dest, tag, coming, source, tag, status)
         except MPI.Exception as error:
-            _ABANDONED.append((going, coming))  # MPI may still use them
-            raise too_long(error, destination, back, call) or error from None
+            ABANDONED.append((going, coming))  # MPI may still use them
+            raise receive_error(error, Spec.of(destination), back, call) from None
         if status.Get_count(byte) != size:  # asked here, since a call costs a tenth of all
             require_whole(destination, status, back, call)
 
@@ -99,7 +98,7 @@ class PreparedMessages:
             try:
                 request.Wait(status)
             except MPI.Exception as error:
-                raise too_long(error, destination, envelope, call) or error from None
+                raise receive_error(error, Spec.of(destination), envelope, call) from None
             require_whole(destination, status, envelope, call)
         for request in self._sends:
             request.Wait()

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -137,12 +138,8 @@ def _hear(ear: int, main: int) -> None:
 
 def _interrupted(frame: FrameType | None) -> FrameType | None:
     # If the main thread wakes first, it is already in the handler: the program's place is the interrupted frame.
-    inner = frame
-    while inner is not None:
-        if inner.f_code is _on_sigterm.__code__:
-            return inner.f_back
-        inner = inner.f_back
-    return frame
+    frames = [] if frame is None else traceback.walk_stack(frame)
+    return next((inner.f_back for inner, _ in frames if inner.f_code is _on_sigterm.__code__), frame)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

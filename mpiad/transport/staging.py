@@ -15,14 +15,16 @@ are copied to the device by a copy that is queued on the current stream, so that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Buffer, Shape
+from mpiad.transport.buffers import Spec
 from mpiad.transport.cuda_aware import takes_directly
-from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.pinned import Loan, pool_of
 
 Destination: TypeAlias = Any
@@ -94,16 +96,14 @@ class Staged:
     def __init__(self, arrays: ArrayModule):
         self.arrays, self._pool = arrays, pool_of(arrays)
 
-    def send_buffer(self, array: Array) -> np.ndarray:
-        """Return a copy on the host after the copy has completed."""
-        return self.send_copy(array)
-
     def send_copy(self, array: Array) -> np.ndarray:
         """Return a copy on the host after the copy has completed."""
         host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
         self.arrays.copy_to_host(array, host)
         self.arrays.wait(self.arrays.record())  # since MPI ignores streams
         return host
+
+    send_buffer = send_copy
 
     def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
         """Allocate memory on the host, from a pool."""
@@ -133,3 +133,16 @@ def transfer_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Transf
     if arrays is None:
         return HOST
     return Direct(arrays) if takes_directly(arrays, nonblocking) else Staged(arrays)
+
+
+def send_buffer(array: Array) -> Buffer:
+    """Return the buffer from which MPI reads a C-contiguous array in a blocking call."""
+    return transfer_of(arrays_of(array)).send_buffer(array)
+
+
+def communicate(call: Callable[[Any, Buffer], object], sent: Array | None, spec: Spec) -> Array:
+    """Return the array with this spec that MPI writes in ``call(send_buffer, recv_buffer)``; it reads `sent`, if any."""
+    transfer = transfer_of(spec.arrays)
+    destination = transfer.destination(spec.shape, spec.dtype)
+    call(None if sent is None else send_buffer(sent), transfer.recv_buffer(destination))
+    return transfer.received(destination)

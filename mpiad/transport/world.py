@@ -85,7 +85,7 @@ def meet(call: str) -> None:
     while not request.Test():
         waits = (
             f"{call}: rank {MPI.COMM_WORLD.rank} has waited for {patience.seconds:.0f} seconds for other ranks. All ranks "
-            "must import mpiad (or call mpi_init, where MPI is initialised later), and none may end before."
+            "must import mpiad (or call mpi_init, if MPI is initialized later), and none may end before."
         )
         if limit is not None and patience.seconds > limit:
             raise DeadlockError(waits)

@@ -340,7 +340,7 @@ def sends_blocking(comm):
 
 
 def receives(comm):
-    messages.finish_receive(messages.post_receive(Spec((3,), np.dtype(float)), Envelope(comm, comm.rank, 0, False)), "test")
+    messages.finish_receive(messages.Receipt(Spec((3,), np.dtype(float)), Envelope(comm, comm.rank, 0, False)), "test")
 
 
 def posts_an_object(comm):

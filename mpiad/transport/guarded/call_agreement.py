@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ class Agreement:
         _abandoned.append(held := [buffer])
         # Sent to this rank, too, which needn't be a special case.
         sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
-        found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
+        found = [poll_for(partial(self.comm.improbe, rank, tag), make).recv() for rank in range(self.comm.size)]
         for send in sends:
             poll(send.Test, make)
         held.clear()
@@ -123,14 +124,6 @@ _MAIN = threading.main_thread().ident
 def lane_of(channel_number: int) -> int:
     """Return the lane of this thread; threads other than the main one may have their own communicators."""
     return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
-
-
-def _received(comm: Comm, source: int, tag: int, make: Callable[[], Awaited]) -> Any:
-    status = MPI.Status()
-    message = poll_for(lambda: comm.Improbe(source, tag, status), make)
-    buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-    message.Recv([buffer, MPI.BYTE])
-    return pickle.loads(buffer.tobytes())
 
 
 class _Lane:

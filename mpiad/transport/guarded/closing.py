@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from mpi4py import MPI
 from mpiad.errors import CommunicationMismatchError
 from mpiad.transport import channels, lookup
 from mpiad.transport.departure import await_others
+from mpiad.transport.fault_tolerance import flush_streams
 from mpiad.transport.guarded import message_counts, switch, watch_settings
 from mpiad.transport.guarded.timed_waits import deadline_lifted
 from mpiad.transport.uncaught import end_by
@@ -76,7 +76,7 @@ def _left_over() -> list[str]:
     requests = [
         f"Rank {rank} started {call} at {place} and never waited for it."
         for rank, found in enumerate(summaries)
-        for call, place, _ in found[2]
+        for _, call, place in found[2]
     ]
     return message_counts.unreceived(summaries) + requests
 
@@ -87,6 +87,5 @@ def _end_job(error: Exception) -> None:
         end_by(error)
     else:
         time.sleep(_KILLED_WITHIN)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     os._exit(1)

@@ -7,7 +7,6 @@ table of the calls, and a sentence with the differences and advice.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -18,6 +17,7 @@ from mpiad._typing import Op
 from mpiad.errors import CommunicationMismatchError
 from mpiad.transport import calls
 from mpiad.transport.agreement import Group, agreed
+from mpiad.transport.agreement import fingerprint as hash_of
 from mpiad.transport.calls import Call, Site
 from mpiad.transport.mpi_operations import name_of
 
@@ -162,8 +162,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared
-        digest = hashlib.blake2b(repr(compared).encode(), digest_size=8).digest()
-        found = _known[key] = int.from_bytes(digest, "little") >> 2  # so that a count can be added without overflow
+        found = _known[key] = hash_of(compared) >> 2  # so that a count can be added without overflow
     return found
 
 

@@ -50,20 +50,13 @@ class MessageCounts:
     def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:
         """Return the messages sent, those received, and the requests started and not waited for."""
         # Copied in one step: a tuple of the items makes each of them, and a collection amid that lets the program add more.
-        sent = [
-            Entry(self.label, self.members[peer], tag, count, tuple(places))
-            for (peer, tag), (count, places) in self._sent.copy().items()
-        ]
-        received = [
-            Entry(self.label, self.members[peer], tag, count, ()) for (peer, tag), count in self._received.copy().items()
-        ]
-        return sent, received, self._unwaited()
-
-    def _unwaited(self) -> list[tuple[str, str, str]]:
+        label, rank = self.label, self.members
+        sent = [Entry(label, rank[peer], tag, n, tuple(sites)) for (peer, tag), (n, sites) in self._sent.copy().items()]
+        received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
         channel = self._owner()
         started = () if channel is None else tuple(channel.started.values())
         requests = [request for kind, held, _ in started if not kind.startswith("blocking") for request in held]
-        return [(*request.caller, self.label) for request in requests if hasattr(request, "caller")]
+        return sent, received, [(self.label, *request.caller) for request in requests if hasattr(request, "caller")]
 
 
 # The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
@@ -81,12 +74,7 @@ def summary() -> Summary:
 
 def without(found: Summary, labels: set[str]) -> Summary:
     """Return a summary without the communicators of these names."""
-    sent, received, started = found
-    return (
-        [entry for entry in sent if entry.communicator not in labels],
-        [entry for entry in received if entry.communicator not in labels],
-        [entry for entry in started if entry[2] not in labels],
-    )
+    return tuple([entry for entry in entries if entry[0] not in labels] for entries in found)  # type: ignore[return-value]
 
 
 def unreceived(summaries: list[Any]) -> list[str]:

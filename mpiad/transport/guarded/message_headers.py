@@ -118,16 +118,13 @@ class HeadedMessages(Guarded):
         # Headers are compared as bytes, and decoded only for an error message.
         if not header.startswith(_form(buffer)):
             form, _, sender = header.decode(errors="replace").rstrip().partition("|")
-            self._refuse(f"sent {form} with tag {tag}", sender, buffer, source, by)
-
-    def _refuse(self, sent: str, sender: str, buffer: np.ndarray, source: int, by: tuple[str, str]) -> None:
-        name, place = by
-        raise MessageMismatchError(
-            f"{name}: rank {source} {sent}, but the array it is received into has shape {buffer.shape} and dtype "
-            f"{buffer.dtype}: {buffer.nbytes} bytes. It was sent by {sender}, and received by {name} at {place}. "
-            "Give a template (`like`) with the shape and dtype of what is sent.",
-            ranks=(self.members[source], self.members[self.rank]),
-        )
+            name, place = by
+            raise MessageMismatchError(
+                f"{name}: rank {source} sent {form} with tag {tag}, but the array it is received into has shape "
+                f"{buffer.shape} and dtype {buffer.dtype}: {buffer.nbytes} bytes. It was sent by {sender}, and received by "
+                f"{name} at {place}. Give a template (`like`) with the shape and dtype of what is sent.",
+                ranks=(self.members[source], self.members[self.rank]),
+            )
 
     def Free(self) -> None:
         """Free both communicators; collective."""

@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 def finding_of(states: list[State | None], asker: int) -> Finding:
     """Return the finding for the states of all ranks of the world; `asker`: the rank whose wait took too long."""
     edges = _edges(states)
-    cycle = _from_first(_cycle(edges, asker))
+    cycle = _cycle(edges, asker)
     ranks = _together(edges, asker)
     rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
@@ -84,18 +84,18 @@ def _has_come(state: State | None, key: str, number: int) -> bool:
 
 
 def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return a cycle of waits that can be reached from a rank; empty if there is none."""
-    path, ahead = (
-        {start: None},
-        [iter(edges.get(start, ()))],
-    )  # without recursion, since a cycle may have thousands of ranks
+    """Return a cycle of waits that can be reached from a rank, from its lowest rank to the same rank; empty if none."""
+    # Without recursion, since a cycle may have thousands of ranks.
+    path, ahead = {start: None}, [iter(edges.get(start, ()))]
     done: set[int] = set()
     while ahead:
         for other in ahead[-1]:
             # The end of the current search path is a cycle.
             if other in path:
                 ranks = list(path)
-                return (*ranks[ranks.index(other) :], other)
+                cycle = ranks[ranks.index(other) :]
+                start = cycle.index(min(cycle))
+                return (*cycle[start:], *cycle[: start + 1])
             # Each shared list is searched once.
             if other in edges and id(edges[other]) not in done:
                 path[other] = None
@@ -148,14 +148,6 @@ def _shown(state: State) -> str:
 
 def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {rank_ranges(sorted(ranks))}" if ranks else ""
-
-
-def _from_first(cycle: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a cycle rotated to begin, and end, with its lowest rank."""
-    if not cycle:
-        return cycle
-    start = cycle.index(min(cycle))
-    return (*cycle[start:-1], *cycle[:start], cycle[start])
 
 
 def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edges: dict[int, list[int]]) -> str:
@@ -300,9 +292,7 @@ class Responder:
         waiting = every.get(main) or next(iter(every.values()), None)
         common = {"asking": self._asking, "counts": communicator.counts(), "ledger": message_counts.summary()}
         if self._leaving_since is not None:
-            how, place = farewell()
-            seconds = perf_counter() - self._leaving_since
-            return common | {"state": "left", "how": how, "place": place, "seconds": seconds}
+            return common | _left(*farewell(), self._leaving_since)
         if waiting is not None:
             seconds = perf_counter() - waiting.began
             return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
@@ -320,20 +310,15 @@ class Responder:
 
     def _taken(self, tag: int) -> tuple[int, Any] | None:
         status = MPI.Status()
-        message = self._comm.Improbe(MPI.ANY_SOURCE, tag, status)
-        if message is None:
-            return None
-        buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-        message.Recv([buffer, MPI.BYTE])
-        return status.source, pickle.loads(buffer.tobytes())
+        message = self._comm.improbe(MPI.ANY_SOURCE, tag, status)
+        return None if message is None else (status.source, message.recv())
 
 
-def _departure(rank: int) -> dict[str, Any] | None:
+def _departure(rank: int) -> State | None:
     """Return the state of a rank that has left the program; None if it hasn't left."""
     gone = departed.get(rank)
-    if gone is None:
-        return None
-    seconds = perf_counter() - gone.heard
-    return {
-        "state": "left", "how": gone.how, "place": gone.place, "seconds": seconds, "counts": gone.counts, "ledger": None,
-    }  # fmt: skip
+    return gone and _left(gone.how, gone.place, gone.heard) | {"counts": gone.counts, "ledger": None}
+
+
+def _left(how: str, place: str, since: float) -> State:
+    return {"state": "left", "how": how, "place": place, "seconds": perf_counter() - since}

@@ -100,16 +100,15 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = F
 
 def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
     """Return the result of `find`, once that isn't None; otherwise as `poll`."""
-    found: list[Any] = []
+    found = None
 
-    def come() -> bool:
-        one = find()
-        if one is not None:
-            found.append(one)
-        return bool(found)
+    def is_found() -> bool:
+        nonlocal found
+        found = find()
+        return found is not None
 
-    poll(come, make)
-    return found[0]
+    poll(is_found, make)
+    return found
 
 
 def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
