@@ -1,8 +1,4 @@
-"""End the whole job when one rank can't continue: the others would wait for it forever.
-
-`uncaught` does so after an uncaught exception, `signals` when a rank receives a signal to end, `departure` when one has
-left the others behind.
-"""
+"""End the whole job if one rank can't continue, since the others would wait for it forever."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from mpiad.transport.fault_tolerance import FAULT_TOLERANT, flush_streams, lost_
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
-last_words: list[Callable[[], object]] = []  # called before a rank ends the job: nothing that waits for others
+last_words: list[Callable[[], object]] = []  # called before a rank ends the job; they mustn't wait for other ranks
 
 _exit = os._exit  # before `departure` replaces it
 _process = os.getpid()
@@ -47,25 +43,24 @@ def at_trace(trace: TracebackType | None) -> str:
 
 def end_job(text: str, code: int) -> None:
     """End all ranks with an exit code, and print the reason to standard error; doesn't return."""
-    if not _ending.acquire(blocking=False):  # another thread does it already
+    if not _ending.acquire(blocking=False):  # another thread already ends the job
         time.sleep(_UNTIL_READ + _UNTIL_KILLED)
         _exit(code)
-    # One write, so that the lines of ranks that fail together don't mix.
-    # Standard output too: an abort would lose the contents of its buffer.
+    # One write per stream, so that the lines of ranks that fail together don't mix.
     flush_streams(text)
     for last in last_words:
         with contextlib.suppress(Exception):
             last()
-    # Launchers end a job without reading the rest of its pipes: the text would sometimes be lost.
+    # Launchers end a job without reading the rest of its pipes: without a pause the text would sometimes be lost.
     time.sleep(_UNTIL_READ)
-    # If Open MPI has survived the death of a rank, its abort ends the job with 0, and a rank's exit with its code.
+    # After the death of a rank, Open MPI's abort would end the job with code 0; the exit of this rank ends it with `code`.
     if not (FAULT_TOLERANT and lost_ranks(MPI.COMM_WORLD)):
         MPI.COMM_WORLD.Abort(code)
-        # Some MPIs return from it. Functions called at the exit of this process wait for the other ranks.
+        # Some MPIs return from Abort. The exit functions of this process mustn't run, since they wait for the other ranks.
         time.sleep(_UNTIL_KILLED)
     _exit(code)
 
 
 def may_end_job() -> bool:
-    """Return whether an exception on one rank may end the others: if there are any, and not under ``MPIAD_ABORT=0``."""
+    """Return whether an exception on one rank may end the others: with more than one rank and without ``MPIAD_ABORT=0``."""
     return switch("MPIAD_ABORT", True) and MPI.COMM_WORLD.size > 1

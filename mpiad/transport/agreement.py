@@ -1,4 +1,4 @@
-"""Raising exceptions on all ranks: an error on one rank is sent to the others."""
+"""Agreement of the ranks on an exception: an error on one rank is sent to the others, and all ranks raise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Failure(NamedTuple):
     text: str  # its message
     summary: str  # the last lines of its traceback
     trace: str  # its traceback
-    exit_code: int = 1  # exit code of a program that it ends
+    exit_code: int = 1  # exit code of a program that the exception ends
     builtin: str = "RuntimeError"  # name of its nearest base class that other ranks can construct
 
     @classmethod
@@ -65,7 +65,7 @@ def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteEr
 
 def failures_among(comm: Comm, error: BaseException | None) -> Failures:
     """Return the failed ranks, each with the failure of the first of them; collective."""
-    # Only one traceback is sent, after flags, and only if a rank has failed.
+    # One traceback is enough; it is sent after the flags.
     failed = [rank for rank, has in enumerate(comm.allgather(error is not None)) if has]
     first: Failure = comm.bcast(None if error is None else Failure.of(error), failed[0])  # type: ignore[assignment]
     return dict.fromkeys(failed, first)
@@ -78,7 +78,7 @@ class Group(Protocol):
 
 
 def agreed(group: Group, error: Exception) -> Exception:
-    """Return the exception, marked as one that all ranks of a group raise together, so that none waits for another."""
+    """Mark an exception as one that all ranks of a group raise together, so that none waits for another; return it."""
     error.__dict__["_agreed_among"] = frozenset(group.members)
     return error
 
@@ -89,14 +89,12 @@ def agreed_among(error: BaseException) -> frozenset[int]:
 
 
 def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
-    """Mark channels as unusable on which an exception may have left pending communication.
-
-    If all ranks of a channel raise the exception together, no collective is pending, but messages may be.
-    """
+    """Mark channels as unusable if an exception may have left pending communication on them."""
     agreed = agreed_among(error)
+    # If all ranks of a channel raise the exception together, no collective is pending, but messages may be.
     for channel, messages in used:
         if messages or channel.size > 1 and not agreed.issuperset(channel.members):
-            channel.mark(f"{type(error).__name__} left {what} in which messages were under way.", messages)
+            channel.mark(f"{type(error).__name__} left {what} in which messages were in flight.", messages)
 
 
 def forget_agreement(error: BaseException) -> None:
@@ -107,8 +105,8 @@ def forget_agreement(error: BaseException) -> None:
 def raise_together(channel: Channel, error: Exception | None) -> None:
     """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None.
 
-    Ranks with an error raise it. The others raise one with the same text and the same type, or the nearest base class among
-    Python's exceptions and the solvers', else a RuntimeError; so `except ValueError` catches it on all ranks or on none.
+    Ranks with an error raise it. The others raise one with the same text and type, if it is an exception of Python's or the
+    solvers', else of the nearest such base class: so `except ValueError` catches it on all ranks or on none.
     """
     settled(_raised_together, channel, error)
 
@@ -143,7 +141,7 @@ def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:
-    """Raise a ValueError on all ranks if their arguments differ; collective. `described`: the arguments as text."""
+    """Raise a ValueError on all ranks if their arguments, `described` as text, differ; collective."""
     settled(_required_same, channel, described, call)
 
 
@@ -180,7 +178,7 @@ def require_alike(channel: Channel, error: Exception | None, call: str, describe
 def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:
     """Return ``make()``; raise on all ranks if it raises on any rank, or if the results differ; collective.
 
-    `describe`: returns the arguments `described` and `compared` of `require_alike` for a result.
+    `describe`: returns, for a result, the arguments `described` and `compared` of `require_alike`.
     """
     error, made, described = None, None, [""]
     try:
@@ -189,7 +187,7 @@ def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T]
     except Exception as found:  # noqa: BLE001 the other ranks mustn't wait
         error = found
     require_alike(channel, error, call, *described)
-    return made  # type: ignore[return-value]  if it is missing, all ranks have raised
+    return made  # type: ignore[return-value]  without a result all ranks have raised
 
 
 def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:

@@ -18,9 +18,9 @@ from mpiad.checkpoint_files import begin, data_of, remedy, require_regular, sync
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.channels import Channel
 
-# Without collective buffering, in which ROMIO sends all data through one rank per node, and which is slower on local disks.
+# Collective buffering, in which ROMIO sends all data through one rank per node, is slower on local disks.
 _HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
-# Attempts to open one file on all ranks while other jobs replace it; more than two only on a disk without hard links.
+# Attempts to open one file on all ranks while other jobs replace it. Without hard links two may be too few.
 _ATTEMPTS = 100
 
 
@@ -38,11 +38,10 @@ class Layout(NamedTuple):
 
 
 def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
-    """Write a file from the blocks of all ranks, under a temporary name that is changed at the end; collective.
+    """Write a file from the blocks of all ranks, and replace an older file at the end; collective.
 
-    `shape`: the shape of the whole array. `starts`: the indices at which this rank's block begins. `block`: contiguous, and
-    of the same dtype on all ranks. Raises an OSError on all ranks if the file can't be written; an existing file is then
-    kept.
+    `shape`: of the whole array. `starts`: the indices at which this rank's block begins. `block`: contiguous, with the same
+    dtype on all ranks. Raises an OSError on all ranks if the file can't be written; an older file is then kept.
     """
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
@@ -59,7 +58,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
 
     root = used.rank == 0
     try:
-        # By rank 0 first, whose error all raise: on some ranks MPICH's errors have no text after earlier errors.
+        # Rank 0 creates the file alone, and all ranks raise its error: MPICH's errors on several ranks may have no text.
         _together(used, path, make if root else None, call)
         data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
         with _opened(used, data, MPI.MODE_WRONLY, call) as file:
@@ -81,7 +80,7 @@ def _discard(begun: list[tuple[Path, IO[bytes]]]) -> None:
 
 
 def _layout_in(file: IO[bytes]) -> Layout:
-    """Return the layout of a file; raise a ValueError if it isn't in NumPy's format, or has the wrong length."""
+    """Return the layout of a file; raise a ValueError if it isn't in NumPy's format or has the wrong length."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)
@@ -106,7 +105,7 @@ def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape,
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
         if attempt and used.rank == 0:
-            # A hard link, which nobody replaces; if the file system has no links, another attempt with the original name.
+            # No job replaces a hard link. If the file system has no hard links, the ranks try the original name again.
             with contextlib.suppress(OSError):
                 begun.append(begin(path))
                 os.link(path, data_of(begun[0][0]))
@@ -124,7 +123,7 @@ def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape,
 def _read_once(
     used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
 ) -> np.ndarray | None:
-    """Implement `read_block`; return None on all ranks if they have opened different files."""
+    """Return this rank's block, or None on all ranks if they have opened different files."""
     error, held = None, None
     try:
         require_regular(path)
@@ -155,8 +154,8 @@ def _read_once(
 
 
 def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
-    """Read or write a block at its place in the file."""
-    # As bytes, for any dtype, and as rows, since the number of bytes may exceed an int.
+    """Read or write a block at its position in the file by ``transfer([memory, number of rows, datatype of a row])``."""
+    # As bytes, for any dtype. In rows, since the number of bytes may exceed a C int.
     width = layout.dtype.itemsize
     sizes, inner = [(*whole[:-1], whole[-1] * width) for whole in (layout.shape, block.shape)]
     view = MPI.BYTE.Create_subarray(sizes, inner, (*starts[:-1], starts[-1] * width)).Commit()
@@ -184,7 +183,7 @@ def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.Fil
 
 
 def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str) -> None:
-    """Call `act`, if this rank has one; raise an error of any rank on all ranks."""
+    """Call `act`, unless it is None; raise an error of any rank on all ranks."""
     error: Exception | None = None
     try:
         if act is not None:

@@ -1,7 +1,4 @@
-"""Arrays as MPI takes them: contiguous, of a dtype that MPI has a type for.
-
-Nothing is cast here. Arrays that can't be sent as they are raise an error before any message.
-"""
+"""Arrays that MPI can send: contiguous, with a dtype that has an MPI datatype. Nothing is cast here."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer ty
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of an array, and the module that makes arrays on its device: None on the host."""
+    """Shape and dtype of an array, and the module that makes arrays on its device; None for the host."""
 
     shape: Shape
     dtype: np.dtype
@@ -43,11 +40,11 @@ class Spec(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
     def empty(self) -> Array:
-        """Make a new array without values."""
+        """Return a new uninitialized array."""
         return np.empty(self.shape, self.dtype) if self.arrays is None else self.arrays.empty(self.shape, self.dtype)
 
     def zeros(self) -> Array:
-        """Make a new array of zeros; on the host a scalar for shape ()."""
+        """Return a new array of zeros; on the host a NumPy scalar for shape ()."""
         if self.arrays is not None:
             return self.arrays.full(self.shape, 0, self.dtype)
         return np.zeros(self.shape, self.dtype) if self.shape else self.dtype.type(0)
@@ -56,9 +53,8 @@ class Spec(NamedTuple):
 def outgoing(x: Array, call: str) -> Array:
     """Return `x` as a C-contiguous array on the same device, or `x` itself if it already is one.
 
-    A TypeError for objects, strings, sequences, masked arrays, and dtypes that MPI has no type for.
+    A TypeError for objects, strings, sequences, masked arrays, and dtypes without an MPI datatype.
     """
-    # The usual case.
     if type(x) is np.ndarray and x.dtype in _DTYPES:
         return x if x.flags.c_contiguous else x.copy(order="C")
     return _converted(x, call)
@@ -91,7 +87,7 @@ def _of_other_dtype(call: str, argument: str, x: Array) -> TypeError:
 
 
 def conversion(dtype: np.dtype, argument: str) -> str:
-    """Return how to convert an argument of an unsupported dtype, as text; empty if there is no obvious conversion."""
+    """Return advice on the conversion of an argument with an unsupported dtype; empty if no conversion is obvious."""
     native = dtype.newbyteorder("=")
     if native in _DTYPES and not dtype.isnative:
         return f"Its bytes are in another order than this machine's: pass {argument}.astype({native.name!r})."
@@ -102,9 +98,9 @@ def conversion(dtype: np.dtype, argument: str) -> str:
 
 def _advice(x: Array) -> str:
     if x is None:
-        return "Only ranks whose x doesn't count may pass None."
+        return "Only ranks whose x isn't used may pass None."
     if isinstance(x, np.ma.MaskedArray):
-        return "Send its data and its mask apart."
+        return "Send its data and its mask separately."
     if isinstance(x, (list, tuple)):
         return "Make it an array with autograd.numpy.array, or send its items one by one."
     return "Pickled objects don't travel through these functions; use mpi4py's own for them."
@@ -116,18 +112,18 @@ def _shortened(x: Array) -> str:
 
 
 def private_copy(array: Array, x: Array) -> Array:
-    """Return `array`, made from `x` by `outgoing`, as memory that nobody else can change.
+    """Return `array`, made from `x` by `outgoing`, in memory that the user can't change.
 
-    An array on a device is returned as it is: it is copied by the function that sends it, to memory that MPI can read.
+    An array on a device is returned itself, since the function that sends it copies it to memory that MPI can read.
     """
     if type(array) is not np.ndarray:
         return array
-    # For a subclass of ndarray asarray returns a view of the user's memory, as another object.
+    # For a subclass of ndarray, asarray returns a new object that is a view of the user's memory.
     return array.copy() if array is x or array.base is not None else array
 
 
 def copied(array: Array) -> Array:
-    """Return a C-contiguous copy of an array on the same device; for one without dimensions a NumPy scalar on the host."""
+    """Return a C-contiguous copy on the same device; on the host a NumPy scalar for an array without dimensions."""
     arrays = arrays_of(array)
     return result(array.copy()) if arrays is None else arrays.copy(array)
 
@@ -139,7 +135,7 @@ def contiguous(array: Array) -> Array:
 
 
 def empty_like(u: Array, shape: Shape) -> Array:
-    """Return a C-contiguous array without values, with the dtype and device of `u`."""
+    """Return a C-contiguous uninitialized array with the dtype and device of `u`."""
     arrays = arrays_of(u)
     return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
 
@@ -151,12 +147,12 @@ def zeros_like(u: Array, shape: Shape) -> Array:
 
 
 def result(array: Array) -> Array:
-    """Return a received array; on the host a NumPy scalar if it has no dimensions, as NumPy's own functions do."""
+    """Return a received array; on the host a NumPy scalar if it has no dimensions, as NumPy's functions do."""
     return array[()] if type(array) is np.ndarray and not array.ndim else array
 
 
 def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
-    """Return shape and dtype of a template; a TypeError if it is missing or isn't an array that can be received."""
+    """Return the spec of a template; raise a TypeError if it is missing or isn't an array that can be received."""
     if isinstance(like, np.ndarray) or isinstance(like, _SCALARS):
         dtype = np.result_type(like) if isinstance(like, (bool, int, float, complex)) else like.dtype
         if dtype in _DTYPES:
@@ -172,6 +168,6 @@ def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
 
 
 def even_lengths(length: int, size: int) -> list[int]:
-    """Return the ranks' shares of a length as numpy.array_split divides it: the first ranks take one more."""
+    """Return the lengths of the ranks' parts, as in numpy.array_split: the first parts may be longer by one."""
     share, longer = divmod(length, size)
     return [share + (rank < longer) for rank in range(size)]

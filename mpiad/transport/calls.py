@@ -1,11 +1,8 @@
 """Records of communications with the user's calls that caused them, for debugging, error messages and tracing.
 
-Each thread has a stack of `Call` records, linked by `outer`. Nothing is recorded until an owner requests it: `note(owner)`
-replaces the functions of all operations by ones that push and pop a record, and `forget(owner)` restores the original ones,
-so there is no overhead without owners.
-
-`observers` are notified when a call begins and ends. The record of an adjoint may contain others, since adjoints consist
-of the same operations.
+Each thread has a stack of `Call` records, linked by `outer`. Nothing is recorded until an owner requests it by
+`note(owner)`: then all operations push and pop a record, until `forget(owner)`. `observers` are notified when a call begins
+and ends. The record of an adjoint may contain others, since adjoints consist of the same operations.
 """
 
 from __future__ import annotations
@@ -25,10 +22,9 @@ from mpiad.transport.tracing import tracing
 
 
 class Site:
-    """A place in the user's program. There is one object per place, so places are compared by identity.
+    """A line of the user's program. There is one object per place, so places are compared by identity.
 
-    `file`: the path in the code object. `entry`: the function of this library that was called there. `text`: for messages,
-    such as ``"program.py:12 in main"``.
+    `entry`: the function of this library that was called there. `text`: for messages, as ``"program.py:12 in main"``.
     """
 
     __slots__ = ("entry", "file", "function", "line", "text")
@@ -46,14 +42,14 @@ class Site:
         return self.text
 
 
-# Functions that make many communications; messages name the particular one.
+# Functions that communicate many times: messages name the single operation instead.
 _COMPOSITES = ("mpi_optimize", "mpi_map")
-# Entries that aren't shown: those of other libraries, and of custom operators, whose own names are more informative.
+# Entries that messages don't show: those of other libraries, and of custom operators, which have more informative names.
 _OPERATORS = ("", "extend")
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call; those that it doesn't have are None or empty."""
+    """The arguments of a call; None or empty if the call has no such argument."""
 
     communicator: str | None = None
     root: int | None = None
@@ -72,7 +68,7 @@ class Call:
 
     - `name`: the public function, such as ``"mpi_bcast"``.
     - `direction`: "forward", "adjoint" or "tangent".
-    - `site`: the user's line being executed; for an adjoint, that of the gradient.
+    - `site`: the user's line being executed; for an adjoint, the line that computes the gradient.
     - `forward_site`: for an adjoint or tangent, the site of the forward call; otherwise None.
     - `outer`: the enclosing call, or None.
     - `began`, `ended`: values of `time.perf_counter()`; `ended` is 0 until the end.
@@ -108,7 +104,7 @@ class Call:
 
     @property
     def on_device(self) -> bool:
-        """Whether its array lies on a device."""
+        """Whether the array of a forward call is on a device."""
         return self.direction == "forward" and is_device_array(self._x)
 
     def __repr__(self) -> str:
@@ -121,7 +117,7 @@ class Call:
 
     @property
     def called(self) -> str:
-        """As `described`, for the library's function that the user called: ``"exchange"``, ``"adjoint of exchange"``."""
+        """The library's function that the user called, as text: ``"exchange"``, or ``"adjoint of exchange"``."""
         entry = (self.forward_site or self.site).entry
         if entry in _OPERATORS:
             return self.described
@@ -129,7 +125,7 @@ class Call:
 
 
 class Observer(Protocol):
-    """The interface of observers."""
+    """Receives the beginning and the end of each call."""
 
     def began(self, call: Call) -> None:
         """Handle the beginning of a call, before it communicates."""
@@ -153,7 +149,7 @@ def register(switch: Callable[[bool], None]) -> None:
 
 
 def note(owner: Hashable) -> None:
-    """Record all calls until `forget`."""
+    """Record all calls until ``forget(owner)``."""
     _owners.add(owner)
     if len(_owners) == 1:
         for switch in _switches:
@@ -161,7 +157,7 @@ def note(owner: Hashable) -> None:
 
 
 def forget(owner: Hashable) -> None:
-    """End the effect of `note`; recording stops with the last owner."""
+    """End the effect of ``note(owner)``; recording stops with the last owner."""
     if owner in _owners:
         if len(_owners) == 1:
             for switch in _switches:
@@ -183,7 +179,7 @@ def begin(name: str, x: Array, params: object) -> Call:
     """Record a call; the caller ends it with `end`."""
     outer = tracing.call
     if outer is not None and outer.direction != "forward":
-        # Part of an adjoint or tangent, with the same line.
+        # An operation inside an adjoint or tangent has its line.
         call = Call(name, outer.direction, outer.site, outer.forward_name, outer.forward_site, x, params)
     else:
         site = site_of(sys._getframe(1))
@@ -192,7 +188,7 @@ def begin(name: str, x: Array, params: object) -> Call:
 
 
 def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: object) -> Call:
-    """Record an adjoint or tangent, with the name and site of its forward call; the caller ends it with `end`."""
+    """Record an adjoint or tangent; the caller ends it with `end`. `name`, `forward_site`: of its forward call."""
     return _pushed(Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))
 
 
@@ -220,7 +216,7 @@ def _folder(path: str) -> str:
 
 
 _OURS = _folder(os.path.dirname(os.path.dirname(__file__)))
-# Frames of compiled programs aren't functions that the user has called.
+# Frames of compiled programs aren't functions called by the user.
 _BETWEEN = _folder(os.path.join(_OURS, "programs"))
 _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
@@ -252,7 +248,7 @@ def _kind_of_file(name: str) -> int:
 
 
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
-    """Return the innermost frame of user code, and the code of this library that it called, or None."""
+    """Return the innermost frame of user code, and the code of this library that was called from it, or None."""
     called = None
     while frame is not None:
         kind = _kind(frame.f_code)
@@ -295,8 +291,8 @@ def site_of_trace(trace: TracebackType | None) -> Site:
 def is_raised_by_user(error: BaseException) -> bool:
     """Return whether an exception was raised by a signal handler, or by a `raise` statement in user code.
 
-    For the latter, a TypeError, AttributeError, AssertionError or NotImplementedError doesn't count, since user code may
-    raise it because a traced array has an unexpected type.
+    A TypeError, AttributeError, AssertionError or NotImplementedError by `raise` doesn't count: user code may raise it
+    because a traced array has an unexpected type.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -313,7 +309,7 @@ def is_raised_by_user(error: BaseException) -> bool:
 
 
 def entry(code: CodeType | None) -> str:
-    """Return the name of the library's function that the user called, "" for none."""
+    """Return the name of the library's function that the user called, from its code; "" for None."""
     if code is None:
         return ""
     # A function that the library has returned, such as a gradient, is named after its file.

@@ -2,12 +2,11 @@
 
 A channel has two duplicates: `data` for forward messages and all collectives, and `reverse` for the messages of adjoints.
 It numbers the point-to-point messages between two ranks with the same tag. The numbers agree on both sides, and identify
-the corresponding messages of adjoints, which may be started in another order. `lookup.channel` finds the channel of a
-communicator.
+the corresponding messages of adjoints, which may be started in another order.
 
 If an exception leaves messages in flight, the channel is marked as unusable, since an old message could be received in
-place of a new one; `reset` renews the duplicates. The channel holds references to buffers until MPI has finished with them,
-even if an exception drops the requests.
+place of a new one; `mpiad.reset` renews the duplicates. The channel holds references to buffers until MPI has finished with
+them, even if an exception drops the requests.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from mpiad.transport.tracing import tracing
 
 # Draining of a communicator before it is freed: pending messages are received and dropped.
 #
-# MPI may reuse the context of a freed communicator for a new one, on which a message left over from the first could then be
-# received. Messages between two ranks arrive in the order in which they were sent. Therefore each rank sends a last message
-# to every rank, and receives from every rank until the last message has arrived.
+# MPI may reuse the context of a freed communicator for a new one, on which an old message could then be received. Messages
+# between two ranks arrive in the order in which they were sent. Therefore each rank sends a last message to every rank, and
+# receives from every rank until the last message has arrived.
 
 
 ABANDONED: list[tuple] = []
@@ -48,8 +47,8 @@ Drained: TypeAlias = "dict[int, tuple[list[Request], dict[int, tuple[int, np.nda
 def drain(comm: Comm, tag: int, drained: Drained | None = None) -> None:
     """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
 
-    `tag`: the tag of the last messages. `drained`: the progress, which is updated; if an exception interrupts this rank, it
-    can continue from there, while the other ranks don't notice.
+    `tag`: of the last messages. `drained`: the progress, which is updated. After an interrupt, this rank can continue with
+    it.
     """
     for part in getattr(comm, "parts", (comm,)):  # in debug mode, communicators for messages and for headers
         sending, come = ({} if drained is None else drained).setdefault(id(part), ([], {}))
@@ -71,7 +70,7 @@ def _receive_until_last(comm: Comm, peer: int, tag: int, come: dict[int, tuple[i
 
 
 def has_ended(reduction: Request) -> bool:
-    """Return whether a reduction has completed, that is, none of its messages are pending."""
+    """Return whether a reduction is complete, so that none of its messages are pending."""
     try:
         return reduction.Test()
     except MPI.Exception:  # Open MPI stops in the middle if the ranks' sizes differ
@@ -79,9 +78,9 @@ def has_ended(reduction: Request) -> bool:
 
 
 def give_back(comms: list[Comm], unended: bool) -> None:
-    """Free communicators; collective. `unended`: whether an incomplete collective is pending; then they are kept.
+    """Free communicators, or keep them if an incomplete collective is pending (`unended`); collective.
 
-    Its messages could otherwise be received on a new communicator with the same context, with wrong results.
+    The messages of this collective could otherwise be received on a new communicator with the same context.
     """
     if unended:
         ABANDONED.append(tuple(comms))
@@ -115,7 +114,7 @@ Used: TypeAlias = "tuple[Channel, bool]"
 
 
 def note_use(channel: Channel) -> None:
-    """Register the channel with the enclosing trace or operator, for communication that isn't an operation."""
+    """Record that the enclosing trace or operator uses the channel, for communication that isn't an operation."""
     if tracing.channels is not None:
         tracing.channels.add((channel, False))
 
@@ -137,7 +136,7 @@ def make_communicator(make: Callable[..., Comm], *arguments: Any) -> Comm:
 
 
 class Counts(NamedTuple):
-    """The numbers of messages to and from each (rank, tag), and of split halo exchanges (begun, and ended separately)."""
+    """Numbers of messages to and from each (rank, tag), and of split halo exchanges (begun, and ended separately)."""
 
     sent: dict[tuple[int, int], int]
     received: dict[tuple[int, int], int]
@@ -145,10 +144,7 @@ class Counts(NamedTuple):
 
 
 class Channel:
-    """The duplicates and message numbers of one communicator.
-
-    `fault`: why the channel can't be used, None if it can.
-    """
+    """The duplicates and message numbers of one communicator. `fault`: why it can't be used, or None."""
 
     def __init__(self, user: Comm):
         self.user = user
@@ -202,7 +198,7 @@ class Channel:
         self.sent, self.received, self.exchanges = dict(counts.sent), dict(counts.received), counts.exchanges
 
     def count_on(self, counts: Counts) -> None:
-        """Raise the message counts to these where they are lower."""
+        """Raise the message counts to at least these."""
         for mine, later in ((self.sent, counts.sent), (self.received, counts.received)):
             mine.update({key: max(number, mine.get(key, 0)) for key, number in later.items()})
         self.exchanges = max(self.exchanges, counts.exchanges)
@@ -215,7 +211,7 @@ class Channel:
 
     def aside(self) -> Comm:
         """Return a duplicate for operations in the middle of other communication; the first call is collective."""
-        # A new one is made when the watch has been turned on or off, which all ranks detect.
+        # A new one is made when debug mode or the timeout has been switched, which all ranks detect.
         if self._aside is None or self._aside[0] is not self.data:
             if self._aside is not None:
                 self._aside[1].Free()
@@ -223,7 +219,7 @@ class Channel:
         return self._aside[1]
 
     def derive(self, survivors: bool = False) -> Comm:
-        """Return a further duplicate, of the surviving ranks if `survivors`; freed with the channel; collective."""
+        """Return a new duplicate, with the surviving ranks if `survivors`; it is freed with the channel; collective."""
         self.derived.append(self.data.Shrink() if survivors else make_communicator(self.data.Dup))
         return self.derived[-1]
 
@@ -247,7 +243,7 @@ class Channel:
                         self._drop_sent()
                 finally:
                     self._release(held)
-            finally:  # repeated, since the first release may be interrupted
+            finally:  # repeated, since an interrupt may prevent the first release
                 self._release(held)
 
     def _release(self, held: list[bool]) -> None:
@@ -258,15 +254,15 @@ class Channel:
         looked = len(self.pending)
         # In place, and only the sends counted above, since other threads may append in the meantime.
         self.pending[:looked] = [held for held in self.pending[:looked] if not held[0].Test()]
-        # Testing again only when twice as many are pending keeps the number of tests linear in the number of sends.
+        # The number of tests stays linear in the number of sends if the next test waits until twice as many are pending.
         self._next_look = 2 * len(self.pending) + 1
 
     def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
         """Start an MPI operation, ``call(x, y, z)``; return a list with its request, to be passed to `release`.
 
         `kind`: "send", "receive" or "reduction"; "blocking send" or "blocking receive" if the same public call waits for
-        it. `buffers`: the objects to hold until then. They are held before MPI is called, and the request is appended to
-        the list without an opportunity for interrupts, so an interrupt never frees memory that MPI uses.
+        it. `buffers`: the objects to hold until then. They are held before MPI is called, and no interrupt can come between
+        MPI's call and the storage of its request, so an interrupt never frees memory that MPI uses.
         """
         requests: list[Request] = []
         self.started[id(requests)] = kind, requests, buffers
@@ -295,19 +291,19 @@ class Channel:
             self.release(requests)
 
     def end(self) -> None:
-        """Complete or drop all pending messages; collective. It may be called again after an exception."""
+        """Complete or drop all pending messages; collective. After an exception it may be called again."""
         # A guarded send may have been interrupted, and is repeated.
         self.unended |= any(len(sending) < self.size for sending, _ in self._drained.values())
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():
                 cancel(request)
-        # After receives are canceled, since they would take messages from `drain`, and before waiting for sends, which
-        # complete only when the other ranks have drained, too.
+        # Receives are canceled first, since they would take messages from `drain`. Sends complete only after the other
+        # ranks have drained, too, so the wait for them is last.
         for comm in (self.data, self.reverse):
             drain(comm, self.tag_limit, self._drained)
         for request in self._sends():
             request.Wait()
-        # A reduction that not all ranks have started never ends. One without a request may not have ended.
+        # A reduction that not all ranks have started never ends; one whose request was lost may not have ended.
         self.unended = self._has_unended()
         ABANDONED.extend(held for held in self.started.values() if held[0] in ("reduction", "parcel") or not held[1])
         # Derived communicators may have pending messages; see `give_back`.
@@ -319,16 +315,16 @@ class Channel:
     def has_unfinished(self) -> bool:
         """Return whether any rank may have pending messages; collective. Sets `unended` on all ranks.
 
-        It avoids `end`, in which every rank sends a message to every other, in programs that leave nothing pending.
+        Programs without pending messages then don't need `end`, in which every rank sends a message to every other.
         """
         with self._looking:
             self._drop_sent()
         here = bool(self.pending or self.started or self.fault)
-        # The sum of this over all ranks is the number of unreceived messages.
+        # The sum over all ranks is the number of unreceived messages.
         unreceived = sum(self.sent.values()) - sum(self.received.values())
-        # One reduction for everything, since all programs do this at their exit.
+        # One reduction for all three numbers, since all programs make it at their exit.
         mine, every = np.array([here, unreceived, self._has_unended()], dtype=np.int64), np.empty(3, dtype=np.int64)
-        # Not on `data`, where a rank that exits early would match collectives of ranks that still compute.
+        # On `reverse`: on `data` a rank that exits early would match collectives of ranks that still compute.
         self.reverse.Allreduce(mine, every, MPI.SUM)
         self.unended = bool(every[2])
         return bool(every.any())
@@ -347,11 +343,11 @@ class Channel:
         return [request for held in self.started.values() if held[0].endswith(kind) for request in held[1]]
 
     def refusing(self, reason: str) -> Refusing:
-        """Return a context in which this rank's calls are refused, since the other ranks don't take part in them."""
+        """Return a context in which this rank's calls are refused, since the other ranks don't take part."""
         return Refusing(self, reason)
 
     def evaluating(self, what: str) -> AbstractContextManager[None]:
-        """Return a context in which this rank evaluates `what` alone, and calls are refused unless it is the only rank."""
+        """Return a context in which this rank evaluates `what` alone; calls are refused if there are other ranks."""
         advice = "inside it, communicate on MPI.COMM_SELF"
         reason = f"{what} is evaluated by one rank ({advice}), and the other ranks take no part"
         return self.refusing(reason) if self.size > 1 else nullcontext()
@@ -385,13 +381,13 @@ class Channel:
         self.derived = kept
 
     def duplicates(self) -> list[Comm]:
-        """Return all communicators of this channel's own."""
+        """Return all communicators that this channel owns."""
         aside = self._aside[1] if self._aside is not None else None
         return [comm for comm in (self.data, self.reverse, self._backwards, aside, *self.derived) if comm is not None]
 
     def reopen(self, data: Comm) -> None:
-        """Replace duplicates that may be revoked; `data`: the new duplicate with the same ranks; collective."""
-        # Not freed, since their contexts mustn't be reused while old messages are in flight.
+        """Replace duplicates that may be revoked; `data`: a new duplicate with the same ranks; collective."""
+        # Not freed: their contexts mustn't be reused while old messages are in flight.
         ABANDONED.append((self.duplicates(), self.pending, self.started))
         if _watch is not None:
             _watch.start_anew(self)
@@ -399,7 +395,7 @@ class Channel:
         self.fault, self.alone = None, False
 
     def lose(self, ranks: list[int]) -> None:
-        """Mark the channel as unusable for good, since processes have died."""
+        """Mark the channel as permanently unusable, since processes have died."""
         self.lost = tuple(ranks)
         self.fault = f"the process of rank {', '.join(map(str, ranks))} of {self.size} has died."
 
@@ -439,8 +435,8 @@ class Refusing:
 
 
 def report_to_recorders(on: bool) -> None:
-    """Turn on or off reports to traces about communication on channels that isn't an operation."""
-    # A property of the class takes precedence over the object's attribute; without it attribute access has no overhead.
+    """Start or stop reporting to traces the communication on channels that isn't an operation."""
+    # A property of the class takes precedence over the object's attribute. Without it attribute access has no overhead.
     for name in ("data", "reverse"):
         if on:
             setattr(Channel, name, property(partial(_get, name), partial(_set, name)))
@@ -477,7 +473,7 @@ def set_watch(watch: Watch | None) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether the watch is on: waits have deadlines, or ranks compare their calls."""
+    """Return whether waits have deadlines or ranks compare their calls."""
     return _watch is not None
 
 

@@ -1,7 +1,4 @@
-"""Collectives on large arrays in pieces, which overlap copies between device and host with communication.
-
-Each rank's array may be on the host or on a device, since all ranks make the same calls of MPI.
-"""
+"""Collectives on large arrays in pieces; copies between device and host overlap with communication."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ def _cut(array: Array, chunk: int | None = None) -> list[Ranges]:
 
 
 def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
-    """Compare the ranks' calls on a guarded communicator, since different sizes would cause different numbers of calls."""
+    """Compare the ranks' calls on a guarded communicator: different sizes would lead to different numbers of MPI calls."""
     if getattr(comm, "agreement", None) is not None:
         comm.agree(step, array, op, root)
 
 
 def _passed(transfer: ChunkedTransfer, count: int, call: Callable[[int], object]) -> Array:
-    """Call ``call(k)``, in which MPI writes piece k, for each of `count` pieces, and return the complete array."""
+    """Call ``call(k)``, in which MPI writes piece k, for each of `count` pieces; return the complete array."""
     for number in range(count):
         call(number)
         transfer.take(number)
@@ -51,7 +48,7 @@ def allreduce(channel: Channel, array: Array, op: Op) -> Array:
 
 
 def reduce(channel: Channel, array: Array, root: int) -> Array:
-    """Add up every rank's array on the root; zeros elsewhere."""
+    """Sum the ranks' arrays on the root; return zeros on other ranks."""
     compare(channel.data, "Reduce", array, MPI.SUM, root)
     pieces = _cut(array)
     if channel.rank != root:
@@ -79,11 +76,11 @@ def bcast_to_here(channel: Channel, spec: Spec, root: int, chunk: int) -> Array:
 
 
 def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
-    """Return the sum over the ranks of `comm` up to this one, without this one if `exclusive`."""
+    """Return the sum over the ranks of `comm` up to this one, or up to the previous one if `exclusive`."""
     compare(comm, "Scan", array)
     pieces = _cut(array)
     transfer = in_place_transfer(array, pieces)
-    # The first rank's exclusive sum is undefined in MPI; here it is zero.
+    # MPI leaves the first rank's exclusive sum undefined; here it is zero.
     is_zero = exclusive and comm.rank == 0
     call = comm.Exscan if exclusive else comm.Scan
     for number in range(len(pieces)):
@@ -104,9 +101,9 @@ def alltoall(channel: Channel, array: Array) -> Array:
 
 
 def gather(channel: Channel, array: Array, root: int | None, counts: list[int], whole: Spec) -> Array:
-    """Concatenate all ranks' arrays on the root, or on all ranks if `root` is None.
+    """Concatenate the ranks' arrays on the root, or on all ranks if `root` is None.
 
-    `counts`: the numbers of entries of the ranks' arrays. `whole`: the spec of the result; empty on ranks without one.
+    `counts`: the arrays' numbers of entries. `whole`: the spec of the result; empty on ranks without a result.
     """
     own, pieces = of_block(counts, channel.rank, whole.dtype.itemsize), of_blocks(counts, whole.dtype.itemsize)
     outgoing = outgoing_transfer(array, own)
@@ -135,7 +132,7 @@ def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spe
     pieces = of_blocks(counts, block.dtype.itemsize)
     outgoing = outgoing_transfer(array, pieces)
     incoming = incoming_transfer(block, of_block(counts, channel.rank, block.dtype.itemsize))
-    # Blocks may have different lengths, so the ranks' ranges of a piece may differ, and may be empty.
+    # If blocks have different lengths, the ranks' ranges of a piece may differ, and may be empty.
     lengths = [[end - start for start, end in ranges] for ranges in pieces]
     return _passed(
         incoming,

@@ -1,13 +1,12 @@
 """Staging of large device arrays in pieces: one piece is copied while another one is communicated.
 
-A `ChunkedTransfer` provides MPI's buffers for the pieces (`piece`, `blocks`), and takes each piece when MPI has written it
-(`take`). A host array is communicated from its own memory. A device array goes through page-locked host memory: the copies
-of all pieces to the host are queued at once, on the stream for copies, with an event after each piece, for which `piece`
-waits. Received pieces are copied to the device on the current stream.
+A `ChunkedTransfer` provides MPI's buffers for the pieces (`piece`, `blocks`), and takes each piece after MPI has written it
+(`take`). A device array goes through page-locked host memory: the copies of all pieces to the host are queued at once, on a
+stream for copies; `piece` waits for the event after its copy. Received pieces are copied to the device on the current
+stream.
 
-A piece is a list of index ranges of the flattened array. If every rank has the whole array, it is one range. If the array
-has a block per rank, it is a range of every block, so that each call of MPI involves all ranks. The pieces depend only on
-data known to all ranks, so they are the same wherever the ranks' arrays are.
+A piece is a list of index ranges of the flattened array: one range if every rank has the whole array, or one range of every
+rank's block. The pieces are the same on all ranks, wherever the arrays are.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def outgoing_transfer(array: Array, pieces: list[Ranges]) -> ChunkedTransfer:
 
 
 def incoming_transfer(spec: Spec, pieces: list[Ranges], loan: Loan | None = None) -> ChunkedTransfer:
-    """Begin the transfer of an array that MPI writes; `loan`: host memory from the pool, if already allocated."""
+    """Begin the transfer of an array that MPI writes; `loan`: page-locked memory, if already allocated."""
     if spec.arrays is None:
         return _OnHost(spec.empty(), pieces)
     return _Staged(spec, pieces, loan)
@@ -43,7 +42,7 @@ def incoming_transfer(spec: Spec, pieces: list[Ranges], loan: Loan | None = None
 def in_place_transfer(array: Array, pieces: list[Ranges], private: bool = False) -> ChunkedTransfer:
     """Begin the transfer of an array that MPI reads and overwrites; the result is a new array.
 
-    `private`: nobody else uses the array, so on the host its own memory is overwritten.
+    `private`: on the host the array's own memory is overwritten, since nobody else uses it.
     """
     if type(array) is np.ndarray and not private:
         return _OnHost(np.empty_like(array), pieces, array)
@@ -51,7 +50,7 @@ def in_place_transfer(array: Array, pieces: list[Ranges], private: bool = False)
 
 
 class _OnHost:
-    """A host array, which MPI reads and writes directly; with a `source`, pieces are first copied from there."""
+    """A host array, which MPI reads and writes directly; if there is a `source`, each piece is first copied from it."""
 
     def __init__(self, array: np.ndarray, pieces: list[Ranges], source: np.ndarray | None = None):
         self._array, self._pieces = array, pieces
@@ -69,15 +68,13 @@ class _OnHost:
         return self.memory[start:end]
 
     def blocks(self, number: int) -> list[Any]:
-        """Return a piece for MPI's functions with counts and displacements for each rank."""
         ranges = self._pieces[number]
         return [self.memory, ([end - start for start, end in ranges], [start for start, _ in ranges])]
 
     def take(self, number: int) -> None:
-        """Take a piece that MPI has written; here it is already in the array."""
+        """Do nothing, since MPI has written the piece into the array."""
 
     def received(self) -> Array:
-        """Return the array after all pieces were taken."""
         return result(self._array)
 
 
@@ -95,15 +92,14 @@ class _Staged:
         self._array: Array = None
 
     def loaded(self, array: Array) -> _Staged:
-        """Queue the copies of all pieces to the host."""
         arrays, flat, ready = self._arrays, array.reshape(-1), self._arrays.record()
         with arrays.copying_stream():
-            arrays.wait_on_device(ready)  # the array may still be computed on the current stream
+            arrays.wait_on_device(ready)  # the current stream may still compute the array
             for number in range(len(self._pieces)):
                 for (start, end), host in self._places(number):
                     arrays.copy_to_host(flat[start:end], host)
                 self._events.append(arrays.record())
-            # The memory is reused after the last copy, even if an exception prevents waiting for all pieces.
+            # The memory is reused only after the last copy, even if an exception prevents the wait for all pieces.
             self._loan.written = self._events[-1]
         return self
 
@@ -127,7 +123,6 @@ class _Staged:
         return [self.piece(number), (counts, [0, *accumulate(counts)][:-1])]
 
     def take(self, number: int) -> None:
-        """Queue the copy of a piece to the device."""
         if self._array is None:
             self._array = self._spec.empty()
         flat = self._array.reshape(-1)
@@ -136,7 +131,6 @@ class _Staged:
         self._loan.read = self._arrays.record()
 
     def received(self) -> Array:
-        """Return the array on the device."""
         return self._array
 
 
@@ -144,7 +138,7 @@ ChunkedTransfer = _OnHost | _Staged
 Ranges = list[tuple[int, int]]
 
 _LARGEST_ENTRY = 16  # bytes, of a complex128
-# The ranges of a piece are copied separately, so among many ranks they mustn't become too short.
+# The ranges of a piece are copied separately, so with many ranks they mustn't become too short.
 _MOST_PARTS = 16
 
 
@@ -161,7 +155,7 @@ def of_whole(size: int, itemsize: int, chunk: int | None = None) -> list[Ranges]
 
 
 def of_blocks(counts: list[int], itemsize: int) -> list[Ranges]:
-    """Return the pieces of an array with one block per rank; `counts`: numbers of entries of the blocks."""
+    """Return the pieces of an array with one block per rank; `counts`: the blocks' numbers of entries."""
     starts = [0, *accumulate(counts)]
     return [
         [(begin + start, begin + end) for begin, (start, end) in zip(starts, parts)] for parts in _parts(counts, itemsize)
@@ -169,7 +163,7 @@ def of_blocks(counts: list[int], itemsize: int) -> list[Ranges]:
 
 
 def of_block(counts: list[int], rank: int, itemsize: int) -> list[Ranges]:
-    """Return the pieces of an array that is one rank's block; the last ones may be empty."""
+    """Return the pieces of one rank's block; the last ones may be empty."""
     return [[parts[rank]] for parts in _parts(counts, itemsize)]
 
 

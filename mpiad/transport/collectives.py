@@ -1,4 +1,4 @@
-"""Collectives on arrays, without derivatives; the ranks agree on shapes that a caller can't know."""
+"""Collectives on arrays, without derivatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpiad.transport.staging import communicate, send_buffer, transfer_of
 
 
 class Summation:
-    """A pending sum: MPI's requests, one per chunk, a function to be called for each chunk, and one for the result."""
+    """A pending sum: MPI's requests, one per piece, and functions that take a piece and return the result."""
 
     __slots__ = ("_channel", "_requests", "_result", "_take")
 
@@ -45,7 +45,7 @@ class Summation:
 
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
-    """Start to sum arrays; a host array mustn't be used in the meantime, a device array is copied."""
+    """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
     if divides(array.nbytes):
         return _start_in_pieces(channel, array)
     arrays = arrays_of(array)
@@ -67,7 +67,7 @@ def _start_in_pieces(channel: Channel, array: Array) -> Summation:
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
-    """Start to sum host arrays in place; they mustn't be used in the meantime."""
+    """Start to sum host arrays in place; they mustn't be used before the end."""
     requests = channel.begin("reduction", array, channel.data.Iallreduce, MPI.IN_PLACE, array, MPI.SUM)
     return Summation(channel, [requests], lambda: array)
 
@@ -79,17 +79,17 @@ def sum_in_place(channel: Channel, array: np.ndarray) -> None:
 
 # Maxima and minima of floating-point numbers, as in NumPy: a NaN on any rank gives NaN on all.
 #
-# In MPI the result of MAX and MIN for NaN is undefined, and depends on the order of comparisons, which differs between
-# ranks. Therefore a NaN is replaced by the dominant infinity: inf for a maximum, -inf for a minimum. If the result contains
-# no such infinity, there was no NaN, and one reduction is enough. Otherwise, on all ranks, a second reduction finds the
-# entries that were NaN. Zeros in the result are set to 0.0, since the order of comparisons decides between 0.0 and -0.0.
+# In MPI the result of MAX and MIN for NaN is undefined and may differ between ranks. Therefore NaN is replaced by the
+# infinity that wins: inf for a maximum, -inf for a minimum. If the result doesn't contain it, there was no NaN, and one
+# reduction is enough. Otherwise a second reduction finds the entries that were NaN. Zeros in the result are set to 0.0,
+# since the order of comparisons decides between 0.0 and -0.0.
 
 
 _HOST = (np.ndarray, np.generic)
 
 
 def without_nan(array: Array, op: Op) -> Array:
-    """Return a contiguous array with NaN replaced by infinities; the array itself if it is known to have none."""
+    """Return a contiguous array with infinities in place of NaN; the array itself if it is known to be finite."""
     if _is_clearly_finite(array):
         return array
     arrays = arrays_of(array)
@@ -107,7 +107,7 @@ def may_be_nan(found: Array, op: Op) -> bool:
 
 
 def finished(found: Array, nan: Array | None) -> Array:
-    """Return a reduced array with NaN where the flat mask is true, and with zeros set to 0.0; may overwrite the array."""
+    """Return a reduced array with NaN at the entries of a flat mask, and zeros set to 0.0; may overwrite the array."""
     found += found.dtype.type(0)  # -0.0 + 0.0 is 0.0
     if nan is None:
         return found
@@ -121,13 +121,13 @@ def _unbeaten(op: Op) -> float:
 
 
 def _is_clearly_finite(array: Array) -> bool:
-    """Return True only for finite host arrays, by a fast test that may return False for finite arrays, too."""
+    """Return whether a fast test shows that a host array is finite; it may return False for finite arrays, too."""
     if not isinstance(array, _HOST):
         return False
     if array.size == 1:
         return isfinite(array.item() if array.ndim else array)
-    # The sum of squares is finite only if all entries are. It takes a third of the time of NumPy's isnan and any, and vdot,
-    # unlike dot, doesn't warn of overflow.
+    # A finite sum of squares implies finite entries. vdot takes a third of the time of isnan and any, and unlike dot it
+    # doesn't warn of overflow.
     return isfinite(np.vdot(array, array))
 
 
@@ -186,7 +186,7 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
-    """Return the sum over the ranks up to this one (from this one on, if `backwards`), without it if `exclusive`."""
+    """Return the sum over the ranks up to this one (from this one on, if `backwards`), or without it if `exclusive`."""
     array = outgoing(x, call)
     # Suffix sums are prefix sums over the ranks in reverse order.
     comm = channel.backwards() if backwards else channel.data
@@ -208,8 +208,8 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
     """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
 
-    `like`: the spec of this rank's array. `wrong`: an error of this rank, which is raised on all ranks. Raises a ValueError
-    on all ranks if other dimensions or dtypes differ between ranks.
+    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. A ValueError on all ranks
+    if other dimensions or dtypes differ between ranks.
     """
     if wrong is not None:
         like, axis = _NOTHING, None  # a rank with an error takes part in the communication, too
@@ -231,7 +231,7 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
 
 
 def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], call: str) -> Array:
-    """Stack (`axis` None) or concatenate every rank's array on the root, or on all ranks if `root` is None."""
+    """Stack (`axis` None) or concatenate the ranks' arrays on the root, or on all ranks if `root` is None."""
     array = _front(outgoing(x, call), axis)
     rest = array.shape if axis is None else array.shape[1:]
     mine = root is None or channel.rank == root

@@ -1,8 +1,8 @@
-"""Whether MPI takes the memory of a device as it is: reported by the library, and tested before use.
+"""Whether MPI can read and write device memory directly: reported by the library, and tested before the first use.
 
-An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but reads from it and crashes. So nothing is
-tried unless the library has said yes. If it has, arrays are sent from this process to itself and compared: builds
-that know CUDA are known to be misconfigured. ``MPIAD_CUDA_AWARE`` overrides both.
+An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but crashes. So the test runs only if the library
+reports support. It sends arrays from this process to itself, since some CUDA-aware builds are misconfigured.
+``MPIAD_CUDA_AWARE`` replaces report and test.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from mpiad.transport.gpus import gpus_of_node
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.library import device_buffers, device_kinds
 
-# Open MPI's nonblocking reductions read device memory as if it were the host's, and crash; its documentation lists them as
-# unsupported, with all nonblocking collectives.
+# Open MPI's nonblocking reductions access device memory from the host, and crash; its documentation excludes all
+# nonblocking collectives.
 _BLOCKING_ONLY = MPI.get_vendor()[0] == "Open MPI"
-_LENGTHS = 8, 1 << 16  # MPI sends short and long messages in different ways
+_LENGTHS = 8, 1 << 16  # MPI uses different protocols for short and long messages
 _REMEDY = "Arrays are copied; MPIAD_CUDA_AWARE=0 asks for it from the start, and has large ones copied in pieces."
 _log = logging.getLogger("mpiad")
-_tried: dict[tuple[type, int], bool | None] = {}  # None if the library hasn't said yes
+_tried: dict[tuple[type, int], bool | None] = {}  # None if the library doesn't report support
 
 
 def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
-    """Return whether MPI takes arrays of a device as they are, in this process's own view.
+    """Return whether MPI can access the arrays of a device directly, as this process has found.
 
-    `nonblocking`: in nonblocking collectives. Nobody else is asked: whole arrays may go either way on each rank, and the
-    receiver of a message takes pieces too.
+    `nonblocking`: in nonblocking collectives. The ranks needn't agree: each may stage its arrays or not.
     """
-    # Under watch collectives are nonblocking too.
+    # With debug mode or a timeout, all collectives are nonblocking.
     if _BLOCKING_ONLY and (nonblocking or watch_settings.present().watches):
         return False
     forced = device_settings.present().cuda_aware
@@ -47,21 +46,21 @@ def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
 
 
 def forget() -> None:
-    """Try again at the next use."""
+    """Discard the results of the tests."""
     _tried.clear()
 
 
 def described() -> str:
-    """Return as text whether MPI takes device arrays as they are, and the source of this information."""
+    """Return as text whether MPI can access device arrays directly, and the source of this information."""
     forced, said = device_settings.present().cuda_aware, device_buffers()
     if forced is not None:
         return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
-    # Only here is CuPy loaded without one of its arrays: for a report, and if the library has said yes.
+    # This report loads CuPy even if the program has no CuPy array, if the library reports support.
     if device_kinds() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
         try:
             takes_directly(arrays_named("CuPy"))
-        except Exception as error:  # noqa: BLE001 - a CuPy that doesn't load says why itself
-            _log.warning("CuPy is installed and can't be used, by %s: %s.", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001 - CuPy may raise anything while it is loaded
+            _log.warning("CuPy is installed, but can't be used: %s: %s.", type(error).__name__, error)
     for (kind, device), passed in _tried.items():
         if passed is not None:
             package = kind.__module__.partition(".")[0]
@@ -70,16 +69,16 @@ def described() -> str:
 
 
 def _passes(arrays: ArrayModule) -> bool:
-    """Send arrays to this process itself, and compare the received ones."""
+    """Return whether arrays that this process sends to itself arrive unchanged."""
     alone, right = MPI.COMM_SELF.Dup(), True
     try:
         for length in _LENGTHS:
-            numbers = np.arange(length) + 0.5  # none is zero: entries that were never written show
+            numbers = np.arange(length) + 0.5  # no zeros, so that entries that were never written are detected
             sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
             arrays.synchronize()
             alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)
             right = right and bool((arrays.to_host(got) == numbers).all())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the staged way works
+    except Exception as error:  # noqa: BLE001 - after any error, arrays are staged
         _log.warning("MPI says that it takes device memory, and %s: %s. %s", type(error).__name__, error, _REMEDY)
         return False
     finally:

@@ -1,4 +1,4 @@
-"""CuPy's arrays and kernels, as `device_arrays` and `device_kernels` ask for them. Loaded when the first array is met."""
+"""CuPy's arrays and kernels for `device_arrays` and `device_kernels`; loaded when the first CuPy array appears."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad._typing import Array, Scalar, Shape
 
 
 class CupyArrays:
-    """Makes and copies CuPy's arrays on one device; see `device_arrays.ArrayModule`, also for all methods."""
+    """CuPy's arrays on one device; `device_arrays.ArrayModule` describes the methods."""
 
     name, takes_host_arrays = "CuPy", False
     kind = cupy.ndarray
@@ -44,7 +44,7 @@ class CupyArrays:
             return cupy.arange(stop, dtype=np.int64)
 
     def add_at(self, x: Array, idx: object, values: Array) -> None:
-        """Add to elements that may be named repeatedly, atomically, so in no certain order."""
+        """Add to elements, atomically; the order of the additions isn't fixed."""
         with self.current():
             cupy.add.at(x, idx, values)
 
@@ -66,7 +66,7 @@ class CupyArrays:
         """Return a CuPy array of the same values."""
         with self.current():
             x = cupy.asarray(host, order="C")
-            # The copy may still be reading pinned memory of the caller's.
+            # The copy may still read pinned memory of the caller.
             cupy.cuda.get_current_stream().synchronize()
             return x
 
@@ -90,7 +90,7 @@ class CupyArrays:
             cupy.cuda.get_current_stream().synchronize()
 
     def record(self) -> Any:
-        """Return an event behind all that is queued."""
+        """Return an event after everything queued on the current stream."""
         with self.current():
             event = cupy.cuda.Event(disable_timing=True)
             event.record()
@@ -108,10 +108,10 @@ class CupyArrays:
     @contextmanager
     def copying_stream(self) -> Iterator[Any]:
         """Make this device's stream for copies the current one."""
-        # CuPy enters a stream on its own device only, and a program's current one may be another.
+        # CuPy accepts a stream only on its own device, and another device may be current.
         with self.current():
             if self._copying is None:
-                # A blocking stream would wait for the default one, which has the arithmetic.
+                # A blocking stream would wait for the default stream, which computes.
                 self._copying = cupy.cuda.Stream(non_blocking=True)
             with self._copying:
                 yield self._copying
@@ -137,18 +137,15 @@ def arrays_of_device(x: Array) -> CupyArrays:
 
 
 def current_arrays(device: int | None = None) -> CupyArrays:
-    """Return the module for arrays on a device, by default the current one; a RuntimeError if this process sees no GPU."""
+    """Return the module for a device, by default the current one; a RuntimeError if this process sees no GPU."""
     try:
         return on_device(int(cupy.cuda.runtime.getDevice()) if device is None else device)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise RuntimeError(f"CuPy {cupy.__version__} finds no GPU that this process may use: {error}") from error
 
 
-# CUDA C on these devices, as `device_kernels` asks for it.
-
-
 class CupyKernel:
-    """A kernel of NVRTC's; see `device_kernels.DeviceKernel`."""
+    """A kernel compiled by NVRTC."""
 
     def __init__(self, function: Any):
         self.function = function
@@ -156,14 +153,14 @@ class CupyKernel:
 
 
 class CupyLauncher:
-    """Compiles and runs kernels on one device; see `device_kernels.Launcher`, also for all methods."""
+    """Compiles and runs kernels on one device; `device_kernels.Launcher` describes the methods."""
 
     def __init__(self, arrays: CupyArrays):
         self._arrays = arrays
         self.multiprocessors = int(cupy.cuda.Device(arrays.device).attributes["MultiProcessorCount"])
 
     def compiled(self, text: str, name: str, options: tuple[str, ...]) -> CupyKernel:
-        """Compile a text; CuPy keeps the machine code on disk for the next process."""
+        """Compile CUDA C; CuPy caches the machine code on disk."""
         with self._arrays.current():
             return CupyKernel(cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(name))
 

@@ -1,8 +1,7 @@
-"""A rank leaves the program: its exit code, its place in the program, and whether the others leave too.
+"""The end of the program on one rank: its exit code, its line, and whether the other ranks end, too.
 
-MPI ends on all ranks or on none, so a rank that has left waits for the others. One that left with an error waits for
-some seconds only: the others may be waiting for it. After `os._exit` no code can wait, and the launchers differ in
-their reaction (one ends the other ranks at once, and returns 0), so it waits first.
+MPI ends on all ranks or on none, so a rank that leaves waits for the others. After an error it waits only for some seconds,
+since the others may wait for it. It also waits before `os._exit`: no code runs afterwards, and launchers react differently.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mpiad.transport.notices import threads_may_communicate
 from mpiad.transport.polling import Backoff
 from mpiad.transport.uncaught import is_reporting
 
-# From the first error to the end of the job: others may leave too, and report their errors.
+# Seconds from the first error to the end of the job, in which others may report their errors.
 _GRACE = 5.0
 _LOOKS = 0.1
 
@@ -37,7 +36,7 @@ _awaits = False
 
 
 class _Farewell(NamedTuple):
-    """How this rank left."""
+    """How this rank left: by a call with an exit code at a line."""
 
     call: str
     code: int
@@ -51,7 +50,7 @@ def watch_departures() -> None:
     os._exit = _leave_at_once
     if not note_exit(_note_exit):
         _log.warning(
-            "this Python doesn't tell with which code it ends: a rank that leaves by sys.exit(code) doesn't end the job. "
+            "this Python doesn't report its exit code: a rank that leaves by sys.exit(code) doesn't end the job. "
             "Let it raise another exception, or set MPIAD_TIMEOUT."
         )
 
@@ -68,17 +67,17 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
 
 
 def _look_after(farewell: _Farewell) -> None:
-    """End the job if this rank doesn't come to `await_others`: Python first joins threads, and runs exit functions."""
+    """End the job if this rank doesn't reach `await_others`; before, Python joins threads and runs exit functions."""
     left = time.monotonic()
     while not _awaits:
-        # They may take any time, except in communications: the others may wait for something that this rank was to do.
+        # Threads and exit functions may take any time, except in communications: the others may wait for this rank.
         if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
             _end(farewell, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
         time.sleep(_LOOKS)
 
 
 def _waiting_thread() -> str:
-    """Return the name of a thread that Python waits for and that is inside a communication, "" if there is none."""
+    """Return the name of a thread that Python joins and that is inside a communication; "" if there is none."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = None if thread.daemon else frames.get(thread.ident or 0)
@@ -97,7 +96,7 @@ def _leave_at_once(status: int) -> None:
 
 
 def farewell() -> tuple[str, str]:
-    """Return the call by which this rank has left, and its place in the program."""
+    """Return the call that ended the program on this rank, and its line."""
     if _farewell is not None:
         return _farewell.call, _farewell.where.removeprefix(" at ") or "-"
     error = getattr(sys, "last_value", None)
@@ -105,22 +104,21 @@ def farewell() -> tuple[str, str]:
 
 
 def code_at_end() -> int:
-    """Return the code that this rank leaves with."""
+    """Return the exit code of this rank."""
     return 0 if _farewell is None else _farewell.code
 
 
 def note_finalize() -> None:
-    """Note that this rank ends MPI before the program's end, for ranks that ask for its state."""
+    """Record that this rank ends MPI before the end of the program."""
     global _farewell
     _farewell = _Farewell("mpi_finalize()", 0, at_place(sys._getframe(1)))
 
 
 def await_others(patience: float | None = None) -> bool:
-    """Wait until all ranks have left the program; end the job if this one left with an error and others haven't.
+    """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
 
-    After `patience`, in seconds, the job ends in any case: communication was given up, and the others may never leave.
-    Returned is whether it was given up on any rank, so that there may be no more of it. All ranks of the world call it,
-    once.
+    After `patience`, in seconds, the job ends in any case. It is given if communication was given up, since the others may
+    never leave then. Return whether it is given on any rank. All ranks of the world call this once.
     """
     global _awaits, _comm
     _awaits = True
@@ -135,7 +133,7 @@ def await_others(patience: float | None = None) -> bool:
 
 
 def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> bool:
-    # The maxima show whether any rank leaves at once, any in good order, and any without communication.
+    # The maxima show whether any rank leaves by os._exit, any in good order, and any without communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (farewell is not None and farewell.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience
@@ -147,7 +145,7 @@ def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = N
             if world_is_given_up():
                 return False
             wait.pause()
-    except MPI.Exception:  # a rank has died, and the MPI survives that: there is nobody to wait for
+    except MPI.Exception:  # a rank has died, and MPI has survived: nobody to wait for
         return False
     if at_once and every[:2].all():
         _end(farewell, "while other ranks leave in good order, which takes all of them")

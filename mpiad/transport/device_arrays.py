@@ -1,11 +1,8 @@
-"""Arrays that live on a device: their recognition, and the functions that make others of their kind.
+"""Device arrays: how they are recognized, and functions that make more of their kind.
 
-A device array is an object whose type has `__cuda_array_interface__`; NumPy's arrays have none. All that the library
-asks of a kind of arrays beyond NumPy's own protocols (`__array_ufunc__`, `__array_function__`) is in `ArrayModule`: one
-object for each device, found by `arrays_of(x)`. CuPy's is in `cupy_arrays`, and loaded when CuPy's first array is met;
-other kinds bring theirs by `register_arrays`.
-
-Memory moves only by explicit calls of these methods: there is no implicit copy in either direction.
+A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
+`__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
+`arrays_of(x)`. Other kinds than CuPy's are added by `register_arrays`. Only explicit calls copy between host and device.
 """
 
 from __future__ import annotations
@@ -49,13 +46,13 @@ class ArrayModule(Protocol):
         """Make an array without values."""
 
     def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
-        """Make an array of one Python or NumPy number; the number travels with the call, not as a copy of memory."""
+        """Make an array of one Python or NumPy number, which is passed to the device without a copy of memory."""
 
     def arange(self, stop: int) -> Array:
         """Make an array of the integers from 0 on, of dtype int64."""
 
     def add_at(self, x: Array, idx: object, values: Array) -> None:
-        """Add values to the elements at an index, in place; an element that is named repeatedly gets all of its values."""
+        """Add values to the elements at an index, in place; for a repeated index all of its values are added."""
 
     def contiguous(self, x: Array) -> Array:
         """Return `x` itself if it is C-contiguous, else a C-contiguous copy (queued)."""
@@ -73,38 +70,35 @@ class ArrayModule(Protocol):
     def copy_to_host(self, x: Array, out: np.ndarray) -> None:
         """Queue the copy of a C-contiguous array into C-contiguous host memory of the same shape and dtype.
 
-        `out` may be read after `synchronize`, or the `wait` of a later event; it must live until then.
+        `out` must exist until `synchronize`, or the `wait` for a later event; only then it may be read.
         """
 
     def copy_to_device(self, host: np.ndarray, out: Array) -> None:
         """Queue the copy of C-contiguous host memory into a C-contiguous array of the same shape and dtype.
 
-        `host` may be changed after `synchronize`, or the `wait` of a later event; it must live until then.
+        `host` must exist unchanged until `synchronize`, or the `wait` for a later event.
         """
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Return host memory that the device reads and writes by itself: a NumPy array of `nbytes` of dtype uint8.
-
-        It is returned to its owner when the array is dropped.
-        """
+        """Return `nbytes` of page-locked host memory as a NumPy array of dtype uint8; freed when the array is dropped."""
         ...
 
     def synchronize(self) -> None:
         """Wait until everything queued on the current stream is done."""
 
     def record(self) -> Any:
-        """Return an event behind everything queued on the current stream so far, for `wait` and `wait_on_device`."""
+        """Return an event after everything queued on the current stream, for `wait` and `wait_on_device`."""
 
     def wait(self, event: object) -> None:
-        """Wait on the host until all before an event is done."""
+        """Wait on the host until everything before an event is done."""
 
     def wait_on_device(self, event: object) -> None:
-        """Let operations queued on the current stream after this call begin after an event; returns at once."""
+        """Delay operations that are queued on the current stream after this call until an event; don't wait."""
 
     def copying_stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which the current stream is one for copies, separate from the one of the arithmetic.
+        """Return a context in which the current stream is one for copies, separate from the stream for arithmetic.
 
-        It isn't ordered with respect to other streams: `wait_on_device` an event of theirs inside.
+        It isn't ordered with respect to other streams: use `wait_on_device` with an event of another stream.
         """
         ...
 
@@ -113,10 +107,7 @@ class ArrayModule(Protocol):
         ...
 
     def message(self, x: Array) -> Any:
-        """Return the buffer of a C-contiguous array that is passed to a CUDA-aware MPI.
-
-        It is an object that mpi4py takes as a buffer, with the array's shape, dtype and nbytes.
-        """
+        """Return the buffer of a C-contiguous array for a CUDA-aware MPI: it has the array's shape, dtype and nbytes."""
 
     def pointer(self, x: Array) -> int:
         """Return the address of the first element on the device, 0 for an empty array."""
@@ -128,7 +119,7 @@ Maker = Callable[[Any], ArrayModule]
 _makers: dict[type, Maker] = {}
 _here: dict[type, Callable[[], ArrayModule]] = {}
 _listeners: list[Callable[[type], None]] = []
-# Called at each operation, so the most common result is a lookup in a set.
+# `arrays_of` is called at each operation, so the most common result is a lookup in a set.
 _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, complex, type(None), np.bool_, np.int64})
 
 
@@ -140,7 +131,6 @@ def arrays_of(x: Array) -> ArrayModule | None:
     kind = type(x)
     if kind in _on_host:
         return None
-    # By the exact type: a subclass is registered for itself when it is met.
     maker = _makers.get(kind)
     if maker is None:
         if not hasattr(kind, "__cuda_array_interface__"):
@@ -150,7 +140,7 @@ def arrays_of(x: Array) -> ArrayModule | None:
 
 
 def arrays_named(name: str) -> ArrayModule:
-    """Return the module for arrays of the kind of this name, on this process's current device; a TypeError without any."""
+    """Return the module for arrays with this name on this process's current device; raise a TypeError if unknown."""
     if name == "CuPy":
         from mpiad.transport.cupy_arrays import current_arrays
 
@@ -180,7 +170,7 @@ def is_array(x: Array) -> bool:
 
 
 def named(x: Array) -> str:
-    """Return the name of a value's type for messages, with its device if any, since CuPy's type is named as NumPy's."""
+    """Return the name of a value's type for messages, with its device, since CuPy's type has the same name as NumPy's."""
     arrays = arrays_of(x) if is_device_array(x) else None
     kind = type(x).__name__
     return kind if arrays is None else f"{kind} on device {arrays.device} ({arrays.name})"
@@ -207,19 +197,16 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
 
 
 def when_registered(listener: Callable[[type], None]) -> None:
-    """Call a function with each kind of arrays that is registered, those so far at once."""
-    # Also for kinds registered later: CuPy is often imported after this library.
+    """Call a function with each kind of arrays that is or will be registered."""
+    # Kinds may be registered later: CuPy is often imported after this library.
     _listeners.append(listener)
     for kind in _makers:
         listener(kind)
 
 
 def discover() -> None:
-    """Register CuPy's arrays if the program has loaded CuPy; nothing is loaded here.
-
-    A trace calls it at its start: a device array that is a constant of the traced function is met by autograd first.
-    """
-    # Looked up among the loaded modules, never imported: that takes a second, and most programs have no GPU.
+    """Register CuPy's arrays if the program has loaded CuPy: autograd may get them before this library does."""
+    # CuPy is never imported here: that takes a second, and most programs have no GPU.
     cupy = sys.modules.get("cupy")
     kind = getattr(cupy, "ndarray", None)
     if kind is not None and kind not in _makers:
@@ -227,7 +214,7 @@ def discover() -> None:
 
 
 def _met(kind: type) -> Maker:
-    """Register the arrays of a kind that is met for the first time."""
+    """Register a kind of arrays at its first appearance."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "cupy":
             from mpiad.transport.cupy_arrays import arrays_of_device

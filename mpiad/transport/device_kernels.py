@@ -1,7 +1,7 @@
-"""Kernels of our own on a device: compilation of CUDA C source there, and launches.
+"""Kernels on a device: compilation of CUDA C source, and launches.
 
-A device needs only a `Launcher` besides its arrays (see `device_arrays`): one object per device, found by
-`launcher_of(arrays)`. CuPy's is in `cupy_arrays`; other kinds of arrays bring theirs by `register_launcher`.
+A device needs a `Launcher` besides its arrays (see `device_arrays`): one object per device, returned by
+`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_launcher`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from mpiad.transport.device_arrays import ArrayModule
 class DeviceKernel(Protocol):
     """A compiled kernel."""
 
-    registers: int  # that each thread takes
+    registers: int  # per thread
     local_bytes: int  # memory per thread for values that don't fit into registers
 
 
 class Launcher(Protocol):
     """Compiler and launcher of kernels on one device."""
 
-    multiprocessors: int  # the least number of blocks of threads that make progress at the same time
+    multiprocessors: int  # this number of blocks can run at the same time
 
     def compiled(self, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
-        """Compile CUDA C for this device, and return its kernel of a name; may be cached per text."""
+        """Compile CUDA C for this device, and return the kernel with this name; may be cached per text."""
         ...
 
     def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
         """Queue a run of a kernel, with the numbers of blocks and of threads per block, on the current stream.
 
-        Arguments are device arrays, which are C-contiguous; None for a pointer to nothing; an int for a ``long long``, a
-        float for a ``double``, and NumPy scalars of their own type.
+        Arguments are C-contiguous device arrays, None for a null pointer, int for ``long long``, float for ``double``, or
+        NumPy scalars for their own types.
         """
 
     def free_bytes(self) -> int:
@@ -47,15 +47,12 @@ _makers: dict[type, Maker] = {}
 
 
 def register_launcher(kind: type, maker: Maker) -> None:
-    """Register the launcher of kernels on arrays of a kind.
-
-    ``maker(arrays) -> Launcher`` for the device of an `ArrayModule` is called often, so it should cache them.
-    """
+    """Register ``maker(arrays) -> Launcher`` for a kind of arrays; it is called often, so it should cache launchers."""
     _makers[kind] = maker
 
 
 def launcher_of(arrays: ArrayModule) -> Launcher:
-    """Return the launcher of kernels for the device of these arrays; a TypeError for a kind of arrays without one."""
+    """Return the launcher for the device of these arrays; raise a TypeError for a kind of arrays without a launcher."""
     maker: Any = _makers.get(arrays.kind)
     if maker is None and arrays.name == "CuPy":
         from mpiad.transport.cupy_arrays import launcher_of_device

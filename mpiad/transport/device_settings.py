@@ -1,10 +1,9 @@
-"""How device arrays travel: read from the environment at the start, the same on all ranks.
+"""Settings for the communication of device arrays, read from the environment and made the same on all ranks.
 
-The numbers of bytes decide how many messages a large array is sent in, so the ranks agree on the smallest
-setting of any rank. A setting of one rank holds for all, since not every launcher passes variables on.
-
-Collectives cut large arrays on all ranks or on none, and a rank doesn't know the devices of the others' arrays. So the
-ranks agree once on whether any of them may use arrays that are copied to the host: then all cut alike, also host arrays.
+The numbers of bytes determine the number of messages for a large array, so all ranks use the smallest setting of any rank.
+A setting on one rank holds for all, since not every launcher passes variables on. A collective cuts large arrays into
+pieces on all ranks or on none, host arrays included. So the ranks agree once on whether any of them may use arrays that are
+copied to the host.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _UNSET = np.iinfo(np.int64).max
 
 
 class DeviceSettings(NamedTuple):
-    """How device arrays travel."""
+    """The settings."""
 
-    cuda_aware: bool | None = None  # whether MPI takes the memory of a device as it is; None to ask it
+    cuda_aware: bool | None = None  # whether MPI accesses device memory directly; None: test it
     chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
-    pinned: int = 256 << 20  # bytes of page-locked host memory that are kept for the next array
+    pinned: int = 256 << 20  # bytes of unused page-locked host memory that are kept
     expected: bool = True  # whether collectives cut large arrays
     exchanged: bool = False  # whether sums of large arrays are computed by an exchange of blocks
 
@@ -44,24 +43,24 @@ def present() -> DeviceSettings:
 
 
 def put(settings: DeviceSettings) -> DeviceSettings:
-    """Change the settings, on all ranks alike, and return the previous ones."""
+    """Change the settings, which must be the same on all ranks; return the previous ones."""
     global _present
     before, _present = _present, settings
     return before
 
 
 def divides(nbytes: int) -> bool:
-    """Return whether a collective on an array of this size is cut into chunks, the same on all ranks."""
+    """Return whether a collective on an array of this size is cut into pieces; the same on all ranks."""
     return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
 
 
 def exchanges(nbytes: int) -> bool:
-    """Return whether arrays of this size are summed by an exchange of blocks, the same on all ranks."""
+    """Return whether arrays of this size are summed by an exchange of blocks; the same on all ranks."""
     return _present.exchanged and nbytes > _present.chunk
 
 
 def from_environment() -> DeviceSettings:
-    """Return the settings of MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK, MPIAD_DEVICE_PINNED; a ValueError for other values."""
+    """Return the settings in the environment; raise a ValueError for invalid values."""
     default = DeviceSettings()
     return DeviceSettings(
         switch("MPIAD_CUDA_AWARE", None),
@@ -80,10 +79,7 @@ def _bytes(name: str, least: int, default: int) -> int:
 
 
 def start() -> None:
-    """Agree on the settings of all ranks' environments; collective over the world.
-
-    A ValueError on all ranks, if a variable has an invalid value on one.
-    """
+    """Agree on the settings in all ranks' environments; a ValueError on all ranks if a value is invalid; collective."""
     wrong, wanted = None, DeviceSettings()
     try:
         wanted = from_environment()
@@ -93,8 +89,8 @@ def start() -> None:
     sizes = [size if given else _UNSET for size, given in zip((wanted.chunk, wanted.pinned), asked)]
     expects = wrong is None and (asked[0] or may_bring_arrays())
     direct = bool(device_kinds())
-    # Their minima give the requests of any rank: no error, no "0", no "1", no device arrays, none that are copied to
-    # the host, none that MPI takes, and the least of the sizes.
+    # The minima over the ranks: no error, no "0", no "1", no device arrays, none that are copied to the host, none that MPI
+    # accesses directly, and the smallest sizes.
     asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
     switches = [wrong is None, *asks, not expects, not expects or direct, not expects or not direct]
     mine = np.array([*switches, *sizes], np.int64)
@@ -104,7 +100,7 @@ def start() -> None:
         raise wrong or ValueError(
             "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has a value on another rank that it doesn't take."
         )
-    # If the ranks ask for both, the setting that always works.
+    # If the ranks ask for both, 0, which always works.
     cuda_aware = None if least[1] and least[2] else bool(least[1])
     default = DeviceSettings()
     chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))
@@ -115,6 +111,6 @@ def start() -> None:
 
 
 def may_bring_arrays() -> bool:
-    """Return whether this process could have arrays on a GPU; nothing is loaded for it."""
+    """Return whether this process could have arrays on a GPU, without loading libraries."""
     found = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
     return found and may_be_used()

@@ -1,9 +1,8 @@
 """Sums of large device arrays with a CUDA-aware MPI: blocks are exchanged, and each rank sums one of them on its device.
 
-Many CUDA-aware MPI libraries transfer device memory directly in messages, but reduce on the host. The exchange of blocks
-transfers as many bytes as optimal algorithms for reductions of large arrays. Each block is summed by one rank, in the order
-of the ranks, so the result is bitwise the same on all ranks. Whether these functions are used depends on the size of the
-array only (see `device_settings`), since a rank doesn't know whether the others' arrays are on devices.
+Many CUDA-aware MPI libraries reduce on the host. The exchange transfers as many bytes as optimal reductions of large
+arrays. One rank sums each block, in the order of the ranks, so the result is bitwise the same on all ranks. These functions
+are chosen by the size of the array alone, since a rank doesn't know the devices of the others' arrays.
 """
 
 from __future__ import annotations

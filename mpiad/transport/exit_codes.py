@@ -1,11 +1,9 @@
 """Detection of the code with which Python ends the program, before it joins threads and runs exit functions.
 
-There is no hook for it. But if a SystemExit ends the program, the interpreter asks the exception for its `code`, in the
-main thread, when no frame of Python's is left. So that attribute of the type is replaced by one that takes note when it is
-read without a frame, independently of the code that raised the exception (`sys.exit`, `exit`, ``raise``, a task of
-asyncio's), holds it or has accessed it before. The code of an exception that is caught for good is never read so.
-
-Types that are written in C refuse assignments; their dictionary, which the garbage collector knows, takes them.
+Python has no hook for it. But if a SystemExit ends the program, the interpreter reads its `code` in the main thread, when
+no Python frame is left. So the attribute `code` of the type is replaced by one that notices this access, however the
+exception was raised. The type is written in C and refuses assignments; its dictionary, found by the garbage collector,
+accepts them.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 
 _member = SystemExit.__dict__["code"]
 _python_exit = sys.exit
-# Until 3.12 an exception that C code raises is created when it is caught; the interpreter ends the program without it.
+# Until Python 3.12, an exception raised by C code is created only when it is caught, not if it ends the program.
 _MADE_LATE = sys.version_info < (3, 12)
 
 
@@ -29,12 +27,12 @@ def exit_code(code: object) -> int:
     """Return the exit code that the launcher gets for SystemExit's `code`."""
     if code is None:
         return 0
-    # The system keeps eight bits; anything but an integer Python prints, and ends with 1.
+    # The system keeps eight bits. Python prints anything but an integer, and ends with 1.
     return code & 0xFF if isinstance(code, int) else 1
 
 
 def code_of(error: BaseException) -> int:
-    """Return the code that a job ends with by an exception: never 0, since ranks were given up."""
+    """Return the exit code of a job that an exception ends: never 0."""
     if isinstance(error, KeyboardInterrupt):
         return 130  # 128 + SIGINT, as shells report it
     return exit_code(error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)) or 1
@@ -75,7 +73,7 @@ def _has_caller() -> bool:
 def _whole_trace(error: SystemExit) -> TracebackType | None:
     if not _MADE_LATE:
         return error.__traceback__
-    # The exception has it only up to the frame that looked at it. The interpreter has the whole, and nobody else does.
+    # The exception's own traceback ends at the frame that last accessed it. The whole one is held by the interpreter alone.
     traces = [found for found in gc.get_objects() if isinstance(found, TracebackType)]
     inner = {id(trace.tb_next) for trace in traces}
     outermost = [trace for trace in traces if id(trace) not in inner]
@@ -84,15 +82,12 @@ def _whole_trace(error: SystemExit) -> TracebackType | None:
 
 
 def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
-    """Have a function called when a SystemExit ends the program, with its code and traceback.
-
-    Returned is whether this Python supports it.
-    """
+    """Call a function with code and traceback if a SystemExit ends the program; return whether this Python supports it."""
     if not _replace_code(_Code(leaves)):
         return False
     if _MADE_LATE:
         sys.exit = _exit
-        # Also in modules that have it by name.
+        # Also in modules that have imported the function.
         for names in gc.get_referrers(_python_exit):
             if isinstance(names, dict) and "__name__" in names:
                 known = [name for name, value in names.items() if value is _python_exit and name != "_python_exit"]
@@ -101,7 +96,7 @@ def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
 
 
 def forget_exit() -> None:
-    """Undo `note_exit`: code that reads a code while Python tears its modules down must find its own attribute."""
+    """Undo `note_exit`, since Python's shutdown may read the attribute."""
     _replace_code(_member)
 
 
@@ -110,7 +105,7 @@ def _replace_code(attribute: object) -> bool:
     if len(found) != 1 or type(found[0]) is not dict or "code" not in found[0]:  # not CPython
         return False
     found[0]["code"] = attribute
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # which empties the cache of attributes
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # clears the cache of attributes
     return True
 
 

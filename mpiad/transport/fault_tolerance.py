@@ -1,10 +1,7 @@
-"""Whether the MPI can notify its ranks that a communicator is given up, and the errors that indicate it.
+"""Whether MPI can inform its ranks that a communicator was given up (revoked), and the errors that report it.
 
-Open MPI 5 can, if its launcher was asked to: ``mpiexec --with-ft ulfm``. It is detected once, without a call of MPI, so
-that functions that aren't needed elsewhere needn't exist there.
-
-The end of MPI waits for all ranks of the world, and with Open MPI 5.0 sometimes for the dead ones too, forever. So
-the ranks that are left wait for each other by themselves, and leave without it.
+Open MPI 5 can, with ``mpiexec --with-ft ulfm``. The end of MPI waits for all ranks of the world, with Open MPI 5.0
+sometimes forever for dead ones. So surviving ranks wait for each other, and leave without MPI's end.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from mpiad.errors import RemoteError
 def _can_revoke() -> bool:
     if not switch("MPIAD_RECOVERY", True) or not hasattr(MPI.Comm, "Revoke"):
         return False
-    # Ranks that check each other's calls wait on communicators that nobody revokes; their waits have a limit instead.
+    # In debug mode ranks wait on communicators that nobody revokes; these waits have a limit instead.
     if switch("MPIAD_DEBUG", False):
         return False
-    # The launcher sets it for its ranks; elsewhere Open MPI has the calls, and doesn't carry them out.
+    # The launcher sets it for its ranks. Without it Open MPI has these functions, but they don't work.
     asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
     return asked and MPI.get_vendor()[0] == "Open MPI"
 
@@ -38,14 +35,14 @@ _INTERRUPTIONS = _DEATHS | ({getattr(MPI, "ERR_REVOKED", None)} - {None})
 
 
 def is_revoked(comm: Comm) -> bool:
-    """Return whether a rank has given a communicator up."""
+    """Return whether a rank has revoked a communicator."""
     return comm != MPI.COMM_NULL and comm.Is_revoked()
 
 
 def is_interruption(error: BaseException | None) -> bool:
     """Return whether an exception is, or was raised while handling, MPI's error that other ranks have failed."""
     seen = 0
-    # A RemoteError is the result of an interruption; all ranks know by then.
+    # A RemoteError results from an interruption that all ranks know.
     while error is not None and not isinstance(error, RemoteError) and seen < 100:
         if isinstance(error, MPI.Exception):
             kind = error.Get_error_class()
@@ -74,10 +71,10 @@ _exit = os._exit  # before `departure` replaces it
 
 
 def all_have_come() -> bool:
-    """Wait for the other ranks that are alive, and return whether all are alive; collective, the same on all of them."""
+    """Wait for the surviving ranks, and return whether all ranks are alive; collective, the same result on all."""
     if not FAULT_TOLERANT or MPI.COMM_WORLD.size == 1:
         return True
-    # A rank may know of a death before another does, so that they must agree on it.
+    # A rank may know of a death before others do, so they must agree on it.
     alive = MPI.COMM_WORLD.Shrink()
     size = alive.size
     alive.Free()
@@ -85,7 +82,7 @@ def all_have_come() -> bool:
 
 
 def leave_process(code: int) -> None:
-    """Leave the process; doesn't return."""
+    """Leave the process without MPI's end; doesn't return."""
     logging.shutdown()
     flush_streams()
     _exit(code)

@@ -13,7 +13,7 @@ _ANSWER_SECONDS = 3
 
 
 def gpus_of_node() -> list[str]:
-    """Return the names of this node's GPUs, those that the environment hides too."""
+    """Return the names of this node's GPUs, including those hidden by the environment."""
     return _of_the_driver() or _of_nvidia_smi() or _of_rocm()
 
 
@@ -47,13 +47,13 @@ def _of_rocm() -> list[str]:
 
 
 def may_be_used() -> bool:
-    """Return whether this process might use a GPU; nothing is run for it."""
-    # If the driver shows no folder (in WSL, in some containers), the program that comes with it indicates GPUs.
+    """Return whether this process might use a GPU, without running a program."""
+    # In WSL and some containers the driver shows no folder, but nvidia-smi is installed.
     return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi") or _of_rocm()))
 
 
 def visible(count: int) -> list[str]:
-    """Return the GPUs that this process may use, as the environment names them: all numbers if it doesn't."""
+    """Return the GPUs that this process may use, as the environment names them; by default their numbers."""
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         if name in os.environ:
             chosen = [word.strip() for word in os.environ[name].split(",")]
@@ -62,7 +62,7 @@ def visible(count: int) -> list[str]:
 
 
 def device_of(local_rank: int, count: int) -> str:
-    """Return the GPU of this process: cupy's current one if it is loaded, else the one of its place on the node."""
+    """Return the GPU of this process: CuPy's current device if CuPy is loaded, else chosen by the local rank."""
     seen = visible(count)
     if not seen:
         return ""

@@ -1,6 +1,6 @@
-"""One-to-all with a header: the receivers learn shape and dtype from the root, in the same message if it is small.
+"""Broadcasts with a header that contains shape and dtype, and a small array itself.
 
-The root's own mistake (an object instead of an array, a shape that can't be divided) travels too, so that all ranks
+An error of the root (an object instead of an array, a shape that can't be divided) is sent in the header, and all ranks
 raise it.
 """
 
@@ -19,9 +19,9 @@ from mpiad.transport.device_settings import divides, present
 from mpiad.transport.staging import Direct, Staged, communicate, transfer_of
 
 _WORDS = 128
-# Dtype, number of dimensions, then NumPy's 64 dimensions at most; the device, and the bytes of its chunks.
+# Words of a header: dtype, number of dimensions, up to 64 dimensions, device, bytes of a piece; then a small array.
 _KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71
-# By letter, since two of them may be one and the same type: int64 is "l" here, and "q" elsewhere.
+# By letter, since the letter of int64 differs between systems.
 _CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]
 _INLINE_BYTES = 8 * (_WORDS - _SHAPE_WORDS)
 _ERROR = -1
@@ -31,9 +31,9 @@ _INLINE = -1  # in the place of the bytes of a piece: the array is in the header
 def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Copy the root's array to all ranks, which needn't know its shape and dtype.
 
-    Elsewhere it is placed on the device of the template `x`, or on that of the root's array if there is none.
+    On other ranks the result is on the device of the template `x`, or on a device like the root's if there is none.
     """
-    # Of fixed size, since the receivers can't know another; a small array fits in it and needs no second message.
+    # The size is fixed, since the receivers don't know another one.
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank == root:
         return _bcast_from_here(channel, x, root, call, packet)
@@ -57,7 +57,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
         _send_error(channel, error, root, packet)
         raise
     _pack(packet, spec)
-    # An array that MPI reads on the device isn't copied to the host for the sake of a header.
+    # An array that MPI reads on the device isn't copied to the host for the header.
     small = array.nbytes <= _INLINE_BYTES and not isinstance(transfer, Direct)
     if small:
         packet[_CHUNK] = _INLINE
@@ -75,7 +75,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
 def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:
     """Broadcast the spec that `make` returns on the root to all ranks, or raise its error on all of them.
 
-    Elsewhere it has the device of the template, or that of the root if there is none.
+    On other ranks it has the device of the template, or a device like the root's if there is none.
     """
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank != root:

@@ -1,7 +1,7 @@
-"""The launcher of this process, recognized by its environment variables; read before MPI starts.
+"""The launcher of this process, recognized by its environment variables before MPI starts.
 
-A launcher and a library of different MPIs don't find each other. Some libraries then make each process a world of its
-own, and others end the process while MPI starts, which with mpi4py is at its import: so the warning is given earlier.
+If launcher and library belong to different MPIs, each process may become a world of its own, or end at the import of
+mpi4py. So a warning is logged before this import.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ _log = logging.getLogger("mpiad")
 
 
 class Launcher(NamedTuple):
-    """The launcher of this process."""
+    """A launcher; `size`, `rank`: the number of processes that it started, and the index of this one."""
 
     name: str = ""  # empty if no launcher is recognized
     family: str = ""  # whose libraries it starts: "mpich", "openmpi", or "" for those that start any
-    # `size`, `rank`: the number of processes that it started, and the index of this one.
     size: int = 1
     rank: int = 0
 
 
-# Name, family, the variable that identifies it, and those of size and rank. A launcher that runs inside another one's
-# job comes before it.
+# Name, family, and the variables for recognition, size and rank. A launcher that may run inside a job of another one comes
+# before it.
 _KNOWN = (
     ("Open MPI's mpiexec", "openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("Hydra, the mpiexec of MPICH and its derivatives", "mpich", "HYDI_CONTROL_FD", "PMI_SIZE", "PMI_RANK"),
@@ -56,15 +55,15 @@ def family_of(vendor: str) -> str:
 
 
 def mpiexec_beside(library: str) -> str:
-    """Return the mpiexec that was installed with a library (its path), "" if there is none."""
+    """Return the path of the mpiexec that was installed with a library, "" if there is none."""
     candidate = Path(library).parent.parent / "bin" / "mpiexec"
     return str(candidate) if library and candidate.exists() else ""
 
 
 def warn_of_other_library() -> None:
-    """Log, on the first process, that mpi4py is about to load a library that this launcher doesn't start.
+    """Log, on the first process, that mpi4py will load a library of another MPI than the launcher's.
 
-    Only for Open MPI's launcher: with it other libraries may end the process at the import of mpi4py.
+    Only for Open MPI's launcher: other libraries may end the process at the import of mpi4py.
     """
     found = launcher()
     if found.family != "openmpi" or found.rank != 0 or "mpi4py.MPI" in sys.modules:
@@ -80,7 +79,7 @@ def warn_of_other_library() -> None:
 
 
 def _family_to_be_loaded() -> str:
-    # mpi4py's wheels choose among several builds at import, by a module of their own; other builds know one MPI only.
+    # mpi4py's wheels choose among several builds at import; other builds support one MPI only.
     try:
         from mpi4py import _mpiabi
     except ImportError:
@@ -94,7 +93,7 @@ def _family_to_be_loaded() -> str:
 
 
 def warn_of_separate_worlds(size: int) -> None:
-    """Log, on the first process, that several were started, each of which is a world of its own."""
+    """Log, on the first process, that the launcher started several processes, but each is a world of its own."""
     found = launcher()
     if size == 1 and found.size > 1 and found.rank == 0:
         _log.warning(
@@ -104,7 +103,7 @@ def warn_of_separate_worlds(size: int) -> None:
 
 
 def in_pool() -> bool:
-    """Return whether `python -m mpi4py.futures` runs the program: on rank 0 alone, while the other ranks wait for tasks."""
+    """Return whether `python -m mpi4py.futures` runs the program: on rank 0 alone, while the others wait for tasks."""
     core = sys.modules.get("mpi4py.futures._core")
     return getattr(core, "SharedPool", None) is not None
 

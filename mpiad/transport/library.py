@@ -17,13 +17,12 @@ _NUMBERS = {"CUDA": 0, "ROCm": 2}  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
 class Library(NamedTuple):
     """An MPI library."""
 
-    # `vendor`, `version`: as "MPICH", "5.0.2".
-    vendor: str
-    version: str
+    vendor: str  # such as "MPICH"
+    version: str  # such as "5.0.2"
     standard: str  # the version of the MPI standard that it follows
-    threads: str  # {"single", "funneled", "serialized", "multiple"}; the level of thread support it was initialized with
+    threads: str  # level of thread support: "single", "funneled", "serialized" or "multiple"
     path: str  # its file, "" if the system doesn't report it
-    takes_device_buffers: str  # "yes (CUDA)", "no", or "unknown": whether it takes the memory of a GPU as it is
+    takes_device_buffers: str  # whether it accesses GPU memory: "yes (CUDA)", "no" or "unknown"
     mpi4py: str  # version of mpi4py
 
 
@@ -52,13 +51,13 @@ def _path() -> str:
 
 
 def device_buffers() -> str:
-    """Return as text whether the library reports that it takes the memory of a device."""
+    """Return as text whether the library reports that it can access device memory."""
     kinds = device_kinds()
     return "unknown" if kinds is None else f"yes ({', '.join(kinds)})" if kinds else "no"
 
 
 def device_kinds() -> list[str] | None:
-    """Return the kinds of device whose memory the library reports to take, such as "CUDA"; None without a report."""
+    """Return the kinds of devices whose memory the library reports to access, such as "CUDA"; None without a report."""
     path = _path()
     asked = _asked(path)
     if asked:
@@ -71,13 +70,13 @@ def device_kinds() -> list[str] | None:
 
 
 def _asked(path: str) -> dict[str, bool]:
-    # Extensions, which mpi4py doesn't wrap; loading an already loaded library only adds a name for it.
+    # mpi4py doesn't wrap these extensions. CDLL returns the library that is already loaded.
     try:
         loaded = ctypes.CDLL(path or None)
     except OSError:
         return {}
     if hasattr(loaded, "MPIX_GPU_query_support"):
-        # MPICH's. Its other function ends the process in versions before 4 that were built without GPUs.
+        # MPICH. Before version 4, its other function ends the process if MPICH was built without GPUs.
         found, supported = {}, ctypes.c_int(0)
         for kind, number in _NUMBERS.items():
             answers = loaded.MPIX_GPU_query_support(number, ctypes.byref(supported)) == MPI.SUCCESS

@@ -1,7 +1,4 @@
-"""The library's channel on a communicator of the user's, and the refusal of unusable communicators.
-
-A channel is an attribute of its communicator and is freed with it; the world's is kept here.
-"""
+"""The library's channel for a user's communicator. It is an attribute of the communicator, and is freed with it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _world: Channel | None = None
 _finalized = False
 
 
-# MPI calls it in comm.Free(), which all ranks call together, as closing needs.
+# MPI calls this in comm.Free(), which is collective, as `close` must be.
 def _freed(comm: Comm, key: int, owned: Channel) -> None:
     owned.close()
 
@@ -40,7 +37,7 @@ def open_world() -> Channel:
 
 
 def world_is_given_up() -> bool:
-    """Return whether ranks wait for this one to learn of a failure, if the MPI can report it."""
+    """Return whether the world's channel was revoked, so that ranks wait for this one to learn of a failure."""
     return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
 
 
@@ -49,16 +46,16 @@ def close_world() -> None:
     global _world, _finalized
     if _world is not None:
         _world.close()
-    # Also if none was open: mpi_finalize was called, and errors report it.
+    # Also without an open world: mpi_finalize was called, and errors report it.
     _world, _finalized = None, True
 
 
 def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = False) -> Channel:
-    """Return the channel of a communicator, made at its first collective use; errors name the public function, `call`.
+    """Return the channel of a communicator, made at its first collective use; `call`: the public function, for errors.
 
-    `collective` says whether all ranks of `comm` are in this call, so that duplicates can be made, and `survivors` whether
-    only the surviving ranks are needed. A CommunicatorError for a communicator that is freed, null, an intercommunicator
-    or not prepared, and after the end of MPI; an UnfinishedMessagesError if an exception has left messages under way.
+    `collective`: whether all ranks of `comm` make this call, so that duplicates can be made. `survivors`: whether a channel
+    that has lost processes is accepted. Raises a CommunicatorError if `comm` is freed, null, an intercommunicator or not
+    prepared, or after the end of MPI; an UnfinishedMessagesError if an exception has left messages in flight.
     """
     if tracing.recorder is not None:
         tracing.recorder.looked_up(call)
@@ -74,12 +71,10 @@ def _refuse(found: Channel, call: str) -> NoReturn:
     if found.alone:
         raise CommunicatorError(f"{call}: {found.fault}, so this call would wait for them forever.")
     if found.lost:
-        raise CommunicatorError(
-            f"{call}: {found.fault} The ranks that are left can go on with a communicator of theirs: comm.Shrink()."
-        )
+        raise CommunicatorError(f"{call}: {found.fault} The other ranks can continue with comm.Shrink().")
     raise UnfinishedMessagesError(
         f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
-        "an old message would be taken for a new one."
+        "otherwise an old message could be received in place of a new one."
     )
 
 
@@ -91,9 +86,9 @@ def _why_no_world() -> str:
 
 
 def member(comm: Comm, call: str) -> Comm:
-    """Return a communicator that may be asked for its rank and size: the world for None.
+    """Return a communicator whose rank and size may be read: the world for None.
 
-    A CommunicatorError for one that is freed, null or an intercommunicator, before the start and after the end of MPI.
+    Raises a CommunicatorError if it is freed, null or an intercommunicator, before the start and after the end of MPI.
     """
     if _world is None or MPI.Is_finalized():
         raise CommunicatorError(f"{call}: {_why_no_world()}")
@@ -134,7 +129,7 @@ def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
 
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
-    # Not by `channel`, since that refuses a marked channel, such as the one to be renewed here.
+    # `channel` would refuse a marked channel, which is renewed here.
     found = prepare(comm, call)
     if found.lost:
         _refuse(found, call)

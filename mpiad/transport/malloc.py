@@ -1,15 +1,13 @@
 """Keep freed pages of large arrays inside the process, and let the system back them by huge pages.
 
-Each new array above glibc's mmap threshold causes one page fault per 4 KiB. Together they take ten times as long as the
-arithmetic on the array. Reverse passes make dozens of such arrays, of equal sizes. So the thresholds are raised once, at
-import, if the C library has `mallopt`. They aren't raised with ``MPIAD_MALLOPT=0``, nor if the user has set one of them by
-``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_TOP_PAD_`` or ``GLIBC_TUNABLES``.
+Each new array above glibc's mmap threshold causes one page fault per 4 KiB, which together take ten times as long as the
+arithmetic on the array; reverse passes make dozens of such arrays. So the thresholds are raised once, unless
+``MPIAD_MALLOPT=0`` is set, or the user sets a threshold (by a variable in `_USERS_OWN`, or ``GLIBC_TUNABLES``).
 
-Arrays are then in the heap. With pages of 4 KiB it is random which parts of the arrays compete for the same places in the
-second-level cache: in one process the same program may take 2.5 times as long as in another. In a huge page of 2 MiB
-neighbors in the array are neighbors in the cache. The kernel provides huge pages on request (``madvise``). So the heap is
-extended once, which reserves addresses but no memory, and huge pages are requested for the whole extension. They aren't
-requested with ``MPIAD_HUGE_PAGES=0``, nor if ``GLIBC_TUNABLES`` sets ``glibc.malloc.hugetlb``.
+Arrays are then in the heap. With pages of 4 KiB it is random which parts of arrays compete for the second-level cache: the
+same program may take 2.5 times as long in another process. Huge pages of 2 MiB avoid this. So the heap is extended once,
+which reserves addresses but no memory, and huge pages are requested for it (``madvise``), unless ``MPIAD_HUGE_PAGES=0`` is
+set, or ``GLIBC_TUNABLES`` sets ``glibc.malloc.hugetlb``.
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ _advised = False
 
 
 def prepare_memory() -> bool:
-    """Raise glibc's thresholds for this process, and ask for huge pages in its heap.
-
-    Return whether the thresholds were raised: False without glibc, or if the user has set them.
-    """
+    """Raise glibc's thresholds, and request huge pages for the heap; return whether the thresholds were raised."""
     global _advised
     try:
         libc = ctypes.CDLL(None)
@@ -55,7 +50,7 @@ def prepare_memory() -> bool:
 
 
 def huge_pages() -> str:
-    """Return as text whether this process's arrays lie in huge pages, for a report."""
+    """Return as text whether this process's arrays are in huge pages."""
     try:
         switch = _SWITCH.read_text()
     except OSError:
@@ -91,7 +86,7 @@ def _advise_heap(libc: ctypes.CDLL) -> bool:
     libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     start = libc.sbrk(0)
-    # In blocks that malloc takes from the heap: larger ones would be mapped. Nothing is written into them.
+    # malloc takes these blocks from the heap, and would map larger ones. Nothing is written into them.
     block = _MMAP_BYTES - (1 << 20)
     blocks = [libc.malloc(block) for _ in range(_HEAP_BYTES // block)]
     end = libc.sbrk(0)
