@@ -94,7 +94,7 @@ def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
     # If all ranks of a channel raise the exception together, no collective is pending, but messages may be.
     for channel, messages in used:
         if messages or channel.size > 1 and not agreed.issuperset(channel.members):
-            channel.mark(f"{type(error).__name__} left {what} in which messages were in flight.", messages)
+            channel.mark(f"{type(error).__name__} left {what} in which messages were under way.", messages)
 
 
 def forget_agreement(error: BaseException) -> None:
@@ -113,7 +113,6 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
 def _raised_together(channel: Channel, error: Exception | None) -> None:
     note_use(channel)
-    # Texts are sent only if there is an error.
     if on_any_rank(channel.data, error is not None):
         raise_first(channel, error)
 

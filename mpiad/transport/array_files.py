@@ -58,8 +58,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
 
     root = used.rank == 0
     try:
-        # Rank 0 creates the file alone, and all ranks raise its error: MPICH's errors on several ranks may have no text.
-        _together(used, path, make if root else None, call)
+        _together(used, path, make if root else None, call)  # MPICH's errors on several ranks may have no text
         data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
         with _opened(used, data, MPI.MODE_WRONLY, call) as file:
             # The ranks agree after each step, since in the next one they would wait for a rank that has failed.

@@ -42,8 +42,7 @@ class Site:
         return self.text
 
 
-# Functions that communicate many times: messages name the single operation instead.
-_COMPOSITES = ("mpi_optimize", "mpi_map")
+_COMPOSITES = ("mpi_optimize", "mpi_map")  # communicate many times: messages name the single operation instead
 # Entries that messages don't show: those of other libraries, and of custom operators, which have more informative names.
 _OPERATORS = ("", "extend")
 
@@ -265,7 +264,6 @@ def site_of(frame: FrameType | None) -> Site:
     found, called = user_frame(frame)
     if found is None:
         return _NOWHERE
-    # Cached by instruction, since determining the line is slow.
     key = found.f_code, found.f_lasti, called
     site = _sites.get(key)
     if site is None:

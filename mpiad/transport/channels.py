@@ -35,10 +35,8 @@ from mpiad.transport.tracing import tracing
 # receives from every rank until the last message has arrived.
 
 
+# Objects that are never freed since MPI may still use them: buffers, and communicators with pending messages.
 ABANDONED: list[tuple] = []
-"""Objects that are never freed since MPI may still use them: buffers, and communicators with pending messages."""
-
-
 _LAST = np.frombuffer(b"mpiad: last one.", dtype=np.uint8)  # content of the last messages
 # By id of the communicator: the sends of the last messages, and per peer the tag and content of its latest message.
 Drained: TypeAlias = "dict[int, tuple[list[Request], dict[int, tuple[int, np.ndarray]]]]"
@@ -103,14 +101,12 @@ def cancel(receive: Request) -> None:
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
+_made: dict[tuple[int, ...], int] = {}  # by members: the number of channels created
 _numbers = count()
 
-communications = count()
-"""A counter of communications; differences of its values tell how many there were in the meantime."""
-
-
+communications = count()  # a difference of its values is the number of communications in the meantime
+# A channel, and whether messages on it may be pending even after a synchronization of all its ranks.
 Used: TypeAlias = "tuple[Channel, bool]"
-"""A channel, and whether messages on it may be pending even after a synchronization of all its ranks."""
 
 
 def note_use(channel: Channel) -> None:
@@ -459,7 +455,6 @@ class Watch(NamedTuple):
 
     duplicate: Callable[[Channel], Comm]  # duplicates the user's communicator
     put_on: Callable[[Channel], None]  # wraps a channel's communicators
-    # Resets the agreements of a channel before its communicators are replaced.
     start_anew: Callable[[Channel], None]
 
 
@@ -488,14 +483,10 @@ def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
     return members, number, f"communicator {number} of ranks {listed}"
 
 
-_made: dict[tuple[int, ...], int] = {}
-
-
 def world_ranks(comm: Comm) -> list[int]:
     """Return the ranks in the world of a communicator's members."""
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = group.Translate_ranks(None, world)
-    # The number of MPI's handles is limited.
     group.Free()
     world.Free()
     return ranks

@@ -80,7 +80,6 @@ def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
     compare(comm, "Scan", array)
     pieces = _cut(array)
     transfer = in_place_transfer(array, pieces)
-    # MPI leaves the first rank's exclusive sum undefined; here it is zero.
     is_zero = exclusive and comm.rank == 0
     call = comm.Exscan if exclusive else comm.Scan
     for number in range(len(pieces)):
@@ -93,7 +92,6 @@ def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
 def alltoall(channel: Channel, array: Array) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     compare(channel.data, "Alltoall", array)
-    # A piece has the same number of entries for every rank.
     counts = [array.size // channel.size] * channel.size
     pieces = of_blocks(counts, array.dtype.itemsize)
     outgoing, incoming = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)

@@ -58,7 +58,6 @@ class _OnHost:
         self._source = None if source is None else source.reshape(-1)
 
     def piece(self, number: int) -> np.ndarray:
-        """Return a contiguous buffer of a piece; a copy, only for reading, if the piece has several ranges."""
         ranges = self._pieces[number]
         if len(ranges) > 1:
             return np.concatenate([self.memory[start:end] for start, end in ranges])
@@ -112,7 +111,6 @@ class _Staged:
             place += count
 
     def piece(self, number: int) -> np.ndarray:
-        """Return the host memory of a piece after the device has written it."""
         if self._events:
             self._arrays.wait(self._events[number])
         return self.memory[self._starts[number] : self._starts[number + 1]]

@@ -21,8 +21,6 @@ from mpiad.transport.device_settings import LEAST_CHUNK, divides, exchanges, pre
 from mpiad.transport.mpi_operations import name_of
 from mpiad.transport.staging import communicate, send_buffer, transfer_of
 
-# Nonblocking sums, and in-place sums of host arrays.
-
 
 class Summation:
     """A pending sum: MPI's requests, one per piece, and functions that take a piece and return the result."""
@@ -57,7 +55,6 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
 
 
 def _start_in_pieces(channel: Channel, array: Array) -> Summation:
-    """Start one reduction per piece, so that MPI sums some pieces while others are copied."""
     pieces = of_whole(array.size, array.dtype.itemsize)
     transfer, requests = in_place_transfer(array, pieces, private=True), []
     for number in range(len(pieces)):
@@ -83,7 +80,6 @@ def sum_in_place(channel: Channel, array: np.ndarray) -> None:
 # infinity that wins: inf for a maximum, -inf for a minimum. If the result doesn't contain it, there was no NaN, and one
 # reduction is enough. Otherwise a second reduction finds the entries that were NaN. Zeros in the result are set to 0.0,
 # since the order of comparisons decides between 0.0 and -0.0.
-
 
 _HOST = (np.ndarray, np.generic)
 

@@ -23,7 +23,7 @@ from mpiad.transport.library import device_buffers, device_kinds
 # nonblocking collectives.
 _BLOCKING_ONLY = MPI.get_vendor()[0] == "Open MPI"
 _LENGTHS = 8, 1 << 16  # MPI uses different protocols for short and long messages
-_REMEDY = "Arrays are copied; MPIAD_CUDA_AWARE=0 asks for it from the start, and has large ones copied in pieces."
+_REMEDY = "Arrays are copied to the host; MPIAD_CUDA_AWARE=0 requests this from the start, in pieces if they are large."
 _log = logging.getLogger("mpiad")
 _tried: dict[tuple[type, int], bool | None] = {}  # None if the library doesn't report support
 
@@ -79,10 +79,12 @@ def _passes(arrays: ArrayModule) -> bool:
             alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)
             right = right and bool((arrays.to_host(got) == numbers).all())
     except Exception as error:  # noqa: BLE001 - after any error, arrays are staged
-        _log.warning("MPI says that it takes device memory, and %s: %s. %s", type(error).__name__, error, _REMEDY)
+        _log.warning(
+            "MPI reports that it can access device memory, but raised %s: %s. %s", type(error).__name__, error, _REMEDY
+        )
         return False
     finally:
         alone.Free()
     if not right:
-        _log.warning("MPI says that it takes device memory, but delivers other numbers than were sent. %s", _REMEDY)
+        _log.warning("MPI reports that it can access device memory, but delivers other numbers than were sent. %s", _REMEDY)
     return right

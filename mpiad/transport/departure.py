@@ -36,8 +36,6 @@ _awaits = False
 
 
 class _Farewell(NamedTuple):
-    """How this rank left: by a call with an exit code at a line."""
-
     call: str
     code: int
     where: str

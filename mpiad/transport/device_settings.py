@@ -100,8 +100,7 @@ def start() -> None:
         raise wrong or ValueError(
             "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has a value on another rank that it doesn't take."
         )
-    # If the ranks ask for both, 0, which always works.
-    cuda_aware = None if least[1] and least[2] else bool(least[1])
+    cuda_aware = None if least[1] and least[2] else bool(least[1])  # 0 always works
     default = DeviceSettings()
     chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))
     brought, copied, taken = (not flag for flag in least[3:6].tolist())

@@ -21,8 +21,7 @@ from mpiad.transport.staging import Direct, Staged, communicate, transfer_of
 _WORDS = 128
 # Words of a header: dtype, number of dimensions, up to 64 dimensions, device, bytes of a piece; then a small array.
 _KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71
-# By letter, since the letter of int64 differs between systems.
-_CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]
+_CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]  # int64 has two of them
 _INLINE_BYTES = 8 * (_WORDS - _SHAPE_WORDS)
 _ERROR = -1
 _INLINE = -1  # in the place of the bytes of a piece: the array is in the header

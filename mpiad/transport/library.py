@@ -39,7 +39,6 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _path() -> str:
-    """Return the file of the library, from this process's memory map."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return ""

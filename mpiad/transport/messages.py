@@ -1,4 +1,4 @@
-"""Point-to-point messages: Isend, Irecv and Wait, with references to buffers until MPI has finished with them."""
+"""Point-to-point messages, with references to buffers until MPI has finished with them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,24 @@ from mpiad.transport.chunked_staging import bounds, incoming_transfer, of_whole,
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.staging import Staged, Transfer, transfer_of
 
-# The tags of messages and of the corresponding messages of adjoints.
-#
-# Forward messages have the user's tag, and MPI matches them in the order of their start. The messages of adjoints may be
+# MPI matches forward messages, which have the user's tags, in the order of their start. The messages of adjoints may be
 # started in another order on either side, since requests are waited for in any order. Therefore their tag combines the
-# user's tag and the message's number: a multiple of the golden section of the number of tags, plus the number. Two messages
-# that are in flight between the same ranks then have different tags, if the product of the differences of their user tags
-# and numbers is below 0.38 times the number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
+# user's tag, times the golden section of the number of tags, and the message's number. Two messages in flight between the
+# same ranks have different tags if the product of the differences of their user tags and numbers is below 0.38 times the
+# number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
 #
-# A large array on a device is sent in chunks after a short message that announces it. Chunks have tags of the same form in
-# the other half of MPI's tags, a quarter for each direction, so they differ from those of other messages.
+# A large device array is sent in chunks. Their tags have the same form in the other half of MPI's tags, a quarter for each
+# direction, so they differ from the tags of other messages.
 
 
 class Envelope:
     """The address of one point-to-point message, seen from this rank.
 
-    - `peer`: the other rank.
-    - `tag`: the user's tag.
-    - `outgoing`: whether this rank sends it.
-    - `number`: its index among the messages with this peer, tag and direction; the next one if it isn't given. None for a
-      receive with wildcards (negative `peer` or `tag`) until the message has arrived.
-    - `answers`: for the message of an adjoint, the envelope of the forward message, which has the same number.
-    - `reverse`: whether it is the message of an adjoint.
-    - `asked`: (int, int); peer and tag as passed by the caller, possibly wildcards.
+    - `outgoing`: whether this rank sends it to `peer`, or receives it from there.
+    - `number`: its index among the messages with this peer, tag and direction, by default the next one. None for a receive
+      with wildcards (negative `peer` or `tag`) until the message has arrived.
+    - `answers`: for the message of an adjoint (`reverse`), the envelope of the forward message with the same number.
+    - `asked`: (int, int). Peer and tag as passed by the caller, possibly wildcards.
     """
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
@@ -62,11 +57,11 @@ class Envelope:
         """Undo the counting of a message that isn't sent or received after all."""
         if not self.reverse and self.number is not None:
             counts = self.channel.sent if self.outgoing else self.channel.received
-            # Otherwise the numbers of later messages, and the tags of their adjoints, would differ between both sides.
+            # Otherwise the numbers of later messages would differ between both sides.
             counts[self.peer, self.tag] -= 1
 
     def renew(self) -> None:
-        """Take the next number, or that of the message that this one answers, for another run of a compiled program."""
+        """Take the next number, or the number of the forward message, for another run of a compiled program."""
         self.number = self._next() if self.answers is None else self.answers.number
 
     @property
@@ -76,12 +71,12 @@ class Envelope:
 
     @property
     def tag_of_chunks(self) -> int:
-        """The tag of the message's chunks in MPI, on the channel's duplicate for adjoints."""
+        """The tag of the message's chunks in MPI; they are sent on the channel's duplicate for adjoints."""
         quarter = self.channel.tag_limit // 4
         return (3 if self.reverse else 2) * quarter + 1 + self._spread(4)
 
     def _spread(self, parts: int) -> int:
-        """Return a tag from the user's tag and the number, in one of `parts` equal parts of MPI's tags."""
+        """Return a tag computed from the user's tag and the number, in one of `parts` equal parts of MPI's tags."""
         number = 0 if self.number is None else self.number
         return (self.tag * (self.channel.tag_stride // parts) + number) % (self.channel.tag_limit // parts)
 
@@ -97,23 +92,19 @@ class Envelope:
 
     def back(self) -> Envelope:
         """Return the envelope of the message with the cotangent, in the opposite direction."""
-        # It has the number of the forward message, which both sides know.
         return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, self.answers or self)
 
     def along(self) -> Envelope:
         """Return the envelope of the message with the tangent, which follows this one."""
         if self.reverse:
             return self
-        # It has the next number, since tangents are sent among the forward messages.
+        # Tangents are sent among the forward messages, so it has the next number.
         return Envelope(self.channel, self.peer, self.tag, self.outgoing)
 
 
-# Device arrays in chunks.
-#
-# If a sender stages a large device array through the host, the first message is short: it announces that the array follows
-# in chunks, on the channel's duplicate for adjoints, with another tag. A chunk is sent while the next one is copied. A
-# receiver allocates the whole array, and recognizes an announcement by the number of bytes received. So the two ranks
-# needn't agree in advance, and each may have its array on a device or on the host.
+# If a sender stages a large device array, its first message is short: it announces chunks, which follow on the channel's
+# duplicate for adjoints. A chunk is sent while the next one is copied. A receiver recognizes an announcement by the number
+# of bytes. So the two ranks needn't agree in advance, and each array may be on a device or on the host.
 
 
 _SAYING = b"mpiad: in pieces"
@@ -121,7 +112,7 @@ ANNOUNCEMENT_BYTES = len(_SAYING) + 16
 
 
 class Announcement(list):
-    """The message that announces an array in chunks, as passed to MPI, with the array's shape and dtype."""
+    """The buffer of a message that announces an array in chunks, with the array's shape and dtype."""
 
     def __init__(self, array: Array, chunk: int):
         said = np.frombuffer(_SAYING + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
@@ -146,11 +137,11 @@ def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> 
 def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
     """Return the numbers of bytes of the announced array and of a chunk; None if the message isn't an announcement.
 
-    `buffer`: contains the message of `got` bytes, possibly on a device. `spec`: that of the expected array.
+    `buffer`: contains the `got` bytes of the message, possibly on a device. `spec`: of the expected array.
     """
     if got != ANNOUNCEMENT_BYTES:
         return None
-    # On a device, the first entries are copied to the host; the last of them may be filled only partly.
+    # The first entries are copied to the host; the message may end inside the last of them.
     if type(buffer) is not np.ndarray:
         buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
     said = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
@@ -161,7 +152,7 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
 
 
 def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
-    """Receive all chunks, one per step of the iteration."""
+    """Receive all chunks into `memory`, one per step of the iteration."""
     channel, posted = envelope.channel, []
     for start, end in bounds(memory.size, 1, chunk):
         given = memory[start:end], envelope.peer, envelope.tag_of_chunks
@@ -173,7 +164,7 @@ def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[No
 
 
 def discard(total: int, chunk: int, envelope: Envelope) -> None:
-    """Receive and drop the chunks of an unexpected array."""
+    """Receive and discard the chunks of an unexpected array."""
     dropped = np.empty(total, np.uint8)
     for _ in _received(dropped, envelope, chunk):
         pass
@@ -186,8 +177,8 @@ _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 class Receipt:
     """A pending receive.
 
-    If `kind` is empty, it is started by `finish_receive`, which calls a blocking function of
-    MPI. This function also sends `sent`, an array with its target rank and tag, if it isn't None.
+    If `kind` is empty, `finish_receive` starts it, by a blocking call of MPI that also sends `sent` (array, rank, tag), if
+    any.
     """
 
     __slots__ = ("buffer", "destination", "envelope", "requests", "sent", "spec", "transfer")
@@ -219,7 +210,7 @@ def finish_send(requests: list[Request], envelope: Envelope) -> None:
 
 
 def send(array: Array, envelope: Envelope) -> None:
-    """Send without waiting for the receiver; an array of the host must be private memory."""
+    """Send without waiting for the receiver; the user mustn't be able to change a host array."""
     envelope.channel.leave(post_send(array, envelope, "blocking send"))
 
 
@@ -228,7 +219,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     status = MPI.Status()
     try:
         _await(receipt, status, call)
-    # After other exceptions, such as an interrupt, MPI may still write to the buffer, so it isn't released.
+    # After other exceptions, as an interrupt, MPI may still write to the buffer, so it isn't released.
     except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
         receipt.envelope.channel.release(receipt.requests)
         raise
@@ -241,7 +232,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
-    """Receive an array; the envelope of a receive with wildcards is updated with the sender and tag."""
+    """Receive an array. For wildcards, the envelope gets the sender and tag."""
     # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
     if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, call)
@@ -249,13 +240,13 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
 
 
 def _answered(envelope: Envelope, status: Status) -> None:
-    # For a refused message, too, since its sender has counted it.
+    # Also for a message of another size, since its sender has counted it.
     if envelope.number is None and status.source >= 0:
         envelope.answered_from(status.source, status.tag)
 
 
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
-    """Receive a message after checking its size; one of another size is received and dropped."""
+    """Receive a message after checking its size; a message of another size is received and discarded."""
     transfer, status = transfer_of(spec.arrays), MPI.Status()
     destination = transfer.destination(spec.shape, spec.dtype)
     buffer = transfer.recv_buffer(destination)
@@ -268,7 +259,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
-    else:  # under watch its header is looked at
+    else:  # in debug mode the header is compared
         try:
             message.refuse(dropped, buffer)
         except MessageMismatchError:
@@ -278,7 +269,6 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
 
 
 def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
-    """Receive and drop the chunks that an unexpected message announces."""
     announced = read_announcement(buffer, got, spec)
     if announced is not None:
         discard(*announced, envelope)
@@ -308,7 +298,7 @@ def receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: st
 
 
 def require_whole(destination: np.ndarray, status: Status, back: Envelope, call: str) -> None:
-    """Receive announced chunks if a received message is an announcement; raise a ValueError if it is too short."""
+    """After a message of another size, receive the chunks that it announces, or raise a ValueError."""
     got = status.Get_count(MPI.BYTE)
     if got != destination.nbytes:
         destination[...] = _receive_chunks(destination, got, Spec.of(destination), back, np.empty_like(destination), call)
@@ -336,10 +326,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
 
 
 def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:
-    """Receive the chunks that a message of unexpected size announces, and return the array.
-
-    Raises a ValueError if it isn't an announcement, or announces another array than the expected one.
-    """
+    """Return the array whose chunks a message announces; a ValueError without an announcement or for another array."""
     announced = read_announcement(buffer, got, spec)
     if announced is None:
         raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))

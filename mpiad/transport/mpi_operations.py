@@ -1,4 +1,4 @@
-"""MPI's own reductions: their names, and the kinds of number that each is defined for."""
+"""MPI's own reductions: their names, and the dtypes for which they are defined."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OF_KIND = {
 
 
 def defined_for(kind: str) -> tuple[str, ...]:
-    """Return the names of the reductions of a kind of number, NumPy's letter for it; all if it is no number."""
+    """Return the names of the reductions for a dtype's `kind`; all names if it isn't a number."""
     return _OF_KIND.get(kind, _NAMES)
 
 
 def name_of(op: Op) -> str | None:
-    """Return the name of one of MPI's own reductions, None for a user's own."""
+    """Return the name of one of MPI's own reductions, None for a user's reduction."""
     return next((name for name in _NAMES if op == getattr(MPI, name)), None)

@@ -1,4 +1,4 @@
-"""Empty messages without a waiting receiver: posted to single ranks, and polled for by any thread."""
+"""Empty messages to single ranks without a waiting receiver, for which any thread may poll."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def threads_may_communicate() -> bool:
 
 
 class Notices:
-    """Notices of one communicator, on which no other point-to-point messages travel."""
+    """Notices on a communicator without other point-to-point messages."""
 
     def __init__(self, comm: Comm):
         self._comm = comm
@@ -44,9 +44,9 @@ class Notices:
         self._taken[source] += 1
 
     def drain(self) -> None:
-        """Take all that is still under way, so that the communicator can be freed; all its ranks call it."""
+        """Receive all remaining notices, so that the communicator can be freed; collective."""
         size = self._comm.size
-        # A probe may find nothing though a notice is on its way; the senders' counts give the number still to come.
+        # A probe may miss a notice in flight; the senders' counts give the remaining number.
         for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(size)])):
             while self._taken[source] < sent:
                 self._receive(source, MPI.ANY_TAG)

@@ -1,7 +1,7 @@
-"""Messages of any Python objects between two ranks; large arrays travel as they lie in memory.
+"""Messages of Python objects between two ranks.
 
-A message is one pickle with the lengths of its buffers before it, and a further message for each buffer. A buffer is
-left out of the pickle by protocol 5: the data of a contiguous array of 64 KiB or more.
+A message is a pickle, preceded by the lengths of its buffers, and a further message for each buffer. Buffers, left out of
+the pickle by protocol 5, are the data of contiguous arrays of 64 KiB or more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD = np.dtype(np.int64)
 
 
 class Message(NamedTuple):
-    """A received message: its sender, the kind that it was posted with, and the object."""
+    """A received message: its sender, kind, and object."""
 
     source: Rank
     kind: int
@@ -31,14 +31,14 @@ class Message(NamedTuple):
 
 
 class PackedObject(NamedTuple):
-    """An object ready to be sent, once or to several ranks."""
+    """An object ready to be sent, possibly several times."""
 
     head: np.ndarray
     buffers: list[np.ndarray]
 
     @classmethod
     def of(cls, content: object, lent: bool = False) -> PackedObject:
-        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless they are `lent`."""
+        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless `lent`."""
         buffers: list[np.ndarray] = []
 
         def leave_out(buffer: pickle.PickleBuffer) -> bool:
@@ -55,7 +55,7 @@ class PackedObject(NamedTuple):
 
     def opened(self) -> Any:
         """Unpack the object, as its receiver does."""
-        # Copies: unpacked arrays may be written to, and the parcel sent once more.
+        # Unpacked arrays may be changed, and the packed object may be sent once more.
         return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
 
 
@@ -78,7 +78,7 @@ def _is_over(request: Request) -> bool:
 
 
 class Line:
-    """Messages of a rank on a communicator on which no others travel, derived from that of a channel."""
+    """Messages of a rank on a communicator without other messages, derived from the communicator of a channel."""
 
     def __init__(self, comm: Comm, used: Channel):
         self.comm, self._used = comm, used
@@ -92,7 +92,7 @@ class Line:
             self._posted.append((self._used.begin("parcel", part, self.comm.Isend, part, dest, tag), dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
-        """Return a message that has come, None if there is none."""
+        """Return a message that has arrived, or None."""
         status = self._status
         found = self.comm.Improbe(source, MPI.ANY_TAG, status)
         if found is None:

@@ -1,9 +1,8 @@
 """Page-locked host memory, through which arrays travel between a device and an MPI that can't read it.
 
-To lock pages takes longer than to copy them, so memory that was used once is kept for the next array, in classes of
-size a quarter of an octave apart. It is lent as an array, and returned when the last view of that array is dropped:
-a request of MPI's (under way, also one that an exception has abandoned) holds such a view. A copy
-that the device hasn't finished yet leaves its event with the memory, and the next user waits for it.
+Locking pages takes longer than copying them, so unused memory is kept for the next array, in size classes. Memory is
+returned to its pool when the last view is dropped; MPI's requests hold a view, even after an exception. If the device
+hasn't finished a copy, its event is kept with the memory, and the next user waits for it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ _LEAST = 4096
 
 
 class Loan:
-    """Memory of a pool in use; it goes back when neither this object nor a view of its array is left.
-
-    `written`, `read` (or None): behind the last copy that was queued into it, and from it.
-    """
+    """Memory of a pool in use. `written`, `read`: events after the last queued copy to or from it, or None."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory", "_pool", "read", "written")
 
@@ -35,7 +31,7 @@ class Loan:
         self.__array_interface__ = memory.__array_interface__
 
     def array(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
-        """Return the memory as an array, or the first part of it."""
+        """Return the first part of the memory as an array."""
         dtype = np.dtype(dtype)
         return np.asarray(self)[: dtype.itemsize * int(np.prod(shape))].view(dtype).reshape(shape)
 
@@ -44,21 +40,18 @@ class Loan:
 
 
 class Pool:
-    """Memory for the arrays of one device.
-
-    `lent`, `kept`: bytes in use, and bytes that wait for their next use.
-    """
+    """Memory for the arrays of one device. `lent`, `kept`: the bytes in use, and the unused bytes."""
 
     def __init__(self, arrays: ArrayModule):
         self._arrays = arrays
         self._idle: dict[int, deque[tuple[np.ndarray, tuple]]] = {}
-        # Memory may be returned in the middle of another call, whenever Python frees an object.
+        # Python may free an object, and so return memory, in the middle of another call.
         self._lock = threading.RLock()
         self.lent = self.kept = 0
         self._closed = False
 
     def lend(self, nbytes: int) -> Loan:
-        """Lend at least `nbytes` bytes."""
+        """Return memory of at least `nbytes` bytes."""
         size = _size_class(nbytes)
         with self._lock:
             idle = self._idle.get(size)
@@ -75,7 +68,7 @@ class Pool:
         return Loan(self, memory)
 
     def take_back(self, memory: np.ndarray, after: tuple) -> None:
-        """Keep memory for its next use, or free it if enough is kept."""
+        """Keep memory for its next use, or free it if enough is kept; `after`: events to wait for."""
         with self._lock:
             self.lent -= memory.size
             keeps = not self._closed and self.kept + memory.size <= device_settings.present().pinned
@@ -86,7 +79,7 @@ class Pool:
             self._await(after)  # the device may still read it
 
     def close(self) -> None:
-        """Free the memory that is kept, and memory that is returned after this call."""
+        """Free the unused memory, and memory returned after this call."""
         with self._lock:
             self._closed = True
             idle = [held for queue in self._idle.values() for held in queue]
@@ -104,7 +97,7 @@ class Pool:
 def _size_class(nbytes: int) -> int:
     if nbytes <= _LEAST:
         return _LEAST
-    # An eighth of the next power of two: four classes to the octave, so a quarter is wasted at most.
+    # In steps of an eighth of the next power of two, so at most a quarter is wasted.
     step = 1 << max((nbytes - 1).bit_length() - 3, 0)
     return -(-nbytes // step) * step
 
@@ -113,11 +106,11 @@ _pools: dict[tuple[type, int], Pool] = {}
 
 
 def pool_of(arrays: ArrayModule) -> Pool:
-    """Return the pool of a device, made at its first use."""
+    """Return the pool of a device."""
     key = arrays.kind, arrays.device
     found = _pools.get(key)
     if found is None:
-        found = _pools.setdefault(key, Pool(arrays))  # another thread may have made it
+        found = _pools.setdefault(key, Pool(arrays))  # another thread may have stored one
     return found
 
 

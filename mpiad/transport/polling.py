@@ -1,4 +1,4 @@
-"""Wait without taking the core away from the processes that are waited for."""
+"""Waiting without occupying the core, which other ranks may need."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm, Request
 
-# Ranks often outnumber cores; an MPI's own wait would take another rank's core away.
+# Ranks often outnumber cores; MPI's own wait would occupy the core of another rank.
 _AT_ONCE = 0.01
 _LONGEST_NAP = 1e-3
-# A sleep of no length takes up to 100 µs, a hundred times as long.
-_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # a sleep takes up to 100 µs, 100 times as long
 
 
 class Backoff:
-    """Pauses of one wait: none at first, longer and longer after `at_once` seconds without news.
-
-    `nap`: the length of the next, zero at first.
-    """
+    """Increasing pauses during a wait; in the first `at_once` seconds zero. `nap`: the length of the next pause."""
 
     __slots__ = ("_at_once", "_start", "nap")
 
@@ -30,11 +26,11 @@ class Backoff:
         self.renew()
 
     def renew(self) -> None:
-        """Begin again, since something has come."""
+        """Begin again, since something has arrived."""
         self._start, self.nap = time.perf_counter(), 0.0
 
     def pause(self) -> None:
-        """Release the core to others."""
+        """Sleep, or yield the core to another process."""
         if self.nap:
             time.sleep(self.nap)
         else:
@@ -49,9 +45,9 @@ class Backoff:
 
 
 def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
-    """Return when `found` is true, which looks for a message of one rank or any; others may compute until then."""
+    """Return when ``found()`` is true, which probes for a message from `source`."""
     if not isinstance(comm, MPI.Comm):
-        comm.until(found, source)  # under watch: a table of waits shows it
+        comm.until(found, source)  # a guarded communicator shows the wait in deadlock reports
         return
     patience = Backoff()
     while not found():
@@ -59,7 +55,7 @@ def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.AN
 
 
 def wait_gently(request: Request) -> None:
-    """Wait for a request of MPI's; one under watch has its own wait."""
+    """Wait for a request; a guarded request has its own wait."""
     if not isinstance(request, MPI.Request):
         request.Wait()
         return

@@ -15,12 +15,12 @@ from mpiad.transport.messages import Envelope, receive_error, require_whole
 
 
 def as_message(array: np.ndarray) -> list[Any]:
-    """Return a contiguous array on the host as MPI takes it without asking for its type, which would take as long again."""
+    """Return the buffer of a contiguous host array with its datatype, whose lookup would take as long as the call."""
     return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
 
 
 def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callable[[], object]:
-    """Return the function that adds up every rank's array, too small to be divided, with the result on all ranks."""
+    """Return the function that sums the ranks' small arrays, with the result on all ranks."""
     going, coming = as_message(array), as_message(out)
     return lambda: channel.data.Allreduce(going, coming)
 
@@ -28,10 +28,10 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callab
 def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
 ) -> Callable[[], object]:
-    """Return the function that swaps two arrays by addresses of one tag that are renewed before."""
+    """Return the function that sends one array and receives another; its envelopes, of one tag, are renewed before."""
     going, coming, status, channel = as_message(array), as_message(destination), MPI.Status(), there.channel
     dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, destination.nbytes, MPI.BYTE
-    # That of both forward messages, which have one; those of adjoints have the message's number in them.
+    # The tag of both forward messages; tags of adjoints depend on the message's number.
     tag = there.tag
 
     def swap() -> None:
@@ -43,7 +43,7 @@ def prepared_swap(
         except MPI.Exception as error:
             ABANDONED.append((going, coming))  # MPI may still use them
             raise receive_error(error, Spec.of(destination), back, call) from None
-        if status.Get_count(byte) != size:  # asked here, since a call costs a tenth of all
+        if status.Get_count(byte) != size:  # here, since a function call would take a tenth of the time
             require_whole(destination, status, back, call)
 
     to_itself = dest == source == channel.rank
@@ -51,7 +51,7 @@ def prepared_swap(
         return swap
 
     def copied() -> None:
-        # Messages from a rank to itself come in their order: this one next, unless an earlier one hasn't been received.
+        # A rank receives its own messages in order: this one next, unless an earlier one is still in flight.
         if there.number == back.number:
             destination[...] = array
         else:
@@ -61,10 +61,9 @@ def prepared_swap(
 
 
 class PreparedMessages:
-    """One message to and one from each of several ranks, all under way at once.
+    """One message to and one from each of several ranks, all in flight at once.
 
-    `going`, `coming`: on the host and contiguous, one for each of these ranks: the arrays to send, and those to receive
-    into.
+    `going`, `coming`: for each of these ranks a contiguous host array to send, and one to receive into.
     """
 
     def __init__(
@@ -78,20 +77,21 @@ class PreparedMessages:
         self._status = MPI.Status()
 
     def start(self) -> None:
-        """Start all; arrays to send mustn't be changed, and those to receive mustn't be read, before `finish`."""
+        """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
         comm, tag = self._channel.data, self._tag
-        # Receives first: messages then need no buffer of MPI's. They are counted as those of other ranks are.
+        # Receives first, so that MPI needn't buffer messages.
         for envelope, _, message in self._coming:
             envelope.renew()
-            self._receives.extend(map(comm.Irecv, (message,), (envelope.peer,), (tag,)))  # in one step, as `Channel.begin`
+            # Uninterruptible, as in `Channel.begin`.
+            self._receives.extend(map(comm.Irecv, (message,), (envelope.peer,), (tag,)))
         for envelope, _, message in self._going:
             envelope.renew()
             self._sends.extend(map(comm.Isend, (message,), (envelope.peer,), (tag,)))
 
     def finish(self, call: str) -> None:
-        """Wait for all; a ValueError if a message has another number of bytes than the array that it is received into.
+        """Wait for all messages; raise a ValueError if one has another number of bytes than its array.
 
-        Each peer receives before it waits, and waits for this rank's messages: so these waits end, too.
+        The waits end, since each peer posts its receives before it waits.
         """
         status = self._status
         for request, (envelope, destination, _) in zip(self._receives, self._coming):
@@ -106,7 +106,7 @@ class PreparedMessages:
         self._sends.clear()
 
     def leave(self, reason: str) -> None:
-        """Give up in the middle: the channel is refused until it is renewed, which ends pending messages."""
+        """Abandon the messages after an exception: the channel is refused until it is renewed."""
         for request, (_, destination, _) in zip(self._receives, self._coming):
             if request != MPI.REQUEST_NULL:
                 self._channel.hold("receive", request, destination)

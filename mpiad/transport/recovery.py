@@ -1,14 +1,12 @@
 """Recovery of a collective call after an exception on one rank, with an MPI that can revoke communicators (ULFM).
 
-A "composite" is a public function that consists of many communications and that all ranks of a communicator call. It ends
-with an agreement on its channel, which also works on revoked communicators: all ranks leave it with success, or none. A
-rank that fails goes to the agreement at once. If the others don't arrive within a moment, it revokes the duplicates of the
-channel and of all channels among its ranks. This interrupts ranks that wait in a communication, and they go to the
-agreement, too. Then the ranks exchange their exceptions and renew the duplicates. The ranks that failed raise their own
-exceptions, the others a `RemoteError`.
+A "composite" is a public function that communicates many times and that all ranks of a communicator call. It ends with an
+agreement on its channel, which also works on revoked communicators: all ranks leave it with success, or none. A rank that
+fails goes to the agreement at once. If the others don't arrive soon, it revokes the duplicates of the channel and of all
+channels among its ranks. This interrupts waiting ranks, and they go to the agreement, too. Then the ranks exchange their
+exceptions and renew the duplicates. The ranks that failed raise their own exceptions, the others a `RemoteError`.
 
-Of nested composites only the outermost recovers, since renewing duplicates would lose the messages of those around it.
-Without such an MPI (see `fault_tolerance`), composites are the bare functions.
+In nested composites only the outermost one recovers, since renewed duplicates lose the messages of enclosing composites.
 """
 
 from __future__ import annotations
@@ -39,15 +37,11 @@ _UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank waits for the rev
 _UNTIL_LOGGED = 1.0  # seconds after which a waiting failed rank logs its exception
 _DEATH_WITHIN = 2.0
 _log = logging.getLogger("mpiad")
-
-
 Verdict = Callable[[Failures], BaseException]
 
 
 class _Current(threading.local):
-    """The channel of this thread's outermost composite, None outside of composites."""
-
-    place: Channel | None = None
+    place: Channel | None = None  # the channel of this thread's outermost composite
 
 
 _current = _Current()
@@ -56,9 +50,8 @@ _current = _Current()
 def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
     """Return the decorator of composites; without ULFM it returns the function itself.
 
-    `call`: the public name. `comm`: the communicator, by default the keyword argument `comm` of the call. `verdict`:
-    ``verdict(failures)`` returns the exception that all ranks raise; a composite with a verdict recovers inside of others,
-    too. By default ranks that failed raise their own error, and the others a RemoteError.
+    `comm`: by default the keyword argument `comm` of the call. `verdict`: ``verdict(failures)`` returns the exception that
+    all ranks raise; a composite with a verdict recovers inside of others, too.
     """
 
     def decorate(fun: F) -> F:
@@ -68,7 +61,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
             outer = _current.place
-            # The outermost composite recovers, since its ranks include all that may wait.
+            # The ranks of the outermost composite include all that may wait.
             if outer is not None and verdict is None:
                 return fun(*args, **kwargs)
             _current.place = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
@@ -110,7 +103,7 @@ def interruptible(name: str, forward: F) -> F:
 
 
 def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
-    """End a composite together with all its ranks; raise a RemoteError, or the `verdict`'s error, if another failed."""
+    """End a composite together with all its ranks; raise a RemoteError, or the `verdict`, if another rank failed."""
     place = None if used.size == 1 else _trouble(used)
     if place is None:
         return
@@ -120,14 +113,14 @@ def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
 
 
 def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
-    """Synchronize with the other ranks after an exception; return if this rank must raise its own exception.
+    """Meet the other ranks after an exception; return if this rank must raise its own exception.
 
-    `used`: the channel of the composite, None outside of composites. `error`: this rank's exception, or MPI's interruption.
-    Raises a RemoteError if another rank has failed and this one was interrupted, or if a process has died; or the error of
-    `verdict` (see `recoverable`). All ranks of the channel call this function or `conclude`.
+    `used`: the channel of the composite, None outside of composites. Raises a RemoteError if this rank was interrupted
+    because another one failed, or if a process has died; or the exception of `verdict` (see `recoverable`). All ranks of
+    the channel call this function or `conclude`.
     """
     interrupted = is_interruption(error)
-    # If all ranks of the channel raise the exception by agreement, none waits, and no message is in flight.
+    # If all ranks of the channel raise the exception together, none waits, and no message is in flight.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
         return
     place = _meeting_place(used, interrupted)
@@ -149,20 +142,16 @@ def _raise_verdict(
     if verdict is not None and place is used and found:
         raise verdict(found) from (error if mine else None)
     if found and not mine:
-        # The cause, an interruption, shows where this rank was.
         raise error_of(found, call, RemoteError) from error
 
 
 def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:
-    """Return the largest revoked channel that includes the ranks of this one, else this one.
-
-    Outside of composites (`used` is None), all channels are considered.
-    """
+    """Return the largest revoked channel that includes the ranks of this one (for None, of any), else this one."""
     patience = Backoff()
     while True:
         revoked = [found for found in _around(used) if _is_given_up(found)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
-            # All ranks of the others go to the largest one, too.
+            # All ranks of the other channels go to the largest one, too.
             return max(revoked, key=lambda found: found.size, default=used)
         if revoked and max(found.size for found in revoked) == MPI.COMM_WORLD.size:
             return max(revoked, key=lambda found: found.size)
@@ -179,7 +168,7 @@ def _is_given_up(found: Channel) -> bool:
 
 
 def _trouble(used: Channel) -> Channel | None:
-    """Wait for all ranks of the channel; return the channel for recovery if one of them, or of a larger channel, failed."""
+    """Wait for all ranks of the channel; return the channel for recovery if a rank of it or of a larger channel failed."""
     flag = np.ones(1, np.int32)
     request, patience = used.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
@@ -195,7 +184,7 @@ def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
     request, patience = place.data.Iagree(flag), Backoff()
     revoked = logged = False
     while not _is_complete(request, flag):
-        # An interrupted rank revokes at once, since ranks may wait in communicators that no other rank has.
+        # An interrupted rank revokes at once: ranks may wait on communicators of which only it is a member.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
             for comm in [comm for found in _within(place) for comm in found.duplicates()]:
                 if not is_revoked(comm):
@@ -222,13 +211,13 @@ def _is_complete(request: Request, flag: np.ndarray) -> bool:
 
 
 def _within(place: Channel) -> list[Channel]:
-    """Return the channel and those whose members are among its ranks, in the order of their creation."""
+    """Return the channel and all channels among its ranks, in the order of their creation."""
     members = set(place.members)
     return [place, *(found for found in live_channels() if found is not place and members >= set(found.members))]
 
 
 def _renewed(place: Channel, mine: Failure | None) -> Failures:
-    """Renew the duplicates of the channel and of those among its ranks; return the failures by rank."""
+    """Renew the duplicates of the channel and of all channels among its ranks; return the failures by rank."""
     fresh = place.data.Shrink()
     ranks = ranks_within(place, fresh)
     told = fresh.allgather(mine)
@@ -244,7 +233,7 @@ def _renewed(place: Channel, mine: Failure | None) -> Failures:
 
 
 def ranks_within(place: Channel, comm: Comm) -> list[int]:
-    """Return the ranks that a communicator's members have in a channel."""
+    """Return the ranks of a communicator's members in a channel."""
     return [place.members.index(rank) for rank in world_ranks(comm)]
 
 

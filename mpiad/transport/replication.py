@@ -1,10 +1,8 @@
 """The check that a replicated value, of which every rank has a copy, is bitwise the same on all ranks.
 
 If the copies are equal, the check takes one reduction of a hash. Otherwise the ranks exchange descriptions of their copies,
-leaf by leaf, and search for the first entry that differs.
-
-Values are compared by their bits: ``-0.0`` differs from ``0.0``, and a NaN equals only a NaN with the same bits. Copies
-that are broadcast and then updated in the same way are equal in this sense; copies that are only nearly equal drift apart.
+leaf by leaf, and search for the first difference. Bits are compared: ``-0.0`` differs from ``0.0``, and a NaN equals only a
+NaN with the same bits. Copies that are only nearly equal would drift apart.
 """
 
 from __future__ import annotations
@@ -22,9 +20,6 @@ from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
 
-# Position of the first difference of two arrays of one shape and dtype, and its size.
-
-
 _SHOWN = 8
 _HUGE = 2**1023  # integers from here on have no float
 # A long double on x86 has 80 bits, in ten of its 16 bytes; the other bytes are arbitrary.
@@ -32,12 +27,11 @@ _MEANT = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).
 
 
 class Difference(NamedTuple):
-    """The difference of one rank's copy from the reference."""
+    """The difference of one rank's copy from the reference; its first different leaf is at `path`."""
 
-    path: str  # of the first leaf that differs
-    index: tuple[int, ...]  # of its first entry that differs
-    # The largest absolute and relative difference of that leaf's entries; NaN if it isn't defined (for a NaN, a string, or
-    # different shapes).
+    path: str
+    index: tuple[int, ...]  # of the first different entry
+    # The largest differences of that leaf's entries; NaN if undefined (for a NaN, a string, or different shapes).
     absolute: float
     relative: float
     text: str
@@ -47,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
-    """Return the difference of two values; rank `reference` has `theirs`, and `others` is the number of other leaves."""
+    """Return the difference of two values; rank `reference` has `theirs`; `others`: the number of other leaves affected."""
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"
@@ -88,16 +82,14 @@ def listed(differences: Mapping[int, Difference]) -> str:
 
 
 def greatest(values: Sequence[float] | np.ndarray) -> float:
-    """Return the greatest number, NaN if there is none."""
+    """Return the largest number except NaN; NaN if there is none."""
     known = np.asarray(values)[~np.isnan(values)]
     return float(known.max()) if known.size else float("nan")
 
 
 def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """Return the largest absolute and relative difference; NaN if no two entries are numbers."""
     if mine.dtype.kind not in "biufc":
         return float("nan"), float("nan")
-    # In their own type, integers would wrap, and half-precision floats overflow.
     wide = np.clongdouble if mine.dtype.kind == "c" else np.longdouble
     a, b = mine.astype(wide), theirs.astype(wide)
     with np.errstate(all="ignore"):
@@ -109,8 +101,6 @@ def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
 
 
 class _Held(NamedTuple):
-    """The description of a leaf: its path, the type of its value, and a hash of its bits."""
-
     path: str
     kind: str
     digest: bytes
@@ -120,11 +110,11 @@ class _Held(NamedTuple):
 
 
 def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said: str, advice: str = "") -> None:
-    """Raise on all ranks if the copies of a value differ; all ranks of the channel call it.
+    """Raise on all ranks if the copies of a value differ; collective.
 
-    `leaves` are the arrays, numbers, strings and Nones that make up this rank's copy, each with its path. The message
-    begins with `said`, and ends with the `advice`. A ReplicationError has the ranks that differ, the first difference,
-    and its size; a TypeError is raised if one holds an object whose bits can't be compared.
+    `leaves`: the arrays, numbers, strings and Nones of this rank's copy, each with its path. The message begins with `said`
+    and ends with `advice`. A ReplicationError contains the ranks that differ, and the first difference with its size. A
+    TypeError is raised if a rank has an object whose bits can't be compared.
     """
     values, wrong = [], ""
     held = []
@@ -134,7 +124,6 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
             held.append(_Held(path, *_described(values[-1])))
     except TypeError as error:
         wrong = str(error)
-    # The hash includes paths and types.
     digest = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
     words = np.frombuffer(digest, dtype=np.uint64)
     # The minimum of the complements is the complement of the maximum, so one reduction finds both.
@@ -167,13 +156,12 @@ def _described(value: object) -> tuple[str, bytes]:
 
 
 def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str, said: str, advice: str) -> None:
-    # Only here, after a difference was found, do the ranks exchange more than a hash.
     every: list[tuple[list[_Held], str]] = channel.data.allgather((held, wrong))
     for rank, (_, text) in enumerate(every):
         if text:
             raise TypeError(f"{said}{text} This happened on rank {rank}.")
     copies = [tuple(found) for found, _ in every]
-    # If one rank of many has drifted away, it is that rank that differs, whichever it is.
+    # The reference is the most common copy, so a single rank that differs is the one reported.
     reference = copies.index(Counter(copies).most_common(1)[0][0])
     ranks = [rank for rank, copy in enumerate(copies) if copy != copies[reference]]
     shared, places = copies[reference], dict[int, int]()
@@ -190,7 +178,7 @@ def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str,
 def _compared(
     channel: Channel, values: list[Any], copies: list[tuple[_Held, ...]], reference: int, places: dict[int, int]
 ) -> Difference | None:
-    """Compare this rank's copy with the reference's, which broadcasts its leaves at the other ranks' first differences."""
+    """Compare this rank's copy with the reference's, which broadcasts its leaves at the first differences."""
     shared = copies[reference]
     held = {k: values[k] for k in set(places.values()) if k < len(values)} if channel.rank == reference else None
     theirs = channel.data.bcast(held, reference)

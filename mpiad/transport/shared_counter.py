@@ -1,7 +1,7 @@
-"""A counter from which any rank takes the next number, while all of them compute.
+"""A counter from which any rank takes the next number during its computation.
 
-It lies on rank 0, on which a thread answers the others: a one-sided operation of MPI's would do, but several MPIs execute
-it only when the target rank enters a call of its own, which takes as long as its computation.
+It is on rank 0, where a thread answers the others. One-sided operations won't do: several MPIs execute them only when the
+target rank calls MPI.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAP = 5e-4  # seconds
 
 
 class SharedCounter:
-    """Count from 0 over all ranks: a context that all of them enter and leave. MPI must allow threads."""
+    """A counter from 0 for all ranks: a context that all of them enter and leave. MPI must allow threads."""
 
     def __init__(self, comm: Comm):
         self._comm: Any = make_communicator(comm.Dup)
@@ -45,17 +45,16 @@ class SharedCounter:
     def _answer(self) -> None:
         number, status = np.empty((), np.int64), MPI.Status()
         while not self._ended.wait(_NAP):
-            # Looked for, and not waited for: MPI's own wait would take a core.
+            # Polled, since MPI's own wait would occupy a core.
             while self._comm.Iprobe(MPI.ANY_SOURCE, _ASK, status):
                 self._comm.Recv(number, status.source, _ASK)
                 self._comm.Send(np.array(self.take(int(number)), np.int64), status.source, _ANSWER)
 
     def __enter__(self) -> SharedCounter:
-        """Begin to count."""
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End; an exception leaves the communicator, which all ranks must free together."""
+        """End; after an exception the communicator isn't freed, since all ranks would have to free it together."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

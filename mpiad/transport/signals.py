@@ -1,13 +1,11 @@
-"""End the job with the rank's place in the program after a signal to end: SIGTERM, or SIGINT that can't be raised.
+"""End the job, with the rank's line in the program, after SIGTERM, or after a SIGINT that Python can't raise.
 
-Python runs its handlers between two instructions of the main thread, and a thread that waits inside MPI has none. So
-Python's wakeup file notifies a second thread, which finds the place and ends the job. A process has one such file, and
-asyncio takes it (`add_signal_handler`): a file set by `signal.set_wakeup_fd`, before or after, is kept here, and the
-second thread forwards to it. Handlers of the program, installed before or after, stay in effect. SIGINT remains a
-KeyboardInterrupt; the job ends here only if the main thread hasn't moved for a second after it.
+Python runs signal handlers only between instructions of the main thread, not while it waits inside MPI. But Python's wakeup
+file notifies a second thread, which finds the line and ends the job. A process has one such file, and asyncio uses it: so
+the second thread forwards signals to a file set by others. The program's own handlers stay in effect. SIGINT remains a
+KeyboardInterrupt; the job ends only if the main thread then doesn't move for a second.
 
-Code that is to end in good order (write a checkpoint, return) runs inside `postponed` and checks `requested` between
-two steps.
+Code that is to end in good order (write a checkpoint, return) runs inside `postponed` and checks `requested`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from mpi4py import MPI
 from mpiad.transport.abort import at_place, end_job, is_rank
 
 _RAISED_WITHIN = 1.0
-# In user code a communication by bare mpi4py can't be distinguished from a long computation.
+# In user code, a communication by bare mpi4py looks like a long computation.
 _RAISED_WITHIN_FOREIGN = 10.0
 
 _set_wakeup_fd = signal.set_wakeup_fd
@@ -37,25 +35,22 @@ _mouth = -1
 _others = -1  # the wakeup file that others have set
 _forwarding = threading.RLock()  # a handler may set the file while it is being set
 _requested: int | None = None
-_patience: list[float] = []  # those of the open `postponed` contexts, the innermost last
+_patience: list[float] = []  # of the open `postponed` contexts, the innermost last
 
 
 def requested() -> int | None:
-    """Return the signal that requested this rank's end while the end was postponed; None if none has come.
-
-    It is a rank's own: others may have had none. Agree before acting on it.
-    """
+    """Return the signal that has requested this rank's end inside `postponed`, or None; it may differ between ranks."""
     return _requested
 
 
 @contextlib.contextmanager
 def postponed(patience: float = 30.0) -> Iterator[None]:
-    """Leave it to the caller to end after SIGTERM: it checks `requested` between its steps, and returns.
+    """Postpone the end after SIGTERM: the caller checks `requested` between its steps, and returns.
 
-    If it hasn't returned after `patience`, in seconds, the job ends nevertheless.
+    If it hasn't returned after `patience`, in seconds, the job ends.
     """
     _patience.append(patience)
-    # A job of one rank, and one that mustn't be aborted, has no handler yet.
+    # A job of one rank has no handler yet, nor one with MPIAD_ABORT=0.
     alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if alone:
         signal.signal(signal.SIGTERM, _on_sigterm)
@@ -68,9 +63,9 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
 
 
 def install_signal_handlers() -> bool:
-    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130; return whether it was done.
+    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130; return whether this is installed.
 
-    It is done in the main thread only, since other threads can't.
+    Python allows it in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -92,11 +87,11 @@ def _listen() -> None:
 
 
 def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
-    """Take the place of `signal.set_wakeup_fd`: signals are written to this file, too."""
+    """Replace `signal.set_wakeup_fd`: signals are forwarded to this file."""
     global _others
-    if _mouth == -1:  # in a fork, which may have kept this function; its lock may be held by a thread of the parent's
+    if _mouth == -1:  # in a fork, where a thread of the parent may hold the lock
         return _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
-    with _forwarding:  # once this returns, nothing is written to the file before, which may be closed then
+    with _forwarding:  # after this returns, the previous file may be closed
         try:
             _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses an invalid one
         finally:
@@ -106,7 +101,7 @@ def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
 
 
 def _hold_back() -> None:
-    # A fork shares the file until it has forgotten it: signals sent to the child would be read here.
+    # Until a child of a fork closes the wakeup file, its signals would be read by the parent.
     _mask.held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
@@ -137,7 +132,7 @@ def _hear(ear: int, main: int) -> None:
 
 
 def _interrupted(frame: FrameType | None) -> FrameType | None:
-    # If the main thread wakes first, it is already in the handler: the program's place is the interrupted frame.
+    # If the main thread is already in the handler, the program's line is in the interrupted frame.
     frames = [] if frame is None else traceback.walk_stack(frame)
     return next((inner.f_back for inner, _ in frames if inner.f_code is _on_sigterm.__code__), frame)
 
@@ -151,7 +146,6 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def _answer(frame: FrameType | None) -> None:
-    """Note a SIGTERM; two threads may report the same one."""
     global _requested
     if not _patience:
         _end("received SIGTERM", frame, signal.SIGTERM)

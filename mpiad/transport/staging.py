@@ -3,14 +3,13 @@
 There are three classes with the same methods:
 
 - `send_buffer(array)`: the buffer from which MPI reads a C-contiguous array, which mustn't change until then.
-- `send_copy(array)`: the same for a private copy.
-- `destination(shape, dtype)`: memory for a received array, `recv_buffer(destination)`: the buffer to which MPI writes, and
+- `send_copy(array)`: the buffer of a private copy.
+- `destination(shape, dtype)`: memory for a received array. `recv_buffer(destination)`: the buffer to which MPI writes.
   `received(destination)`: the received array, on the device.
 
-MPI accesses host arrays directly (`_Host`), and also device arrays, if it is CUDA-aware (`Direct`). In that case the
-current stream is synchronized before MPI gets a buffer, since the device may still be writing there, even to newly
-allocated memory. Other device arrays are staged (`Staged`): they are copied to the host before they are sent; received data
-are copied to the device by a copy that is queued on the current stream, so that later computations on the stream use them.
+MPI accesses host arrays directly (`_Host`), and if it is CUDA-aware also device arrays (`Direct`). Then the current stream
+is synchronized before MPI gets a buffer, since the device may still write there. Otherwise device arrays are staged
+(`Staged`): copied to the host before they are sent. Received data are copied to the device on the current stream.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ from mpiad.transport.cuda_aware import takes_directly
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.pinned import Loan, pool_of
 
-Destination: TypeAlias = Any
-"""The result of `destination`, for the methods of the same class."""
+Destination: TypeAlias = Any  # the result of `destination`
 
 
 class _Host:
-    """Transfers of host arrays."""
-
     def send_buffer(self, array: np.ndarray) -> np.ndarray:
         return array
 
@@ -47,7 +43,6 @@ class _Host:
         return destination
 
     def received(self, destination: np.ndarray) -> Array:
-        """Return the array; a NumPy scalar if it has no dimensions, as NumPy's functions do."""
         return destination if destination.ndim else destination[()]
 
 
@@ -74,7 +69,7 @@ class Direct:
         return self.arrays.empty(shape, dtype)
 
     def recv_buffer(self, destination: Array) -> Buffer:
-        """Return its buffer after previous writes of the device to this memory have ended."""
+        """Return the buffer after previous writes of the device to this memory."""
         self.arrays.synchronize()
         return self.arrays.message(destination)
 
@@ -97,7 +92,7 @@ class Staged:
         self.arrays, self._pool = arrays, pool_of(arrays)
 
     def send_copy(self, array: Array) -> np.ndarray:
-        """Return a copy on the host after the copy has completed."""
+        """Return a complete copy on the host."""
         host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
         self.arrays.copy_to_host(array, host)
         self.arrays.wait(self.arrays.record())  # since MPI ignores streams
@@ -111,7 +106,7 @@ class Staged:
         return StagedDestination(loan, loan.array(shape, dtype))
 
     def recv_buffer(self, destination: StagedDestination) -> np.ndarray:
-        """Return that memory."""
+        """Return the host memory."""
         return destination.array
 
     def received(self, destination: StagedDestination) -> Array:
@@ -128,7 +123,7 @@ Transfer = _Host | Direct | Staged
 def transfer_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Transfer:
     """Return the transfers for arrays of a device, or of the host if `arrays` is None.
 
-    `nonblocking`: whether they are for nonblocking collectives, for which an MPI may be less CUDA-aware.
+    `nonblocking`: for nonblocking collectives, which may need staging although MPI is CUDA-aware.
     """
     if arrays is None:
         return HOST

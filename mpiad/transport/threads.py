@@ -1,8 +1,8 @@
-"""The number of threads of a rank: its share of the node's cores. BLAS is limited to it, and loops are split by it.
+"""The number of threads of a rank: its share of the node's cores, for BLAS and loops.
 
-NumPy and SciPy bring a BLAS each, with a pool of threads each. The threads of a pool wait for more work by polling, so
-calls of both libraries in turn take each other's cores, and a product of vectors takes a hundred times as long. Vectors
-are therefore added and multiplied by NumPy alone, and on the calling thread unless they are long.
+NumPy and SciPy each have a BLAS with a pool of threads that poll for work. Calls of both libraries in turn take each
+other's cores, so a product of vectors may take a hundred times as long. Therefore NumPy alone works on vectors, on the
+calling thread unless they are long.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ def cores() -> set[int]:
         return set(range(os.cpu_count() or 1))
 
 
-# Threads of this rank; one until the ranks on the node are known.
-_share = 1
+_share = 1  # threads of this rank; one until the ranks on the node are known
 
 
 def loop_threads() -> int:
-    """Return the number of threads for a loop of this rank: its share of the cores, or fewer by OMP_NUM_THREADS."""
+    """Return the number of threads for a loop: the rank's share of the cores, or fewer by OMP_NUM_THREADS."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
 
@@ -53,14 +52,14 @@ def vdot(x: Array, y: Array) -> Any:
 
 
 def _by_blas(rows: np.ndarray, length: int | None) -> bool:
-    """Return whether a product with a matrix is left to BLAS: it is short, or long enough for several threads."""
+    """Return whether BLAS makes a product with a matrix: it is short, or long enough for several threads."""
     return rows.size <= _ON_ONE_THREAD or (length or rows.shape[1]) >= _LONG
 
 
 def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Return the inner product of each row, conjugated, with x; on the calling thread as `vdot`.
+    """Return the inner product of each conjugated row with x, on the calling thread as in `vdot`.
 
-    `length`: that of the whole vectors, if these are parts of them.
+    `length`: of the whole vectors, if `rows` and `x` are parts of them.
     """
     if _by_blas(rows, length):
         return (rows.conj() if rows.dtype.kind == "c" else rows) @ x
@@ -68,14 +67,14 @@ def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndar
 
 
 def combination(numbers: np.ndarray, rows: np.ndarray, length: int | None = None, out: Array = None) -> np.ndarray:
-    """Return the sum of the rows times their numbers; see `vdots`."""
+    """Return the linear combination of the rows; see `vdots`."""
     if _by_blas(rows, length):
         return np.matmul(numbers, rows, out=out)
     return np.einsum("i,in->n", numbers, rows, out=out)
 
 
 def gram(rows: np.ndarray) -> np.ndarray:
-    """Return the inner products of real rows with each other; on the calling thread."""
+    """Return the inner products of real rows with each other, on the calling thread."""
     width = max(1, _ON_ONE_THREAD // len(rows))
     stretches = [rows[:, k : k + width] for k in range(0, rows.shape[1], width)]
     return sum((stretch @ stretch.T for stretch in stretches), np.zeros((len(rows), len(rows))))
@@ -84,7 +83,7 @@ def gram(rows: np.ndarray) -> np.ndarray:
 def limit_threads(ranks_on_node: int) -> None:
     """Limit each rank's thread pools to its share of the node's cores, unless the user has set them; collective.
 
-    The first of all ranks that limit theirs, on any node, logs this, once for each user.
+    The lowest rank that limits its pools logs this, once for each user.
     """
     global _share
     _share = max(1, len(cores()) // ranks_on_node)
@@ -100,7 +99,7 @@ def limit_threads(ranks_on_node: int) -> None:
 
 
 def _limited(ranks_on_node: int) -> int | None:
-    """Limit this rank's pools, and return their number of threads; None if nothing was changed."""
+    """Limit this rank's pools; return their number of threads, or None if nothing was changed."""
     decided = not switch("MPIAD_THREADS", True) or any(name in os.environ for name in _USERS_OWN)
     if ranks_on_node < 2 or decided:
         return None
@@ -109,7 +108,7 @@ def _limited(ranks_on_node: int) -> int | None:
     if pools and max(pools) <= share:
         return None
     threadpoolctl.threadpool_limits(share)
-    # Libraries that are loaded later (SciPy brings a BLAS of its own) read these when they start.
+    # Libraries that are loaded later, as SciPy's BLAS, read these at their start.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(share)
     return share

@@ -1,8 +1,8 @@
 """The state of this thread: traces, the trace of a compiled program, operators, recorded calls.
 
-Code that changes the state restores it afterwards. But an interrupt may arrive at any moment, also at the start of an
-`__exit__` or `finally`, and then this code doesn't run. So each operation that changes the state runs inside a second
-context, `restoring_state`, which after an exception restores the state that it had at its start.
+Code that changes the state restores it. But an interrupt may prevent this, also at the start of an `__exit__` or `finally`.
+So each operation that changes the state runs inside a second context, `restoring_state`, which restores the state after an
+exception.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class ProgramRecorder(Protocol):
-    """The methods of a trace in progress."""
+    """The methods of the trace of a compiled program."""
 
     @property
     def ended(self) -> bool:
-        """Whether the function runs untraced: its trace was abandoned, and all recorded results have been played back."""
+        """Whether the function runs untraced, since its trace was abandoned and all recorded results were replayed."""
         ...
 
     def communicate(self, operation: object, x: Array, params: object) -> Any:
@@ -41,11 +41,11 @@ class ProgramRecorder(Protocol):
         ...
 
     def call_as_it_is(self, fun: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
-        """Run a function that isn't traced inside, and record it as one step."""
+        """Run a function without tracing inside, and record it as one step."""
         ...
 
     def refuse(self, reason: str) -> None:
-        """Abandon the trace, for a reason that is reported to the user."""
+        """Abandon the trace; the user gets the reason."""
 
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a communicator's channel by the function named `call`."""
@@ -57,20 +57,20 @@ class ProgramRecorder(Protocol):
         """Handle communication that isn't made by a recorded operation."""
 
     def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        """Return whether the recorder marks the channel as unusable later, unless the function is run again, untraced."""
+        """Return whether the recorder will mark the channel later, unless the function is run again, untraced."""
         ...
 
 
 class _ThreadState(threading.local):
     """The state of a thread.
 
-    - `recorder`: of the compiled program that is traced; None if there is none.
-    - `tape`, `lane`: the current tape, and which of several reverse passes is under way.
+    - `recorder`: the trace of a compiled program, or None.
+    - `tape`, `lane`: the current tape, and the index of the current reverse pass.
     - `channels`: the channels on which the current tape, or the body of an operator that is one node, has communicated.
     - `call`: the innermost call in progress, if calls are recorded.
     - `root_copies`: the innermost solve whose root holds the variables.
-    - `tapes`: the innermost open tape; `around` is the next outer one.
-    - `contexts`: the innermost open context of another kind that changes more than this state; `around` as for tapes.
+    - `tapes`, `contexts`: the innermost open tape, and the innermost other open context that changes more than this state;
+      their attribute `around` is the next outer one.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class restoring_state:
 def restore_state(kept: dict[str, Any], error: BaseException) -> None:
     """Restore a copy of the thread's state after an exception, and end contexts and tapes opened since.
 
-    Frequently used contexts call this directly instead of `restoring_state`, which costs as much as a simple operation.
+    Frequently used contexts call this directly: `restoring_state` takes as long as a simple operation.
     """
     left = tracing.__dict__.copy()
     tracing.__dict__.update(kept)
@@ -114,22 +114,22 @@ def restore_state(kept: dict[str, Any], error: BaseException) -> None:
 
 
 def settled(fun: Callable[..., T], *args: Any) -> T:
-    """Run a function whose result decides how a call continues and may vary, such as lengths that ranks exchange.
+    """Return ``fun(*args)``, on which the further course of a call depends, such as lengths that ranks exchange.
 
-    A compiled program runs it again, and continues only if the result is as in the trace.
+    A compiled program runs it again, and continues only if the result is the same as in the trace.
     """
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.settle(fun, args)
 
 
 def once(fun: Callable[..., T], *args: Any) -> T:
-    """Run a function at the first use of a communicator; it is no part of a compiled program."""
+    """Run a function at the first use of a communicator; compiled programs don't record it."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.once(fun, args)
 
 
 def opaque(fun: Callable[..., T]) -> Callable[..., T]:
-    """Make a function that compiled programs call as one step, without a trace inside; it returns a pytree of arrays."""
+    """Make a function, which returns a pytree of arrays, a single step of compiled programs, without a trace inside."""
 
     @functools.wraps(fun)
     def called(*args: Any, **kwargs: Any) -> T:

@@ -1,8 +1,8 @@
 """An uncaught exception on one rank ends the job: in the program, in a thread, in a function at exit.
 
-Python then calls a hook. Debuggers, loggers and test frameworks set the same hooks, before this library is imported or
-after; theirs must be called, and must not prevent the end of the job. So Python finds our hooks in the modules, and ours
-call those of others. Other code finds its own hooks: `sys` and `threading` get a class in which the hook is a property.
+Python then calls a hook. Other software (debuggers, loggers, test frameworks) sets the same hooks, before or after; its
+hooks must be called, and mustn't prevent the end of the job. So Python finds our hooks in the modules' dictionaries, and
+ours call the others. Other code sees its own hooks: `sys` and `threading` get a class in which the hook is a property.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ _in_session = False
 
 
 class _Foreign:
-    """The hook of a module as others see and set it, whereas Python finds ours in the module's dictionary."""
+    """The hook of a module as other code sees and sets it; Python finds ours in the module's dictionary."""
 
     def __init__(self, module: ModuleType, name: str):
         self._module, self._name = module, name
         self.hook = self._default = getattr(module, f"__{name}__")
 
     def make_way(self, ours: Callable[..., object]) -> None:
-        """Replace the current hook by ours."""
         self.hook = getattr(self._module, self._name)
         vars(self._module)[self._name] = ours
         # Pickles of functions refer to modules by name, which depends on the exact class of a module.
@@ -54,7 +53,6 @@ class _Foreign:
 
     @property
     def is_set(self) -> bool:
-        """Whether it differs from Python's own."""
         return self.hook is not self._default
 
 
@@ -64,9 +62,9 @@ _of_the_unraisable = _Foreign(sys, "unraisablehook")
 
 
 def install_hooks() -> bool:
-    """Make an uncaught exception end all ranks, with its traceback and a non-zero exit.
+    """Make an uncaught exception end all ranks, with its traceback and a non-zero exit; return whether this is done.
 
-    Returned is whether it was done: only in worlds of more than one rank, and not under ``MPIAD_ABORT=0``.
+    It isn't done with one rank, nor with ``MPIAD_ABORT=0``.
     """
     global _installed, _in_session
     if not may_end_job() or _installed:
@@ -76,7 +74,7 @@ def install_hooks() -> bool:
     _of_program.make_way(_end_job)
     _of_threads.make_way(_end_job_of_thread)
     _of_the_unraisable.make_way(_end_job_at_exit)
-    # Launchers name the signal of a rank that crashes, but not the line of the program.
+    # Launchers report the signal of a rank that crashes, but not the line of the program.
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error may be no file
             faulthandler.enable(all_threads=False)
@@ -84,17 +82,17 @@ def install_hooks() -> bool:
 
 
 def is_reporting() -> bool:
-    """Return whether another library's hook runs, after which the job ends."""
+    """Return whether a foreign hook is running before the end of the job."""
     return _reporting
 
 
 def end_by(error: BaseException) -> None:
-    """End the job by an uncaught exception; if no hook ends jobs, only show it."""
+    """End the job by an exception; only show it if the hooks aren't installed."""
     (_end_job if _installed else sys.excepthook)(type(error), error, error.__traceback__)
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # No rank waits for this one any more, or yet; and an interactive session continues after an error.
+    # If this isn't a rank, no other rank waits for it. An interactive session continues after an error.
     if not is_rank() or _in_session or sys.flags.inspect:
         _of_program.hook(kind, error, trace)
     else:
@@ -102,7 +100,7 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 
 def _end_job_of_thread(args: threading.ExceptHookArgs) -> None:
-    # SystemExit ends the thread alone, as ever; pytest puts a thread's exception into its own report.
+    # SystemExit ends only the thread; pytest reports exceptions of threads itself.
     in_a_test = "_pytest.runner" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
     if args.exc_type is SystemExit or in_a_test or not is_rank():
         _of_threads.hook(args)
@@ -111,7 +109,7 @@ def _end_job_of_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
-    # Python itself would continue, and end with 0.
+    # Python itself would continue, and end with code 0.
     error = args.exc_value
     in_good_order = isinstance(error, SystemExit) and not error.code
     if "atexit callback" in (args.err_msg or "") and is_rank() and error is not None and not in_good_order:
@@ -121,7 +119,7 @@ def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
 
 
 def _report_and_end(foreign: _Foreign, args: tuple, error: BaseException, trace: TracebackType | None) -> None:
-    """Have a hook of others' report an exception, or do it here, and end the job."""
+    """Report an exception, by a foreign hook if one is set, and end the job."""
     global _reporting
     code, text = code_of(error), traceback.format_exception(type(error), error, trace)
     if foreign.is_set:
@@ -134,5 +132,4 @@ def _report_and_end(foreign: _Foreign, args: tuple, error: BaseException, trace:
         except BaseException as second:  # noqa: BLE001 - the job ends in any case
             text += ["and its hook failed:\n", *traceback.format_exception(type(second), second, second.__traceback__)]
     rank = MPI.COMM_WORLD.rank
-    # One text, so that the lines of ranks that fail together don't mix.
     end_job(f"mpiad: rank {rank} ended the job by an exception that nobody caught:\n{''.join(text)}", code)

@@ -4,12 +4,11 @@ A rank that failed mustn't leave the others waiting in a later communication. If
 exception leaves the call at once, and `recovery` synchronizes the ranks. Otherwise it is kept until all ranks have reached
 an agreement:
 
-- `StageFailures` are agreed on after each stage of the call, with a sum of one flag, to which a number from each rank can
-  be added up too;
-- `DeferredFailures` are agreed on when a sum that the ranks compute anyway is NaN: a rank whose function raised continues
-  with NaN in place of the value, through the same communication as the others, so that the sum is NaN on all of them.
+- `StageFailures` agree after each stage of the call, by a sum of one flag, to which a number from each rank can be added;
+- `DeferredFailures` agree when a sum that the ranks compute anyway is NaN: a rank whose function raised continues with NaN
+  in place of the value, so that the sum is NaN on all ranks.
 
-Only then do the ranks exchange the exceptions, and raise together. `FailureDetector` handles a rank that waits in an
+Only then do the ranks exchange the exceptions and raise together. `FailureDetector` handles a rank that waits in an
 agreement which the others never reach because they wait for that rank.
 """
 
@@ -54,19 +53,16 @@ from mpiad.transport.uncaught import end_by
 
 # Termination of a job in which a failed rank waits at an agreement that the other ranks never reach.
 #
-# They may wait for a message that the failed rank would have sent. This can't be distinguished from a long computation,
-# since a wait inside MPI can't be inspected.
+# They may wait for a message from the failed rank. This can't be distinguished from a long computation, since a wait inside
+# MPI can't be inspected. `DeferredFailures` end the job after some time, measured by a thread of the failed rank.
 #
-# `DeferredFailures` end the job after some time, measured by a thread that only failed ranks start.
-#
-# A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. Each rank has a second
-# thread, which wakes up five times per second. After a notice from a failed rank, it reports to that rank whenever its own
-# main thread begins to wait, moves on, or reaches the agreement. If some ranks wait and none moves, the ranks are
-# deadlocked. But a waiting rank may have moved on after its report. Therefore the failed rank asks all ranks again, and
-# uses only reports from one such round: a rank that reports waiting has then waited for half a second since it was asked.
-# (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call from user code into a compiled
-# solver, say, can't be distinguished from a communication by bare mpi4py. It counts as waiting only after minutes, or after
-# `MPIAD_TIMEOUT`.
+# A `FailureDetector` finds out whether ranks wait in a communication for a failed rank. Each rank has a second thread,
+# which wakes up five times per second. After a notice from a failed rank, it reports to that rank whenever its main thread
+# begins to wait, moves on, or reaches the agreement. If some ranks wait and none moves, the ranks are deadlocked. But a
+# waiting rank may have moved on after its report. Therefore the failed rank asks all ranks again, and uses only reports
+# from one round: a rank that reports waiting has then waited for half a second since it was asked. (Detection of
+# termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call from user code into a compiled solver can't
+# be distinguished from a communication by bare mpi4py. It counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
 
 
 SOON, LATE = 10.0, 300.0  # seconds: if others probably wait for this rank, and if that would be unexpected
@@ -74,29 +70,26 @@ SOON, LATE = 10.0, 300.0  # seconds: if others probably wait for this rank, and 
 _PROCESS_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
 _WAITS_AFTER = 0.5
-# The limit for calls from user code if MPIAD_TIMEOUT isn't set.
-_STUCK_AFTER = 300.0
+_STUCK_AFTER = 300.0  # limit for calls from user code if MPIAD_TIMEOUT isn't set
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
-# Polling functions, for which the state is that of the caller.
+# The state of a polling function is the state of its caller.
 _POLLS = ("mpiad.transport.guarded", "mpiad.transport.polling", "mpiad.transport.user_failures")
-# Seconds for which a failed rank waits if MPI doesn't allow a second thread.
-_PATIENCE = 1.5
-# Seconds within which the launcher kills this process after MPI's abort has returned.
-_DEATH_WITHIN = 2.0
+_PATIENCE = 1.5  # seconds for which a failed rank waits if MPI doesn't allow a second thread
+_DEATH_WITHIN = 2.0  # seconds within which the launcher kills this process after MPI's abort has returned
 
 
 class FailureDetector:
     """Monitors the states of ranks during a call, until `close`.
 
-    `call`: name of the public function. `room`: name of the module whose functions take part in agreements. `listens`:
-    whether to answer failed ranks; it isn't needed if waiting ranks can be interrupted.
+    `room`: name of the module whose functions take part in agreements. `listens`: whether to answer failed ranks; it isn't
+    needed if waiting ranks can be interrupted.
     """
 
     def __init__(self, comm: Comm, call: str, room: str, listens: bool = True):
         self._call, self._room, self._notices = call, room, Notices(comm)
         self._watched = threading.get_ident()
         self._reported: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
-        # The states that other ranks have reported since they were asked; whether one that waited has moved on since then.
+        # The states that other ranks have reported since they were asked; whether a waiting one has moved on since then.
         self._states, self._moved = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES), False
         self._receiving = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
@@ -113,7 +106,6 @@ class FailureDetector:
                 self._report(self._state())
 
     def _receive_notices(self) -> None:
-        """Receive all pending notices, in their order; may be called by any thread."""
         with self._receiving:
             while (notice := self._notices.take()) is not None:
                 source, kind = notice
@@ -130,9 +122,8 @@ class FailureDetector:
                 self._notices.post(rank, state)
 
     def _state(self) -> int:
-        """Return the main thread's state, one of the constants above; it waits if it stays at one instruction too long."""
+        """Return the state of the main thread, which waits if it stays at one instruction too long."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
-        # A polling function doesn't stay at one instruction, but its caller does.
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
             frame = frame.f_back
         if frame is None:
@@ -165,7 +156,7 @@ class FailureDetector:
             time.sleep(1e-3)
 
     def _ask(self) -> None:
-        """Begin a round: every other rank reports whether it waits or has arrived; until then it is taken to move."""
+        """Begin a round: every other rank reports whether it waits or has arrived; until then it counts as moving."""
         self._states, self._moved = dict.fromkeys(self._states, _MOVES), False
         for rank in self._states:
             self._notices.post(rank, _PROCESS_FAILED)
@@ -198,8 +189,8 @@ def _end_late(error: Exception, call: str, seconds: float) -> None:
 
 T = TypeVar("T")
 
-# A rank's contribution to a stage: whether it failed, whether a solver in it didn't converge, whether the rank was
-# requested to end, and its term of a sum.
+# Indices of a rank's contribution to a stage: whether it failed, whether a solver didn't converge, whether the rank was
+# requested to end, and its term of the sum.
 _FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
 
 
@@ -212,7 +203,7 @@ class WrongValueError(TypeError):
 
 
 def verdict(failures: Failures, call: str = "minimize") -> Exception:
-    """Return the exception that all ranks raise after failures on some of them; the first failed rank determines it."""
+    """Return the exception that all ranks raise after failures; the first failed rank determines it."""
     rank, others = first_of(failures)
     if failures[rank].kind == WrongValueError.__name__:
         return TypeError(f"{failures[rank].text} This happened on rank {rank}{others}.")
@@ -222,15 +213,12 @@ def verdict(failures: Failures, call: str = "minimize") -> Exception:
 class StageFailures:
     """Agreements on failures in a call that consists of stages.
 
-    - `comm`: the communicator of the call.
-    - `call`: name of the public function.
     - `room`: name of the module of the stages; a rank whose innermost frame is in it has reached an agreement.
     - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
     - `error`: the exception that all ranks have raised, after which there are no further agreements; or None.
     - `broken`: whether this rank's stage has failed while waiting ranks can be interrupted.
     - `end_requested`: whether any rank had received SIGTERM at the last agreements; the same on all ranks.
-    - `tolerates`: whether to raise `Unreached` on all ranks instead of a ConvergenceError, so that the call may continue;
-      the same on all ranks.
+    - `tolerates`: whether all ranks raise `Unreached` instead of a ConvergenceError, so that the call may continue.
     """
 
     def __init__(self, comm: Comm, call: str, room: str, complete: Callable[[BaseException, Any], None]):
@@ -247,13 +235,13 @@ class StageFailures:
     def run(self, stage: Callable[[], T]) -> T:
         """Run this rank's part of a stage; raise on all ranks if any rank's part has failed.
 
-        A WorkerError holds the first failed rank and its traceback; a `WrongValueError` there is raised as a TypeError.
+        A WorkerError contains the first failed rank and its traceback. A `WrongValueError` there is raised as a TypeError.
         `Unreached` is raised if only solvers have failed and this is tolerated.
         """
         return self.summed(stage, lambda result: 0.0)[0]
 
     def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
-        """Run this rank's part of a stage as `run` does; return its result, and the sum of all ranks' terms of it."""
+        """Run this rank's part of a stage as `run` does; return its result, and the sum of the ranks' terms."""
         self.raise_if_failed()
         try:
             result = stage()
@@ -262,7 +250,6 @@ class StageFailures:
             raise
         except (Exception, SystemExit) as failure:
             self._complete(failure, failure.__traceback__)
-            # If all ranks raise the exception together, none waits.
             alike = self._tolerated(failure) and len(agreed_among(failure)) >= self._comm.size
             if self._interrupts and not alike:
                 self.broken = True
@@ -287,7 +274,7 @@ class StageFailures:
                 self._detector.wait_as_failed(request, failure)
         self.end_requested |= bool(self._sums[_END_REQUESTED])
         if self._sums[_FAILED]:
-            # All notices must be received first, since they use the same communicator.
+            # All notices must be received first, on the same communicator.
             self._detector.close(failed=True)
             self.error = verdict(failures_among(self._comm, failure), self._call)
             if not self._interrupts:
@@ -301,7 +288,7 @@ class StageFailures:
         return float(self._sums[_TERM])
 
     def _lift(self) -> None:
-        """Remove the faults of channels on which exceptions may have left collectives, since all ranks have agreed."""
+        """Make channels usable again on which exceptions may have left collectives, since all ranks have agreed."""
         for found in live_channels():
             if found.fault and not found.has_messages and found not in self._refused:
                 found.fault = None
@@ -315,20 +302,19 @@ class StageFailures:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """Drop pending messages of an unreached stage on communicators whose members are among these; all of them call it.
+        """Drop pending messages of an unreached stage on communicators among these ranks, all of which call this.
 
         The ranks may have left the stage at different messages, and old messages mustn't be received later.
         """
         inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
         every = self._comm.allgather(list(inside))
         held = dict(zip(members, map(set, every)))
-        # In the same order on all ranks, and only channels that are open on all of their ranks.
         for key in sorted(set().union(*held.values())):
             if key in inside and all(key in held[rank] for rank in key[0]):
                 inside[key].renew_beneath()
 
     def close(self) -> None:
-        """Stop the detector; every rank calls it after the last stage."""
+        """Stop the detector, after the last stage on all ranks."""
         if self.error is None:
             self._detector.close()
 
@@ -336,15 +322,13 @@ class StageFailures:
 class DeferredFailures:
     """Failures on this rank that the others don't know yet.
 
-    A function that communicates may have raised before it sent a message that others await. If it raised before its first
-    communication, at its first call, or if it communicated in earlier calls, it is called once more with a valid argument
-    for the sake of its messages. Any other failure that may leave ranks waiting ends the job after a while.
+    A user function may have raised before it sent a message that others await. If it hadn't communicated in this call, and
+    this is its first call or it communicated in earlier ones, it is called again with a valid argument, only for its
+    messages. After any other failure that may leave ranks waiting, the job ends after a while.
 
-    - `comm`: the ranks that are to be informed.
-    - `call`: name of the public function.
     - `talkers`: names of functions that have communicated, in this call or in others with the same functions; it grows.
-    - `apart`: whether agreements use a separate communicator, which no function communicates on.
-    - `error` (or None): the first one.
+    - `apart`: whether agreements use a separate communicator, on which no function communicates.
+    - `error`: the first failure, or None.
     """
 
     def __init__(self, comm: Comm, call: str, talkers: set[str] | None = None, apart: bool = False):
@@ -357,9 +341,9 @@ class DeferredFailures:
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
-        """Return the result of the user function `name`; None if it raises and the others have yet to be informed.
+        """Return the result of the user function `name`, or None if it raises and the others have yet to be informed.
 
-        `again` returns an argument that the function can take in place of `args`.
+        `again`: returns an argument that the function can take in place of `args`.
         """
         fault, start = self._used.fault, next(communications)
         try:
@@ -386,7 +370,7 @@ class DeferredFailures:
         return out
 
     def note(self, error: Exception, seconds: float = LATE) -> None:
-        """Record an error of this rank; the job ends if the other ranks haven't been informed of it after `seconds`."""
+        """Record an error; the job ends if the other ranks haven't been informed of it after `seconds`."""
         if self.error is not None:
             return
         self.error = error
@@ -396,7 +380,7 @@ class DeferredFailures:
             self._timer.start()
 
     def __enter__(self) -> None:
-        """Begin a communication by which the others are informed of the failure."""
+        """Begin a communication that informs the other ranks of the failure."""
 
     def __exit__(self, kind: object, reached: object, trace: object) -> None:
         # This rank's own exception is more informative than the DeadlockError that followed from it.
@@ -404,9 +388,9 @@ class DeferredFailures:
             raise reached from self.error
 
     def raise_together(self) -> None:
-        """Raise on all ranks if one has failed: its own exception there, one of the same kind and text elsewhere.
+        """Raise on all ranks if one has failed: its own exception there, one of the same type and text elsewhere.
 
-        All ranks call it: it costs one small reduction unless a sum has reported the failure.
+        All ranks call this. It takes one small reduction, unless a sum has reported the failure.
         """
         under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)

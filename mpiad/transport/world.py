@@ -26,7 +26,7 @@ from mpiad.transport.threads import limit_threads
 from mpiad.transport.uncaught import install_hooks
 
 _local: tuple[int, int] | None = None
-_TIME_TO_LOAD = 20.0  # seconds; file systems make it differ from rank to rank
+_TIME_TO_LOAD = 20.0  # seconds; file systems make the ranks differ
 _LONG = 60.0
 _log = logging.getLogger("mpiad")
 _begins: list[Callable[[], None]] = []
@@ -36,8 +36,7 @@ _ends: list[Callable[[], None]] = []
 def start(call: str) -> None:
     """Prepare the world, once; collective over all ranks.
 
-    A CommunicatorError after the end of MPI, which can't be started again; or on a rank of a task pool, in which not all
-    ranks call it.
+    Raises a CommunicatorError after the end of MPI, or on a rank of a task pool, in which not all ranks call this.
     """
     global _local
     if MPI.Is_finalized():
@@ -57,7 +56,6 @@ def start(call: str) -> None:
     meet(call)
     open_world()
     warn_of_separate_worlds(MPI.COMM_WORLD.size)
-    # Ranks on one node share its cores and GPUs.
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     _local = node.rank, node.size
     node.Free()
@@ -73,9 +71,9 @@ def start(call: str) -> None:
 
 
 def meet(call: str) -> None:
-    """Wait until all ranks have come to the start, to which `call` brings them: MPI alone would wait in silence.
+    """Wait until all ranks have called this, since MPI alone would wait in silence; `call`: for messages.
 
-    A DeadlockError if it takes longer than ``MPIAD_TIMEOUT``, and longer than Python needs to load its modules.
+    Raises a DeadlockError after ``MPIAD_TIMEOUT``, but not before the time that Python needs to load its modules.
     """
     limit = None
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
@@ -96,14 +94,14 @@ def meet(call: str) -> None:
 
 
 def at_start(begin: Callable[[], None]) -> None:
-    """Have a collective function run once the world is prepared: at once if it already is."""
+    """Call a collective function when the world is prepared, or at once if it already is."""
     _begins.append(begin)
     if initialized():
         begin()
 
 
 def at_end(end: Callable[[], None]) -> None:
-    """Have a collective function run before the world is closed."""
+    """Call a collective function before the world is closed."""
     _ends.append(end)
 
 
@@ -139,13 +137,13 @@ def finalize() -> None:
 
 
 def level_of_repeats() -> int:
-    """Return the level at which this rank logs a warning that nearly all ranks have: on most of them only INFO."""
+    """Return the level of a warning that nearly all ranks log: INFO on most of them."""
     world = MPI.COMM_WORLD
     return logging.WARNING if not is_rank() or speaks(world.rank, world.size) else logging.INFO
 
 
 def speaks(rank: int, size: int) -> bool:
-    """Return whether a rank speaks for others: 0, 1, 2, 4, 8 and so on, and the last one, often at a grid's edge."""
+    """Return whether a rank logs for others: 0, 1, 2, 4, 8 and so on, and the last one, often at a grid's edge."""
     return rank & (rank - 1) == 0 or rank == size - 1
 
 
@@ -162,7 +160,7 @@ atexit.register(_complete_at_exit)
 def _end_world() -> None:
     for end in _ends:
         end()
-    # Others may wait for this rank after a failure; with it, they all learn of it.
+    # After a failure, others may wait for this rank; then they all learn of the failure.
     interruptible("the end of the program", close_world)()
     close_pools()
 

@@ -2,7 +2,7 @@
 
 Each rank has a number that identifies its call. In log2(P) rounds of one small message per rank, all ranks compute the
 minimum and maximum of the numbers. If these differ, descriptions of the calls are exchanged. Channels with the same ranks
-share one communicator for this, so calls on different channels are detected, too.
+share one communicator for this, so differences between calls on different channels are detected, too.
 """
 
 from __future__ import annotations
@@ -20,48 +20,46 @@ from mpi4py import MPI
 from mpiad._typing import Array, Comm
 from mpiad.transport.guarded.timed_waits import Awaited, poll, poll_for
 
-_LANES = 256  # separate agreements for threads: one for the main thread, and the others for other threads
+_LANES = 256  # separate agreements: one for the main thread, the others for other threads
 _abandoned: list[Any] = []  # MPI may still use these buffers and communicators
 
 
 class Agreement:
     """The communicators and counters for the agreements of one group.
 
-    `members`: the ranks in the world of the ranks of the group. `epoch`: the number of restarts. `starts`: by lane, the
-    number of nonblocking reductions begun, which must have the same position among the other calls on all ranks.
+    `members`: the group's ranks in the world. `epoch`: the number of restarts. `starts`: by lane, the number of nonblocking
+    reductions begun, which must have the same position among the other calls on all ranks.
     """
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
-        # Each epoch has its own tags, so that messages of an earlier epoch aren't received; their number is limited by MPI.
+        # Tags differ between epochs, so messages of an earlier epoch aren't received. MPI limits the number of tags.
         self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
         self.epoch = 0
-        # Numbers of agreements begun, by lane, which show the missing ranks in deadlock reports.
+        # Numbers of agreements begun, by lane; deadlock reports find missing ranks by them.
         self._numbers: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
         self._lanes: dict[int, _Lane] = {}
         self._later: Comm | None = None
         self._is_open = False
-        # Numbers of comparisons of nonblocking calls begun and ended.
-        self.begun_later = self.ended_later = 0
+        self.begun_later = self.ended_later = 0  # numbers of comparisons of nonblocking calls
 
     def open(self) -> None:
         """Begin a new epoch after `renew`; collective."""
         if self._is_open:
             return
-        # Ranks may have called `renew` different numbers of times.
         mine = np.array([-self.epoch, self.begun_later, -self.begun_later, self.ended_later])
         least = np.empty_like(mine)
         self.comm.Allreduce(mine, least, MPI.MIN)
         self.epoch = -int(least[0])
         if self._later is None or not least[1] == -least[2] == least[3]:
-            # Not freed, since a rank may have begun an operation there that others haven't, and the context may be reused.
+            # Not freed: a rank may have begun an operation there that others haven't, and the context may be reused.
             _abandoned.append(self._later)
             self._later, self.begun_later, self.ended_later = self.comm.Dup(), 0, 0
         self._is_open = True
 
     def later(self, lane: int, own: Comm) -> Comm:
-        """Return the communicator for comparisons of nonblocking calls; in threads that of the channel, `own`."""
+        """Return the communicator for comparisons of nonblocking calls; in threads the channel's communicator `own`."""
         return own if lane else self._later  # type: ignore[return-value]
 
     def begun(self, lane: int) -> tuple[str, int]:
@@ -76,18 +74,17 @@ class Agreement:
         return f"{self.label}, lane {lane}" if lane else self.label
 
     def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
-        """Return whether all ranks have given the same number; a wait with a deadline."""
+        """Return whether all ranks have given the same number; waits with a deadline."""
         self._numbers[lane] += 1
-        # The count is added to the fingerprint, which is small enough for the sum to be below 2⁶³.
+        # The fingerprint is small enough for the sum to be below 2⁶³.
         return self._lane(lane).agree(mine + self.starts[lane], make)
 
     def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
-        """Return each rank's description; all ranks call it after a disagreement."""
+        """Return each rank's description; all ranks call this after a disagreement."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
-        # Never released, since an exception may leave messages in flight.
+        # Kept after an exception, which may leave messages in flight.
         _abandoned.append(held := [buffer])
-        # Sent to this rank, too, which needn't be a special case.
         sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
         found = [poll_for(partial(self.comm.improbe, rank, tag), make).recv() for rank in range(self.comm.size)]
         for send in sends:
@@ -96,7 +93,7 @@ class Agreement:
         return found
 
     def renew(self, epoch: int | None = None) -> None:
-        """Abandon pending agreements, and restart the counts with other tags; all ranks call it.
+        """Abandon pending agreements, and restart the counts with other tags; all ranks call this.
 
         `epoch`: the new epoch, the same on all ranks; by default the next one.
         """
@@ -122,18 +119,16 @@ _MAIN = threading.main_thread().ident
 
 
 def lane_of(channel_number: int) -> int:
-    """Return the lane of this thread; threads other than the main one may have their own communicators."""
+    """Return the lane of this thread: 0 for the main thread, otherwise one that depends on the channel."""
     return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
 
 
 class _Lane:
-    """Persistent requests for the rounds of one tag."""
-
     def __init__(self, comm: Comm, tag: int):
         self.broken, self.busy = False, False
         self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
-        # Dissemination algorithm: the distance is doubled in each round. It works for any number of ranks, since minimum
-        # and maximum don't change if a rank's number arrives twice.
+        # Dissemination algorithm: the distance doubles in each round. Minimum and maximum don't change if a number arrives
+        # twice, so any number of ranks works.
         distance = 1
         while distance < comm.size:
             out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -148,7 +143,6 @@ class _Lane:
         try:
             for out, into, send, receive in self._rounds:
                 out[0], out[1] = least, greatest
-                # The receive is started first, so that MPI needn't buffer the message.
                 receive.Start()
                 send.Start()
                 poll(receive.Test, make)

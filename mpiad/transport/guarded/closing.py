@@ -1,4 +1,4 @@
-"""The end of the program under watch: ranks come to it at different times, and in debug mode nothing may be left over."""
+"""The end of the program under the watch: ranks reach it at different times, and in debug mode nothing may be left over."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ _KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 
 
 def close(close_world: Callable[[], None]) -> None:
-    """Close the world, when all ranks have come to its end.
+    """Close the world when all ranks have reached the end.
 
-    In debug mode a CommunicationMismatchError on all ranks, if messages or requests are left over.
+    In debug mode raises a CommunicationMismatchError on all ranks if messages or requests are left over.
     """
     if not watch_settings.present().watches:
         await_others()
         close_world()
         return
-    # Others that wait for this rank learn at once that it won't come.
+    # Ranks that wait for this one learn at once that it won't come.
     switch.announce()
-    # This rank may be done long before the others. After an error its wait has a limit.
+    # This rank may be done long before the others, so only after an error its wait has a limit.
     faulted = any(channel.fault is not None for channel in channels.live_channels())
     given_up = await_others((watch_settings.present().timeout or _GRACE) if faulted else None)
     left_over = []
     if given_up:
-        # Ranks that have given up communication aren't synchronized any more; only MPI's own end is left to them.
-        # It may wait for communication that nobody continues, when no Python runs any more: so the system ends it, unless
-        # the program has use for the signal itself.
+        # After communication was given up, ranks aren't synchronized, and only MPI's end remains, which may wait forever
+        # for abandoned communication. So the system ends the process, unless the program uses the signal itself.
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, _GRACE)
     else:
@@ -60,15 +59,15 @@ def close_at_exit(close_world: Callable[[], None]) -> None:
         return
     try:
         close(close_world)
-    except Exception as error:  # noqa: BLE001 - nobody is left to catch it
+    except Exception as error:  # noqa: BLE001 - no caller is left to catch it
         _end_job(error)
 
 
 def _left_over() -> list[str]:
-    """Return sentences on unreceived messages and pending requests; collective over the world in debug mode."""
+    """Return sentences about unreceived messages and pending requests; collective over the world in debug mode."""
     if not watch_settings.debug():
         return []
-    # Communication left pending by a caught exception was reported then.
+    # Communication left pending by a caught exception was reported by the exception.
     faulted = {channel.label for channel in channels.live_channels() if channel.fault is not None}
     every = lookup.open_world().reverse.allgather((message_counts.summary(), faulted))
     known = set().union(*[labels for _, labels in every])
@@ -82,7 +81,7 @@ def _left_over() -> list[str]:
 
 
 def _end_job(error: Exception) -> None:
-    # One rank shows it; all know the same.
+    # One rank shows the error, which is the same on all.
     if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatchError):
         end_by(error)
     else:

@@ -1,8 +1,7 @@
-"""`Guarded`: the communicators of the watch, with those of mpi4py's methods that the library uses, each with a deadline.
+"""`Guarded`: communicators with those of mpi4py's methods that the library uses, each with a deadline.
 
 Before a collective the ranks compare their calls, since MPI doesn't detect different lengths and would combine mismatched
-data. Then the nonblocking form of the collective is polled until its deadline. A wait is described for reports only if it
-takes longer than a moment.
+data. Then the nonblocking form of the collective is polled until its deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mpiad.transport.guarded.descriptions import describe, fingerprint, raise_mi
 from mpiad.transport.guarded.requests import Gathering, GuardedRequest, Letter, StartedReduction, begin
 from mpiad.transport.guarded.timed_waits import poll, poll_for
 
-# A dictionary instead of a weak set, since another thread may copy it while the program adds to it.
+# No weak set, since another thread may copy it while the program adds to it.
 _all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
 
 
@@ -74,11 +73,10 @@ _iallreduce = _nonblocking("Iallreduce")
 class Guarded:
     """An mpi4py communicator under the watch (see `watch_settings`).
 
-    - `label`: its name, the same on all ranks.
-    - `members`: the ranks of its members in the world.
+    - `label`, `members`: its name, and its members' ranks in the world, the same on all ranks.
     - `agreement`: compares the ranks' collectives; None if they aren't compared.
-    - `owner`: returns the channel that is marked when a wait is given up; None if there is none or it was deleted.
-    - `number`: the channel's number among those with the same members.
+    - `owner`: returns the channel that is marked when a wait is abandoned; None without a channel.
+    - `number`: the channel's number among channels with the same members.
     - `reverse`: whether it is used for the messages of adjoints.
     - `post`: the communicator for descriptions of calls.
     """
@@ -104,7 +102,7 @@ class Guarded:
         lane = lane_of(self.number)
 
         def make() -> Gathering:
-            # Called only after a moment of waiting, since it inspects the stack.
+            # Only after a moment of waiting, since it inspects the stack.
             return Gathering(self, *agreement.begun(lane), describe(*said))
 
         if not agreement.agree(fingerprint(*said), lane, make):
@@ -167,7 +165,7 @@ class Guarded:
         packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8) if self.rank == root else None
         length = np.array([0 if packed is None else packed.size], dtype=np.int64)
         self.Bcast(length, root)
-        # A copy, since MPI requires writable memory on the root, too.
+        # A copy, since MPI requires writable memory, on the root too.
         packet = np.empty(int(length[0]), dtype=np.uint8) if packed is None else packed.copy()
         self.Bcast(packet, root)
         return value if self.rank == root else pickle.loads(packet.tobytes())
@@ -213,7 +211,7 @@ class Guarded:
         return Guarded(made, f"{self.label}, reordered", tuple(order), self.agreement, self.owner(), self.number)
 
     def _together(self, step: str) -> None:
-        # MPI's blocking calls that create communicators don't wait if all ranks have arrived.
+        # MPI creates communicators in blocking calls, which don't wait if all ranks have arrived.
         if self.agreement is not None:
             self.agree(step)
         else:
@@ -226,8 +224,7 @@ class Guarded:
         return id(self)
 
     def __getattr__(self, name: str) -> Any:
-        # Other methods (probing, freeing, names, attributes, revoking) don't wait. Before `bare` is set, its lookup would
-        # call this method recursively.
+        # Other methods don't wait. Before `bare` is set, its lookup would call this method recursively.
         if name == "bare":
             raise AttributeError(name)
         return getattr(self.bare, name)

@@ -1,8 +1,8 @@
 """Descriptions of calls, and fingerprints of the properties that must be equal on all ranks.
 
-Shapes and dtypes are compared if MPI requires them to be equal. Lines are compared except for calls with a root, which are
-often written as ``if rank == root: ... else: ...``. If the ranks are about to make different calls, the error contains a
-table of the calls, and a sentence with the differences and advice.
+Shapes and dtypes are compared if MPI requires it. Lines are compared except for calls with a root, which are often written
+as ``if rank == root: ... else: ...``. If the calls differ, the error contains a table of the calls, the differences and
+advice.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from mpiad.transport.agreement import fingerprint as hash_of
 from mpiad.transport.calls import Call, Site
 from mpiad.transport.mpi_operations import name_of
 
-# Lists of ranks ("0-6, 8"), and tables in which ranks with equal entries share a line.
-
-
 _SHOWN = 8
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Return sorted ranks as "0-6, 8"; of many that aren't contiguous, only the first few and their number."""
+    """Return sorted ranks as "0-6, 8"; for many ranges only the first ones and the number of ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -45,7 +42,7 @@ Row = tuple[str, ...]
 
 
 def table_of_ranks(head: Row, rows: list[Row]) -> str:
-    """Return a table whose first column is the rank; long tables are shortened."""
+    """Return a table whose first column is the rank; in long tables ranks with equal entries share a line."""
     if len(rows) > _EACH:
         alike: dict[Row, list[int]] = {}
         for rank, *rest in rows:
@@ -61,7 +58,7 @@ def columns(head: Row, rows: list[Row]) -> str:
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
-# Calls with a root, and those at the end of the program: their lines may differ between ranks.
+# Calls with a root, and calls at the end of the program: their lines may differ between ranks.
 _ROOTED = frozenset(
     (
         "mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize", "mpi_init", "reset",
@@ -71,7 +68,7 @@ _ROOTED = frozenset(
 
 
 class Description(NamedTuple):
-    """One rank's call, as text: first the compared fields, then those that are only shown."""
+    """One rank's call, as text: the compared fields, then those that are only shown."""
 
     operation: str
     communicator: str
@@ -90,7 +87,7 @@ class Description(NamedTuple):
         return self[: len(_NAMES)]
 
     def arguments(self, sums: bool = False) -> str:
-        """Return the arguments as text; sums are named if other ranks reduce with another operation."""
+        """Return the arguments as text; sums are named if other ranks use another reduction."""
         root = None if self.root is None else f"root={self.root}"
         op = f"op={self.reduction}" if self.reduction is not None and (sums or self.reduction != "SUM") else None
         return ", ".join(filter(None, (root, op, self.given)))
@@ -104,7 +101,7 @@ def caller() -> tuple[str, Site, Call | None]:
     call = calls.current()
     if call is not None:
         return call.described, call.forward_site or call.site, call
-    # For the library's own communication the public function is found on the stack.
+    # For communication outside of a recorded call, the public function is found on the stack.
     site = calls.site_of(sys._getframe(1))
     return site.entry or "the end of the program", site, None
 
@@ -124,7 +121,7 @@ def describe(
 
 
 def shown_arguments(call: Call | None, label: str) -> str:
-    """Return shape and communicator as text; the shape is that of the user's array."""
+    """Return the shape of the user's array, and the communicator, as text."""
     parts = []
     if call is not None and call.arguments.shape is not None:
         given = call.arguments
@@ -158,7 +155,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
     key = (label, step, form, handle, root, call_sites, who)
     found = _known.get(key)
     if found is None:
-        # Cleared completely, since keeping the entries in order of use would slow down each call.
+        # Cleared completely: an order of use would slow down each call.
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared
@@ -184,7 +181,7 @@ _ADVICE = {
 
 
 def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoReturn:
-    """Raise the error for different descriptions on all ranks of a group."""
+    """Raise the error for different descriptions, on all ranks of a group."""
     rows = sorted(zip(group.members, said))
     descriptions = [description for _, (description, _) in rows]
     compared = zip(*(description.compared for description in descriptions))
@@ -195,7 +192,7 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
         ("operation", "arguments", "where"),
         [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
     )
-    # If the operations differ, the other differences are uninformative.
+    # If the operations differ, other differences don't help.
     name = different[0] if different else "step"
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
     error = CommunicationMismatchError(

@@ -10,7 +10,7 @@ _SITES = 32  # the last lines of each kind are kept: unreceived messages are mos
 
 
 class Entry(NamedTuple):
-    """Messages of one kind, as a table shows them; ranks are those of the world."""
+    """Messages of one kind; ranks are those of the world."""
 
     communicator: str
     peer: int
@@ -20,10 +20,7 @@ class Entry(NamedTuple):
 
 
 class MessageCounts:
-    """Counts the messages of one channel.
-
-    `owner`: the channel that holds requests started and not waited for.
-    """
+    """Counts the messages of one channel, which is the result of `owner()`."""
 
     def __init__(self, label: str, members: tuple[int, ...], owner: Any):
         self.label, self.members, self._owner = label, members, owner
@@ -44,12 +41,12 @@ class MessageCounts:
         self._received[peer, tag] = self._received.get((peer, tag), 0) + 1
 
     def close(self) -> None:
-        """Stop counting: the messages were dropped by `reset`."""
+        """Stop counting, since `reset` has dropped the messages."""
         _all.pop(id(self), None)
 
     def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:
-        """Return the messages sent, those received, and the requests started and not waited for."""
-        # Copied in one step: a tuple of the items makes each of them, and a collection amid that lets the program add more.
+        """Return the messages sent, the messages received, and the requests started and not waited for."""
+        # `copy` is one step. A loop over the items may be interrupted by garbage collection, and the program adds more.
         label, rank = self.label, self.members
         sent = [Entry(label, rank[peer], tag, n, tuple(sites)) for (peer, tag), (n, sites) in self._sent.copy().items()]
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
@@ -73,12 +70,12 @@ def summary() -> Summary:
 
 
 def without(found: Summary, labels: set[str]) -> Summary:
-    """Return a summary without the communicators of these names."""
+    """Return a summary without the communicators with these names."""
     return tuple([entry for entry in entries if entry[0] not in labels] for entries in found)  # type: ignore[return-value]
 
 
 def unreceived(summaries: list[Any]) -> list[str]:
-    """Return a sentence for each kind of message that was sent and not received, from the summaries of all ranks."""
+    """Return a sentence for each kind of message that was sent and not received; `summaries`: of all ranks."""
     taken: dict[tuple, int] = {}
     for rank, found in enumerate(summaries):
         for entry in found[1] if found else ():
@@ -86,7 +83,7 @@ def unreceived(summaries: list[Any]) -> list[str]:
     lines = []
     for rank, found in enumerate(summaries):
         for entry in found[0] if found else ():
-            # The receives of a rank that doesn't answer are unknown.
+            # The receives of a rank without an answer are unknown.
             if summaries[entry.peer] is None:
                 continue
             lost = entry.count - taken.get((entry.communicator, rank, entry.peer, entry.tag), 0)

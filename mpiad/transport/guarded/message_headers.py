@@ -1,4 +1,4 @@
-"""Messages of debug mode: each is preceded by a header with its shape, dtype and line, on a separate communicator.
+"""Messages of debug mode: a header with shape, dtype and line precedes each message, on a separate communicator.
 
 The k-th header from a sender with a tag belongs to the k-th message from that sender with that tag.
 """
@@ -24,8 +24,7 @@ _BYTES = 256  # fixed length of headers, so that their receives can be posted in
 _MOST = 10_000  # maximum number of cached headers
 _headers: dict[tuple, bytes] = {}
 
-Expected: TypeAlias = "tuple[list[Request], bytearray]"
-"""The receive of a header under way, and its buffer."""
+Expected: TypeAlias = "tuple[list[Request], bytearray]"  # the pending receive of a header, and its buffer
 
 
 def _form(array: np.ndarray) -> bytes:
@@ -33,7 +32,6 @@ def _form(array: np.ndarray) -> bytes:
 
 
 def _header(array: np.ndarray) -> tuple[bytes, str, str]:
-    """Return the header of a message, the function that sends it and the line."""
     name, site, call = caller()
     key = array.shape, array.dtype.num, site, name
     place = where(call, site)
@@ -46,17 +44,13 @@ def _header(array: np.ndarray) -> tuple[bytes, str, str]:
 
 
 class HeadedMessages(Guarded):
-    """A guarded communicator whose messages have headers.
-
-    `bare`, `post`: the communicators for messages and for headers.
-    """
+    """A guarded communicator whose messages have headers; `post`: the communicator for the headers."""
 
     def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
         super().__init__(bare, *args, **keywords)
         self.post = post
         self.ledger = MessageCounts(self.label, self.members, self.owner)
-        # Numbers of receives (here) and sends (below) without headers, of messages that were in flight when debug mode
-        # began.
+        # Numbers of receives (`skipped`) and sends without headers, of messages in flight when debug mode began.
         self.skipped: dict[tuple[int, int], int] = {}
         self.unannounced: dict[tuple[int, int], int] = {}
         self.parts = tuple(
@@ -83,7 +77,7 @@ class HeadedMessages(Guarded):
     def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
         header, name, place = _header(array)
-        # The header is sent first, so a rank that has received the message can wait for it.
+        # The header is sent first, so a rank with the message can wait for the header.
         announced = not _counted_down(self.unannounced, dest, tag)
         ahead = begin(self, self.post.Isend, [header, MPI.BYTE], dest, tag) if announced else None
         self.ledger.sent(dest, tag, place)
@@ -95,7 +89,7 @@ class HeadedMessages(Guarded):
         return HeadedReceive(self, buffer, source, tag, (name, where(call, site)))
 
     def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
-        """Wait for a message; it is compared when it is received."""
+        """Wait for a message and match it; its header is compared when it is received."""
         status = MPI.Status() if status is None else status
         message = super().Mprobe(source, tag, status)
         return _Matched(self, message, status.source, status.tag)
@@ -115,7 +109,6 @@ class HeadedMessages(Guarded):
         requests, header = expected
         poll(requests[0].Test, lambda: Letter(self, False, source, tag))
         release(requests)
-        # Headers are compared as bytes, and decoded only for an error message.
         if not header.startswith(_form(buffer)):
             form, _, sender = header.decode(errors="replace").rstrip().partition("|")
             name, place = by
@@ -168,7 +161,7 @@ class HeadedReceive(GuardedRequest):
         super().__init__(requests, lambda: Letter(comm, False, source, tag), receives=True)
         self._comm, self._buffer, self.caller = comm, buffer, caller
         self._cancelled = False
-        # The header's receive is posted with the message's, since receives may be waited for in another order.
+        # Both receives are posted together, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
 
@@ -181,7 +174,7 @@ class HeadedReceive(GuardedRequest):
         try:
             super().Wait(status)
         except MPI.Exception as error:
-            # MPI reports only that the message was too long; the header has its size and sender.
+            # MPI reports only that the message was too long; the header contains its size and sender.
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 self._compare(status)
             raise
@@ -208,8 +201,6 @@ class HeadedReceive(GuardedRequest):
 
 
 class _Matched:
-    """A message that has arrived."""
-
     def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
         self._comm, self._message, self._source, self._tag = comm, message, source, tag
         name, site, call = caller()
@@ -219,6 +210,6 @@ class _Matched:
         self.refuse(buffer, buffer)
 
     def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
-        """Receive it into `dropped`, since it may not fit into the wanted array, and compare its header with that array."""
+        """Receive the message into `dropped`, since it may not fit into `wanted`, and compare its header with `wanted`."""
         self._message.Recv(dropped)
         self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)

@@ -18,8 +18,6 @@ from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import Description, caller, describe, raise_mismatch, shown_arguments, where
 from mpiad.transport.guarded.timed_waits import Awaited, Departure, poll
 
-# Descriptions of waits: for all ranks in a collective, or for one rank at the other end of a message.
-
 
 class _Wait:
     def __init__(self, comm: Comm):
@@ -28,15 +26,14 @@ class _Wait:
         self.arguments, self.place = shown_arguments(call, comm.label), where(call, site)
 
     def give_up(self, reason: str) -> None:
-        """Mark the communicator's channel as unusable."""
         self.comm.give_up(reason)
 
 
 class Gathering(_Wait):
     """A wait in a collective.
 
-    `key`: the label under which collectives are counted, of a communicator or an agreement. `number`: the count including
-    this collective; ranks with a lower count are missing.
+    `key`: the label under which collectives are counted. `number`: the count including this collective; ranks with a lower
+    count are missing.
     """
 
     def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None):
@@ -48,7 +45,7 @@ class Gathering(_Wait):
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether a member left the program without reaching this collective."""
         return any(
-            # A rank that has left after reaching it isn't missing.
+            # A rank that left after reaching it isn't missing.
             rank in gone and gone[rank].heard < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
         )
@@ -62,10 +59,7 @@ class Gathering(_Wait):
 
 
 class Letter(_Wait):
-    """A wait at one end of a message.
-
-    `peer`, `tag`: rank in `comm` and tag, possibly wildcards.
-    """
+    """A wait at one end of a message; `peer`, `tag`: possibly wildcards."""
 
     def __init__(self, comm: Comm, sends: bool, peer: int, tag: int):
         super().__init__(comm)
@@ -88,7 +82,6 @@ class Letter(_Wait):
     def report(self) -> dict[str, Any]:
         """Return the entries of a table of waits."""
         partner = "any rank" if self.peer < 0 else f"rank {self.peer}"
-        # The tag of an adjoint's message combines several numbers.
         tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
         direction = "to" if self.sends else "from"
         arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
@@ -97,7 +90,7 @@ class Letter(_Wait):
         }  # fmt: skip
 
     def _hint(self) -> str:
-        """Return a sentence about a message that has arrived instead of the awaited one."""
+        """Return a sentence about a message that has arrived instead of the expected one."""
         if self.sends or self.comm.reverse:
             return ""
         status = MPI.Status()
@@ -108,8 +101,8 @@ class Letter(_Wait):
         return ""
 
 
-# Pending operations: the communicator, the request, the arguments of MPI's call, and whether the operation is a receive.
-# Abandoned ones are never removed, since MPI may still use their buffers.
+# Pending operations: communicator, request, arguments of MPI's call, and whether it is a receive. Abandoned operations are
+# kept, since MPI may still use their buffers.
 _started: dict[int, tuple[Comm, list[Request], tuple, bool]] = {}
 
 
@@ -143,11 +136,7 @@ def cancel_receives(comm: Comm) -> None:
 
 
 class GuardedRequest:
-    """An mpi4py request that is waited for by polling.
-
-    `requests`: the result of `begin`. `make`: returns a description of the wait. `receives`: whether it is a receive, which
-    can be canceled.
-    """
+    """An mpi4py request that is polled; `requests`: the result of `begin`; `make`: describes the wait."""
 
     def __init__(self, requests: list[Request], make: Callable[[], Awaited], receives: bool = False):
         self._requests, self.request, self._make, self._receives = requests, requests[0], make, receives
@@ -167,7 +156,7 @@ class GuardedRequest:
             release(self._requests)
             raise
         except BaseException:  # the deadline, or an interrupt
-            # A later message must not be received into the buffers, which the caller drops.
+            # A later message mustn't be received into the buffers, which the caller drops.
             if self._receives:
                 self.Cancel()
                 release(self._requests)
@@ -182,7 +171,7 @@ _BYTES = 1024  # fixed length of a description, so that one nonblocking call is 
 
 
 class StartedReduction(GuardedRequest):
-    """A pending reduction, with the descriptions of the calls by which the ranks have started it."""
+    """A pending reduction, with the descriptions of the ranks' calls."""
 
     def __init__(self, comm: Comm, array: Array, out: np.ndarray, op: Op | None):
         agreement: Agreement = comm.agreement
@@ -212,14 +201,14 @@ class StartedReduction(GuardedRequest):
         self._unended = 0
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if len({(description.compared, starts) for description, starts in said}) > 1:
-            # The buffers aren't released, since the sum of mismatched calls may never end.
+            # The buffers are kept, since the sum of mismatched calls may never end.
             raise_mismatch(said, self._group)
         super().Wait(status)
 
 
 def _described(comm: Comm, out: np.ndarray, op: Op | None) -> Description:
     said, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines), calls.current()
-    # For an array that is sent in chunks, the shape is that of the whole array.
+    # For an array in chunks, the shape of the whole array.
     return said if call is None or call.arguments.shape is None else said._replace(shape=call.arguments.shape)
 
 

@@ -26,19 +26,16 @@ from mpiad.transport.guarded.descriptions import rank_ranges, table_of_ranks
 from mpiad.transport.guarded.timed_waits import Departure, Waiting, departed
 from mpiad.transport.notices import threads_may_communicate
 
-# The wait-for graph of the ranks, and its table.
-
-
 State = dict[str, Any]
 _LONGEST = 10  # maximum number of ranks of a cycle that a message lists
 
 
 class Finding(NamedTuple):
-    """The result of the search after a wait took too long."""
+    """The result of the search after a wait took too long; `ranks` raise it, since they are connected by waits."""
 
     text: str
     table: str
-    ranks: tuple[int, ...]  # the ranks that raise: those connected by waits
+    ranks: tuple[int, ...]
     cycle: tuple[int, ...]
 
 
@@ -49,7 +46,6 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
     ranks = _together(edges, asker)
     rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
-    # The headline doesn't depend on the asking rank.
     lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
     lines += message_counts.unreceived([state and state["ledger"] for state in states])
@@ -60,7 +56,7 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
 def _edges(states: list[State | None]) -> dict[int, list[int]]:
     """Return the ranks for which each waiting rank waits: its partner, or those that haven't reached the collective.
 
-    Ranks that wait in the same collective share one list, so the searches below are linear in the number of ranks.
+    Ranks that wait in the same collective share one list, so the searches are linear in the number of ranks.
     """
     here: dict[tuple[str, int], list[int]] = defaultdict(list)
     edges: dict[int, list[int]] = {}
@@ -90,13 +86,11 @@ def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
     done: set[int] = set()
     while ahead:
         for other in ahead[-1]:
-            # The end of the current search path is a cycle.
             if other in path:
                 ranks = list(path)
                 cycle = ranks[ranks.index(other) :]
                 start = cycle.index(min(cycle))
                 return (*cycle[start:], *cycle[: start + 1])
-            # Each shared list is searched once.
             if other in edges and id(edges[other]) not in done:
                 path[other] = None
                 ahead.append(iter(edges[other]))
@@ -141,7 +135,6 @@ def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
 
 
 def _shown(state: State) -> str:
-    """Return the seconds since the beginning of a state as text."""
     seconds = state["seconds"]
     return f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1f}"
 
@@ -231,14 +224,14 @@ class Responder:
     def hear_departures(self) -> None:
         """Receive the other ranks' notices, since some MPIs report unreceived messages."""
         until = perf_counter() + self._patience
-        # The time is limited, since a rank may have been killed before its notice.
+        # A rank may have been killed before its notice, so the time is limited.
         while len(departed) < len(self._others) and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 20)
 
     def expire(self, waiting: Waiting) -> Exception:
-        """Return the exception for a wait that has taken too long, and notify the ranks that wait with it."""
-        # Ranks ask one after the other, since the first one's verdict may make the other questions unnecessary.
+        """Return the exception for a wait that has taken too long, and send it to the ranks that wait with it."""
+        # Ranks ask one after the other, since the first one's verdict may make other questions unnecessary.
         self._await_verdict(waiting, _APART * self._comm.rank)
         if waiting.verdict is not None:
             return waiting.verdict
@@ -315,7 +308,6 @@ class Responder:
 
 
 def _departure(rank: int) -> State | None:
-    """Return the state of a rank that has left the program; None if it hasn't left."""
     gone = departed.get(rank)
     return gone and _left(gone.how, gone.place, gone.heard) | {"counts": gone.counts, "ledger": None}
 

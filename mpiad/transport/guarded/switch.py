@@ -1,4 +1,4 @@
-"""Turning the watch on and off: the communicators of all channels are replaced, also of those created later."""
+"""Turning the watch on and off: the communicators of all channels are replaced, and wrapped in later ones."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _meeting: Guarded | None = None
 
 
 def start() -> None:
-    """Turn on the watch as requested by the environment of any rank; collective over the world."""
+    """Turn on the watch if the environment of any rank requests it; collective over the world."""
     wrong, wanted = None, Settings()
     try:
         environment_variables.check()
         wanted = watch_settings.from_environment()
     except ValueError as error:
         wrong = error
-    # The request of one rank applies to all, since a rank without the watch wouldn't answer the others.
+    # A request on one rank applies to all, since a rank without the watch wouldn't answer the others.
     never = np.inf
     limit = never if wanted.timeout is None else wanted.timeout
     mine = np.array([wrong is None, not wanted.debug, wanted.call_sites, limit], dtype=float)
-    # The minimum of `not debug` is 0 if any rank requests debug mode, and that of the limits is the shortest one.
+    # The minima: 0 for `not debug` if any rank requests debug mode, and the shortest limit.
     every = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
     if wrong is not None or not every[0]:
@@ -49,14 +49,14 @@ def start() -> None:
 
 
 def apply(wanted: Settings) -> None:
-    """Put settings into effect; collective over the world. Communicators are replaced only if needed."""
+    """Put settings into effect; collective over the world."""
     global _responder, _meeting
     before = watch_settings.put(wanted)
     if _responder is None:
-        # Made once and kept, since `restore` isn't collective and can neither create nor free communicators.
+        # Created once and kept: `restore` can neither create nor free communicators.
         comm = MPI.COMM_WORLD.Dup()
         _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
-        # If the user calls MPI.Finalize, pending requests on this communicator are dropped first.
+        # If the user calls MPI.Finalize, this attribute's deletion drops pending requests first.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
     elif not before.watches:
         _responder.start()
@@ -64,7 +64,7 @@ def apply(wanted: Settings) -> None:
     live, epochs = _in_common_order()
     channels.set_watch(Watch(_duplicate, _put_on, _start_anew))
     if wanted.debug != before.debug or not before.watches:
-        # An exception may have left the previous context in the middle of an agreement.
+        # An exception may have left the previous settings in the middle of an agreement.
         for key, agreement in _agreements.items():
             agreement.renew(epochs[key] + 1)
         for channel in live:
@@ -75,10 +75,10 @@ def apply(wanted: Settings) -> None:
 
 
 def restore(before: Settings) -> None:
-    """Restore the settings before `apply`; not collective, since an exception may have kept other ranks from coming here.
+    """Restore the settings before `apply`; not collective, since an exception may have kept other ranks from this call.
 
-    No communicator is made. If the previous settings watch and differ in `debug`, they don't compare messages, so no
-    channel needs one for headers; and each channel has an agreement, which stays closed if a reset has failed.
+    So no communicator is created. If the previous settings have the watch on and differ in `debug`, they need no headers,
+    and each channel has an agreement, which stays closed if a reset has failed.
     """
     now = watch_settings.put(before)
     if not before.watches:
@@ -107,10 +107,7 @@ def announce() -> None:
 
 
 def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
-    """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement; collective.
-
-    The common order is needed to create communicators, which is collective.
-    """
+    """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement; collective."""
     mine = {(channel.members, channel.number): channel for channel in channels.live_channels()}
     here = {key: agreement.epoch for key, agreement in _agreements.items()}
     every = _meeting.allgather((list(mine), here))  # type: ignore[union-attr]
@@ -120,7 +117,6 @@ def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
 
 
 def _put_on(channel: Channel) -> None:
-    """Put guarded communicators into a channel; collective over its ranks."""
     _guard(channel, _agreement(channel), _post(channel) if watch_settings.debug() else None)
 
 
@@ -148,7 +144,7 @@ def _take_off(channel: Channel) -> None:
     for name in ("data", "reverse", "_backwards"):
         comm = getattr(channel, name)
         if isinstance(comm, Guarded):
-            comm.retire()  # a request may still refer to it, but its counts are outdated
+            comm.retire()  # a request may still refer to it, but its counts don't matter
             setattr(channel, name, comm.bare)
 
 
@@ -156,7 +152,6 @@ def _agreement(channel: Channel) -> Agreement:
     key = _ranks(channel)
     found = _agreements.get(key)
     if found is None:
-        # A hash instead of a list of ranks, since the label is sent to every rank.
         label = f"agreement of {len(key)} ranks, {hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
         found = _agreements[key] = Agreement(make_communicator(channel.data.Dup), channel.members, label)
     found.open()
@@ -164,12 +159,12 @@ def _agreement(channel: Channel) -> Agreement:
 
 
 def _ranks(channel: Channel) -> tuple[int, ...]:
-    """Return the key of a channel's agreement: its ranks, which others may have in another order."""
+    """Return the key of a channel's agreement: its sorted ranks, since channels may order them differently."""
     return tuple(sorted(channel.members))
 
 
 def _duplicate(channel: Channel) -> Comm:
-    # The guarded communicator waits until all ranks are present, since MPI creates communicators in blocking calls.
+    # MPI creates communicators in blocking calls, so the guarded communicator first waits for all ranks.
     return Guarded(channel.user, f"{channel.label}, prepared", channel.members).Dup().bare
 
 

@@ -1,7 +1,7 @@
 """Waiting by polling up to a deadline: briefly at full speed, then with pauses.
 
-If a wait takes longer than a moment, a `Waiting` describes it. `status` reports it to ranks that ask, and stores a verdict
-in it if another rank has found that it will never end.
+If a wait takes longer than a moment, a `Waiting` describes it. `status` sends it to ranks that ask, and stores an exception
+(`verdict`) in it if another rank has found that the wait will never end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ON_THE_WAY = 0.5  # seconds
 
 
 class Departure(NamedTuple):
-    """Another rank's end of the program, reported at once, so that waits for it are given up."""
+    """Another rank's end of the program, after which waits for it are given up."""
 
-    counts: dict[str, int]  # the numbers of collectives that it had begun by then
-    sends: bool  # whether messages of its own were still under way: long ones take their time
+    counts: dict[str, int]  # the numbers of collectives that it had begun
+    sends: bool  # whether messages from it were still in flight
     how: str
     place: str
     heard: float  # when it was heard here
@@ -36,19 +36,19 @@ class Awaited(Protocol):
     """Describes a wait."""
 
     def give_up(self, reason: str) -> None:
-        """Refuse further use of an object that will never be complete."""
+        """Mark an object as unusable that will never be complete."""
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether the wait needs ranks that left the program before that time."""
         ...
 
     def report(self) -> dict[str, Any]:
-        """Return the entries of a table of waits for this one."""
+        """Return the entries for this wait in a deadlock report."""
         ...
 
 
 class Waiting:
-    """A thread's wait; an `endless` wait is shown, but has no deadline and takes no verdict."""
+    """A thread's wait. If `endless`, it is shown, but has no deadline and takes no verdict."""
 
     __slots__ = ("began", "endless", "number", "verdict", "what")
 
@@ -66,7 +66,7 @@ class _Lift(threading.local):
 
 _by_thread: dict[int, Waiting] = {}
 _lift = _Lift()
-# The module that makes the table of waits installs its functions for the deadline here.
+# Installed by the module that makes deadlock reports.
 _expire: Callable[[Waiting], Exception] | None = None
 _answer: Callable[[], None] | None = None
 
@@ -78,7 +78,7 @@ def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], No
 
 
 class deadline_lifted:
-    """A context in which waits have no deadline: an end of the program may come long before that of other ranks."""
+    """A context without deadlines, since a rank may reach the end of the program long before the others."""
 
     def __enter__(self) -> None:
         _lift.deep += 1
@@ -88,9 +88,9 @@ class deadline_lifted:
 
 
 def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = False) -> None:
-    """Return when `test` is true; `make` describes the wait, if it takes longer than a moment.
+    """Return when `test` is true; `make` describes the wait if it takes longer than a moment.
 
-    A DeadlockError at the deadline, or if another rank has found that this wait doesn't end, unless it is `endless`.
+    Unless `endless`, raises a DeadlockError at the deadline, or if another rank has found that this wait doesn't end.
     """
     for _ in range(_SPINS):
         if test():
@@ -99,7 +99,7 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = F
 
 
 def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
-    """Return the result of `find`, once that isn't None; otherwise as `poll`."""
+    """Return the result of `find` when it isn't None; otherwise as `poll`."""
     found = None
 
     def is_found() -> bool:
@@ -113,7 +113,7 @@ def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
 
 def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
     thread = threading.get_ident()
-    # A wait may be inside another one: if no thread answers, answers are sent from within.
+    # A wait may be inside another one: if no thread answers, waits send answers.
     before = _by_thread.get(thread)
     try:
         try:
@@ -121,7 +121,7 @@ def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
             _nap_until(test, waiting)
         finally:
             _wait_again(thread, before)
-    finally:  # once more: an interrupt may come before the first is done
+    finally:  # repeated, since an interrupt may prevent the first call
         _wait_again(thread, before)
 
 
@@ -135,7 +135,7 @@ def _wait_again(thread: int, before: Waiting | None) -> None:
 def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
     patience = Backoff(_YIELDS_FOR)
     while not test():
-        # Most messages come soon: nothing else is looked at before the first nap.
+        # Most messages come soon, so nothing else is tested before the first pause.
         if patience.nap:
             if waiting.verdict is not None:
                 waiting.what.give_up(str(waiting.verdict))
@@ -149,21 +149,20 @@ def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
 
 
 def _is_over(waiting: Waiting) -> bool:
-    """Return whether a wait has reached the deadline, or needs ranks that have left the program."""
     limit, elapsed = watch_settings.present().timeout, perf_counter() - waiting.began
     if limit is not None and elapsed > limit:
         return True
-    # Messages that such a rank sent before may still be on their way.
+    # Earlier messages of a rank that has left may still be in flight.
     return bool(departed) and elapsed > _ON_THE_WAY and waiting.what.in_vain(departed, perf_counter() - _ON_THE_WAY)
 
 
 def who_waits() -> dict[int, Waiting]:
-    """Return each thread's wait."""
+    """Return the current wait of each thread."""
     return dict(_by_thread)
 
 
 def tell(number: int, verdict: Exception) -> None:
-    """Have the wait of that number raise; one that has ended doesn't."""
+    """Raise an exception in the wait with this number, if it still runs."""
     for waiting in who_waits().values():
         if waiting.number == number and not waiting.endless:
             waiting.verdict = verdict

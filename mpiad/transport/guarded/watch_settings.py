@@ -64,7 +64,7 @@ def seconds_of(value: object, name: str) -> float | None:
 
 
 def from_environment() -> Settings:
-    """Return the settings of MPIAD_DEBUG, MPIAD_TIMEOUT and MPIAD_DEBUG_SITES."""
+    """Return the settings in the environment."""
     checks = switch("MPIAD_DEBUG", False)
     given = os.environ.get("MPIAD_TIMEOUT")
     timeout = seconds_of(given, "MPIAD_TIMEOUT") if given else (DEBUG_TIMEOUT if checks else None)
