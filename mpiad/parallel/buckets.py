@@ -150,4 +150,4 @@ class _SumChannel:
 
     def __init__(self, channel: Channel):
         # The channel itself keeps track of active requests, which it completes at its end.
-        self.data, self.begin, self.release = channel.aside(), channel.begin, channel.release
+        self.data, self.begin, self.release = channel.separate(), channel.begin, channel.release

@@ -134,7 +134,7 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
         results = list(ended.results)
         for k, (index, result) in enumerate(results):
             try:
-                PackedObject.of(result, lent=True)
+                PackedObject.of(result, shared=True)
             except Exception as error:  # noqa: BLE001 - as above
                 results[k] = index, Failed(Failure.of(error), rank, index)
         return PackedObject.of(ended._replace(results=results))
@@ -249,8 +249,8 @@ class Scheduler:
 
     def stop(self, outcome: Outcome) -> None:
         """Send the outcome to the other ranks, and wait until they have received it."""
-        # The results don't change until all have been sent, so large arrays needn't be copied (`lent`).
-        parcel, patience = PackedObject.of(outcome, lent=True), Backoff()
+        # The results don't change until all have been sent, so large arrays needn't be copied (`shared`).
+        parcel, patience = PackedObject.of(outcome, shared=True), Backoff()
         for rank in list(self._batches):
             self._post(rank, STOP, parcel)
         while self._batches:

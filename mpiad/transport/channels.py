@@ -181,7 +181,7 @@ class Channel:
         self._next_look = 1
         self._drained: Drained = {}
         self._backwards: Comm | None = None
-        self._aside: tuple[Comm, Comm] | None = None
+        self._separate: tuple[Comm, Comm] | None = None
         if _watch is not None:
             _watch.put_on(self)
 
@@ -205,14 +205,14 @@ class Channel:
             self._backwards = make_communicator(self.data.Split, 0, self.size - 1 - self.rank)
         return self._backwards
 
-    def aside(self) -> Comm:
+    def separate(self) -> Comm:
         """Return a duplicate for operations in the middle of other communication; the first call is collective."""
         # A new one is made when debug mode or the timeout has been switched, which all ranks detect.
-        if self._aside is None or self._aside[0] is not self.data:
-            if self._aside is not None:
-                self._aside[1].Free()
-            self._aside = self.data, make_communicator(self.data.Dup)
-        return self._aside[1]
+        if self._separate is None or self._separate[0] is not self.data:
+            if self._separate is not None:
+                self._separate[1].Free()
+            self._separate = self.data, make_communicator(self.data.Dup)
+        return self._separate[1]
 
     def derive(self, survivors: bool = False) -> Comm:
         """Return a new duplicate, with the surviving ranks if `survivors`; it is freed with the channel; collective."""
@@ -378,8 +378,8 @@ class Channel:
 
     def duplicates(self) -> list[Comm]:
         """Return all communicators that this channel owns."""
-        aside = self._aside[1] if self._aside is not None else None
-        return [comm for comm in (self.data, self.reverse, self._backwards, aside, *self.derived) if comm is not None]
+        separate = self._separate[1] if self._separate is not None else None
+        return [comm for comm in (self.data, self.reverse, self._backwards, separate, *self.derived) if comm is not None]
 
     def reopen(self, data: Comm) -> None:
         """Replace duplicates that may be revoked; `data`: a new duplicate with the same ranks; collective."""
@@ -407,7 +407,7 @@ class Channel:
             self.headers.Free()
         _live.discard(self)
         self.data = self.reverse = self._backwards = _Freed()
-        self._aside, self.derived = None, []
+        self._separate, self.derived = None, []
 
 
 class Refusing:

@@ -90,7 +90,7 @@ def without_nan(array: Array, op: Op) -> Array:
         return array
     arrays = arrays_of(array)
     out = array.copy() if arrays is None else arrays.copy(array)
-    out[np.isnan(array)] = _unbeaten(op)
+    out[np.isnan(array)] = _dominant(op)
     return out
 
 
@@ -98,7 +98,7 @@ def may_be_nan(found: Array, op: Op) -> bool:
     """Return whether any entry is the infinity that represents NaN."""
     if _is_clearly_finite(found):
         return False
-    arrays, reached = arrays_of(found), np.any(found == _unbeaten(op))
+    arrays, reached = arrays_of(found), np.any(found == _dominant(op))
     return bool(reached if arrays is None else arrays.to_host(reached))
 
 
@@ -112,7 +112,7 @@ def finished(found: Array, nan: Array | None) -> Array:
     return flat.reshape(found.shape) if found.shape else flat[0]
 
 
-def _unbeaten(op: Op) -> float:
+def _dominant(op: Op) -> float:
     return inf if op == MPI.MAX else -inf
 
 
@@ -127,8 +127,8 @@ def _is_clearly_finite(array: Array) -> bool:
     return isfinite(np.vdot(array, array))
 
 
-_WRONG = -1
-_NOTHING = Spec((0,), np.dtype(float))
+_FAILED = -1
+_EMPTY = Spec((0,), np.dtype(float))
 
 
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
@@ -208,15 +208,15 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
     if other dimensions or dtypes differ between ranks.
     """
     if wrong is not None:
-        like, axis = _NOTHING, None  # a rank with an error takes part in the communication, too
+        like, axis = _EMPTY, None  # a rank with an error takes part in the communication, too
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
     mine = np.array([1 if axis is None else shape[axis], fingerprint(*piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
     if wrong is not None:
-        mine[0] = _WRONG
+        mine[0] = _FAILED
     channel.data.Allgather(mine, every)
-    if (every[:, 0] == _WRONG).any():
+    if (every[:, 0] == _FAILED).any():
         raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
         shapes = channel.data.allgather(f"{shape} {dtype}")

@@ -26,13 +26,13 @@ from mpiad.transport.uncaught import is_reporting
 
 # Seconds from the first error to the end of the job, in which others may report their errors.
 _GRACE = 5.0
-_LOOKS = 0.1
+_POLL_SECONDS = 0.1
 
 _log = logging.getLogger("mpiad")
 _exit = os._exit
 _comm: Any = None
 _farewell: _Farewell | None = None
-_awaits = False
+_has_arrived = False
 
 
 class _Farewell(NamedTuple):
@@ -61,17 +61,17 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
     shown = text if len(text) <= 200 else f"{text[:197]}..."
     _farewell = _Farewell(f"sys.exit({shown})", exit_code(code), at_trace(trace))
     if _farewell.code:
-        threading.Thread(target=_look_after, args=(_farewell,), name="mpiad-departure", daemon=True).start()
+        threading.Thread(target=_end_if_stuck, args=(_farewell,), name="mpiad-departure", daemon=True).start()
 
 
-def _look_after(farewell: _Farewell) -> None:
+def _end_if_stuck(farewell: _Farewell) -> None:
     """End the job if this rank doesn't reach `await_others`; before, Python joins threads and runs exit functions."""
     left = time.monotonic()
-    while not _awaits:
+    while not _has_arrived:
         # Threads and exit functions may take any time, except in communications: the others may wait for this rank.
         if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
             _end(farewell, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
-        time.sleep(_LOOKS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _waiting_thread() -> str:
@@ -118,8 +118,8 @@ def await_others(patience: float | None = None) -> bool:
     After `patience`, in seconds, the job ends in any case. It is given if communication was given up, since the others may
     never leave then. Return whether it is given on any rank. All ranks of the world call this once.
     """
-    global _awaits, _comm
-    _awaits = True
+    global _has_arrived, _comm
+    _has_arrived = True
     if _comm is None:
         return False
     gave_up = _Farewell("its end, after communication was given up", 1, "")

@@ -62,10 +62,10 @@ def device_kinds() -> list[str] | None:
     if asked:
         return [kind for kind, answer in asked.items() if answer]
     info = MPI.COMM_WORLD.Get_info()
-    told = (info.Get("mpi_memory_alloc_kinds") or "").split(",")  # of MPI 4.1
+    reported = (info.Get("mpi_memory_alloc_kinds") or "").split(",")  # of MPI 4.1
     info.Free()
-    words = {word.split(":")[0] for word in told}
-    return [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in words] if told != [""] else None
+    words = {word.split(":")[0] for word in reported}
+    return [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in words] if reported != [""] else None
 
 
 def _asked(path: str) -> dict[str, bool]:

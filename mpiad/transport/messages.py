@@ -67,15 +67,15 @@ class Envelope:
     @property
     def mpi_tag(self) -> int:
         """The tag of the message in MPI."""
-        return self._spread(2) if self.reverse else self.tag
+        return self._tag_in_part(2) if self.reverse else self.tag
 
     @property
     def tag_of_chunks(self) -> int:
         """The tag of the message's chunks in MPI; they are sent on the channel's duplicate for adjoints."""
         quarter = self.channel.tag_limit // 4
-        return (3 if self.reverse else 2) * quarter + 1 + self._spread(4)
+        return (3 if self.reverse else 2) * quarter + 1 + self._tag_in_part(4)
 
-    def _spread(self, parts: int) -> int:
+    def _tag_in_part(self, parts: int) -> int:
         """Return a tag computed from the user's tag and the number, in one of `parts` equal parts of MPI's tags."""
         number = 0 if self.number is None else self.number
         return (self.tag * (self.channel.tag_stride // parts) + number) % (self.channel.tag_limit // parts)
@@ -107,15 +107,15 @@ class Envelope:
 # of bytes. So the two ranks needn't agree in advance, and each array may be on a device or on the host.
 
 
-_SAYING = b"mpiad: in pieces"
-ANNOUNCEMENT_BYTES = len(_SAYING) + 16
+_ANNOUNCEMENT = b"mpiad: in pieces"
+ANNOUNCEMENT_BYTES = len(_ANNOUNCEMENT) + 16
 
 
 class Announcement(list):
     """The buffer of a message that announces an array in chunks, with the array's shape and dtype."""
 
     def __init__(self, array: Array, chunk: int):
-        said = np.frombuffer(_SAYING + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
+        said = np.frombuffer(_ANNOUNCEMENT + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
         super().__init__([said, MPI.BYTE])
         self.shape: Shape = array.shape
         self.dtype, self.nbytes = array.dtype, array.nbytes
@@ -145,9 +145,9 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
     if type(buffer) is not np.ndarray:
         buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
     said = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
-    if not said.startswith(_SAYING):
+    if not said.startswith(_ANNOUNCEMENT):
         return None
-    total, chunk = np.frombuffer(said[len(_SAYING) :], np.int64).tolist()
+    total, chunk = np.frombuffer(said[len(_ANNOUNCEMENT) :], np.int64).tolist()
     return total, chunk
 
 
@@ -171,7 +171,7 @@ def discard(total: int, chunk: int, envelope: Envelope) -> None:
 
 
 # Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.
-_LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
+_PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
@@ -234,7 +234,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive an array. For wildcards, the envelope gets the sender and tag."""
     # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
-    if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:
+    if _PROBES_FIRST or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, call)
     return finish_receive(Receipt(spec, envelope, "" if spec.arrays is None else "blocking receive"), call)
 

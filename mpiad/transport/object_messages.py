@@ -37,8 +37,8 @@ class PackedObject(NamedTuple):
     buffers: list[np.ndarray]
 
     @classmethod
-    def of(cls, content: object, lent: bool = False) -> PackedObject:
-        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless `lent`."""
+    def of(cls, content: object, shared: bool = False) -> PackedObject:
+        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless `shared`."""
         buffers: list[np.ndarray] = []
 
         def leave_out(buffer: pickle.PickleBuffer) -> bool:
@@ -46,7 +46,7 @@ class PackedObject(NamedTuple):
             if raw.nbytes < _LARGE:
                 return True  # stays in the pickle
             data = np.frombuffer(raw, dtype=np.uint8)
-            buffers.append(data if lent else data.copy())
+            buffers.append(data if shared else data.copy())
             return False
 
         body = pickle.dumps(content, protocol=5, buffer_callback=leave_out)

@@ -40,14 +40,14 @@ class Loan:
 
 
 class Pool:
-    """Memory for the arrays of one device. `lent`, `kept`: the bytes in use, and the unused bytes."""
+    """Memory for the arrays of one device. `in_use`, `kept`: the bytes in use, and the unused bytes."""
 
     def __init__(self, arrays: ArrayModule):
         self._arrays = arrays
         self._idle: dict[int, deque[tuple[np.ndarray, tuple]]] = {}
         # Python may free an object, and so return memory, in the middle of another call.
         self._lock = threading.RLock()
-        self.lent = self.kept = 0
+        self.in_use = self.kept = 0
         self._closed = False
 
     def lend(self, nbytes: int) -> Loan:
@@ -57,20 +57,20 @@ class Pool:
             idle = self._idle.get(size)
             memory, after = idle.popleft() if idle else (None, ())
             self.kept -= size if memory is not None else 0
-            self.lent += size
+            self.in_use += size
         self._await(after)
         if memory is None:
             try:
                 memory = self._arrays.pinned(size)
             except BaseException:
-                self.lent -= size
+                self.in_use -= size
                 raise
         return Loan(self, memory)
 
     def take_back(self, memory: np.ndarray, after: tuple) -> None:
         """Keep memory for its next use, or free it if enough is kept; `after`: events to wait for."""
         with self._lock:
-            self.lent -= memory.size
+            self.in_use -= memory.size
             keeps = not self._closed and self.kept + memory.size <= device_settings.present().pinned
             if keeps:
                 self._idle.setdefault(memory.size, deque()).append((memory, after))

@@ -41,7 +41,7 @@ Verdict = Callable[[Failures], BaseException]
 
 
 class _Current(threading.local):
-    place: Channel | None = None  # the channel of this thread's outermost composite
+    outermost: Channel | None = None  # the channel of this thread's outermost composite
 
 
 _current = _Current()
@@ -60,18 +60,18 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
 
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
-            outer = _current.place
+            outer = _current.outermost
             # The ranks of the outermost composite include all that may wait.
             if outer is not None and verdict is None:
                 return fun(*args, **kwargs)
-            _current.place = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
+            _current.outermost = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
             try:
                 result = fun(*args, **kwargs)
             except (Exception, SystemExit) as error:
                 recover(used, error, call, verdict)
                 raise
             finally:
-                _current.place = outer
+                _current.outermost = outer
             conclude(used, call, verdict)
             return result
 
@@ -82,7 +82,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
 
 def recovers() -> bool:
     """Return whether an exception of this rank will be recovered by a composite."""
-    return FAULT_TOLERANT and _current.place is not None
+    return FAULT_TOLERANT and _current.outermost is not None
 
 
 def interruptible(name: str, forward: F) -> F:
@@ -95,7 +95,7 @@ def interruptible(name: str, forward: F) -> F:
         try:
             return forward(*args)
         except MPI.Exception as error:
-            if _current.place is None:
+            if _current.outermost is None:
                 recover(None, error, name)
             raise
 
@@ -104,12 +104,12 @@ def interruptible(name: str, forward: F) -> F:
 
 def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
     """End a composite together with all its ranks; raise a RemoteError, or the `verdict`, if another rank failed."""
-    place = None if used.size == 1 else _trouble(used)
-    if place is None:
+    meeting = None if used.size == 1 else _trouble(used)
+    if meeting is None:
         return
-    if place is not used:
-        _assemble(place, None, call)
-    _raise_verdict(used, place, _renewed(place, None), None, call, verdict)
+    if meeting is not used:
+        _await_all(meeting, None, call)
+    _raise_verdict(used, meeting, _renewed(meeting, None), None, call, verdict)
 
 
 def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
@@ -123,33 +123,33 @@ def recover(used: Channel | None, error: BaseException, call: str, verdict: Verd
     # If all ranks of the channel raise the exception together, none waits, and no message is in flight.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
         return
-    place = _meeting_place(used, interrupted)
-    if place is None:
+    meeting = _meeting_channel(used, interrupted)
+    if meeting is None:
         return
     mine = None if interrupted else error
-    _assemble(place, mine, call)
-    failures = _renewed(place, None if mine is None else Failure.of(mine))
-    _raise_verdict(used, place, failures, error, call, verdict)
+    _await_all(meeting, mine, call)
+    failures = _renewed(meeting, None if mine is None else Failure.of(mine))
+    _raise_verdict(used, meeting, failures, error, call, verdict)
 
 
 def _raise_verdict(
-    used: Channel | None, place: Channel, found: Failures, error: BaseException | None, call: str, verdict: Verdict | None
+    used: Channel | None, meeting: Channel, found: Failures, error: BaseException | None, call: str, verdict: Verdict | None
 ) -> None:
-    if place.lost:
-        lost = ", ".join(map(str, place.lost))
-        raise RemoteError(f"{call}: the process of rank {lost} of {place.size} has died.", place.lost[0]) from error
+    if meeting.lost:
+        lost = ", ".join(map(str, meeting.lost))
+        raise RemoteError(f"{call}: the process of rank {lost} of {meeting.size} has died.", meeting.lost[0]) from error
     mine = error is not None and not is_interruption(error)
-    if verdict is not None and place is used and found:
+    if verdict is not None and meeting is used and found:
         raise verdict(found) from (error if mine else None)
     if found and not mine:
         raise error_of(found, call, RemoteError) from error
 
 
-def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:
+def _meeting_channel(used: Channel | None, interrupted: bool) -> Channel | None:
     """Return the largest revoked channel that includes the ranks of this one (for None, of any), else this one."""
     patience = Backoff()
     while True:
-        revoked = [found for found in _around(used) if _is_given_up(found)]
+        revoked = [found for found in _channels_including(used) if _is_given_up(found)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
             # All ranks of the other channels go to the largest one, too.
             return max(revoked, key=lambda found: found.size, default=used)
@@ -158,7 +158,7 @@ def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:
         patience.pause()
 
 
-def _around(used: Channel | None) -> list[Channel]:
+def _channels_including(used: Channel | None) -> list[Channel]:
     mine = set() if used is None else set(used.members)
     return [found for found in live_channels() if mine <= set(found.members)]
 
@@ -173,33 +173,33 @@ def _trouble(used: Channel) -> Channel | None:
     request, patience = used.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
         if patience.seconds > _UNTIL_REVOKED and _larger_is_given_up(used):
-            return _meeting_place(used, True)
+            return _meeting_channel(used, True)
         patience.pause()
     return None if flag[0] else used
 
 
-def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
+def _await_all(meeting: Channel, mine: BaseException | None, call: str) -> None:
     """Wait until all ranks of the channel have arrived, interrupting them if necessary; `mine`: this rank's exception."""
     flag = np.zeros(1, np.int32)
-    request, patience = place.data.Iagree(flag), Backoff()
+    request, patience = meeting.data.Iagree(flag), Backoff()
     revoked = logged = False
     while not _is_complete(request, flag):
         # An interrupted rank revokes at once: ranks may wait on communicators of which only it is a member.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
-            for comm in [comm for found in _within(place) for comm in found.duplicates()]:
+            for comm in [comm for found in _channels_among(meeting) for comm in found.duplicates()]:
                 if not is_revoked(comm):
                     comm.Revoke()
             revoked = True
         if not logged and mine is not None and patience.seconds > _UNTIL_LOGGED:
             _log.warning("%s: this rank raised, and waits for the others:\n%s", call, Failure.of(mine).trace.rstrip())
             logged = True
-        if _larger_is_given_up(place):
+        if _larger_is_given_up(meeting):
             _end_job(mine, call)
         patience.pause()
 
 
-def _larger_is_given_up(place: Channel) -> bool:
-    return any(found.size > place.size and _is_given_up(found) for found in _around(place))
+def _larger_is_given_up(meeting: Channel) -> bool:
+    return any(found.size > meeting.size and _is_given_up(found) for found in _channels_including(meeting))
 
 
 def _is_complete(request: Request, flag: np.ndarray) -> bool:
@@ -210,31 +210,31 @@ def _is_complete(request: Request, flag: np.ndarray) -> bool:
         return True
 
 
-def _within(place: Channel) -> list[Channel]:
+def _channels_among(meeting: Channel) -> list[Channel]:
     """Return the channel and all channels among its ranks, in the order of their creation."""
-    members = set(place.members)
-    return [place, *(found for found in live_channels() if found is not place and members >= set(found.members))]
+    members = set(meeting.members)
+    return [meeting, *(found for found in live_channels() if found is not meeting and members >= set(found.members))]
 
 
-def _renewed(place: Channel, mine: Failure | None) -> Failures:
+def _renewed(meeting: Channel, mine: Failure | None) -> Failures:
     """Renew the duplicates of the channel and of all channels among its ranks; return the failures by rank."""
-    fresh = place.data.Shrink()
-    ranks = ranks_within(place, fresh)
-    told = fresh.allgather(mine)
+    fresh = meeting.data.Shrink()
+    ranks = ranks_within(meeting, fresh)
+    by_rank = fresh.allgather(mine)
     # In the same order on all ranks, to avoid deadlocks.
-    for found in _within(place):
-        data = fresh if found is place else found.data.Shrink()
+    for found in _channels_among(meeting):
+        data = fresh if found is meeting else found.data.Shrink()
         lost = sorted(set(range(found.size)) - set(ranks_within(found, data)))
         if lost:
             found.lose(lost)
         else:
             found.reopen(data)
-    return {rank: failure for rank, failure in zip(ranks, told) if failure is not None}
+    return {rank: failure for rank, failure in zip(ranks, by_rank) if failure is not None}
 
 
-def ranks_within(place: Channel, comm: Comm) -> list[int]:
+def ranks_within(meeting: Channel, comm: Comm) -> list[int]:
     """Return the ranks of a communicator's members in a channel."""
-    return [place.members.index(rank) for rank in world_ranks(comm)]
+    return [meeting.members.index(rank) for rank in world_ranks(comm)]
 
 
 def _end_job(mine: BaseException | None, call: str) -> None:

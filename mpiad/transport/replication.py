@@ -23,7 +23,7 @@ from mpiad.transport.device_arrays import arrays_of
 _SHOWN = 8
 _HUGE = 2**1023  # integers from here on have no float
 # A long double on x86 has 80 bits, in ten of its 16 bytes; the other bytes are arbitrary.
-_MEANT = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
+_USED_BYTES = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 
 
 class Difference(NamedTuple):
@@ -72,7 +72,7 @@ def bits_of(array: np.ndarray) -> np.ndarray:
     whole = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if array.dtype.char not in "gG":
         return whole.reshape(array.size, -1)
-    return whole.reshape(array.size, -1, np.dtype(np.longdouble).itemsize)[:, :, :_MEANT].reshape(array.size, -1)
+    return whole.reshape(array.size, -1, np.dtype(np.longdouble).itemsize)[:, :, :_USED_BYTES].reshape(array.size, -1)
 
 
 def listed(differences: Mapping[int, Difference]) -> str:
@@ -100,7 +100,7 @@ def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
     return greatest(absolute), greatest(relative)
 
 
-class _Held(NamedTuple):
+class _Leaf(NamedTuple):
     path: str
     kind: str
     digest: bytes
@@ -117,21 +117,21 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
     TypeError is raised if a rank has an object whose bits can't be compared.
     """
     values, wrong = [], ""
-    held = []
+    described = []
     try:
         for path, value in leaves:
             values.append(_plain(path, value))
-            held.append(_Held(path, *_described(values[-1])))
+            described.append(_Leaf(path, *_described(values[-1])))
     except TypeError as error:
         wrong = str(error)
-    digest = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
     words = np.frombuffer(digest, dtype=np.uint64)
     # The minimum of the complements is the complement of the maximum, so one reduction finds both.
     mine = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
     least = np.empty_like(mine)
     channel.data.Allreduce(mine, least, MPI.MIN)
     if not least[4] or (least[:2] != ~least[2:4]).any():
-        _explain(channel, values, held, wrong, f"{said}, but ", f" {advice}" if advice else "")
+        _explain(channel, values, described, wrong, f"{said}, but ", f" {advice}" if advice else "")
 
 
 def _plain(path: str, value: object) -> Array:
@@ -155,8 +155,8 @@ def _described(value: object) -> tuple[str, bytes]:
     return f"shape {value.shape}, dtype {value.dtype}", digest
 
 
-def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str, said: str, advice: str) -> None:
-    every: list[tuple[list[_Held], str]] = channel.data.allgather((held, wrong))
+def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong: str, said: str, advice: str) -> None:
+    every: list[tuple[list[_Leaf], str]] = channel.data.allgather((described, wrong))
     for rank, (_, text) in enumerate(every):
         if text:
             raise TypeError(f"{said}{text} This happened on rank {rank}.")
@@ -176,12 +176,12 @@ def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str,
 
 
 def _compared(
-    channel: Channel, values: list[Any], copies: list[tuple[_Held, ...]], reference: int, places: dict[int, int]
+    channel: Channel, values: list[Any], copies: list[tuple[_Leaf, ...]], reference: int, places: dict[int, int]
 ) -> Difference | None:
     """Compare this rank's copy with the reference's, which broadcasts its leaves at the first differences."""
     shared = copies[reference]
-    held = {k: values[k] for k in set(places.values()) if k < len(values)} if channel.rank == reference else None
-    theirs = channel.data.bcast(held, reference)
+    sent = {k: values[k] for k in set(places.values()) if k < len(values)} if channel.rank == reference else None
+    theirs = channel.data.bcast(sent, reference)
     if channel.rank not in places:
         return None
     k, mine = places[channel.rank], copies[channel.rank]

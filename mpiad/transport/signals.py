@@ -31,7 +31,7 @@ _RAISED_WITHIN_FOREIGN = 10.0
 
 _set_wakeup_fd = signal.set_wakeup_fd
 _mask = threading.local()
-_mouth = -1
+_write_end = -1
 _others = -1  # the wakeup file that others have set
 _forwarding = threading.RLock()  # a handler may set the file while it is being set
 _requested: int | None = None
@@ -77,25 +77,25 @@ def install_signal_handlers() -> bool:
 
 
 def _listen() -> None:
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)  # Python insists on it
-    global _mouth, _others
-    _mouth, _others = mouth, _set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # Python insists on it
+    global _write_end, _others
+    _write_end, _others = write_end, _set_wakeup_fd(write_end, warn_on_full_buffer=False)
     signal.set_wakeup_fd = _set_others
-    thread = threading.Thread(target=_hear, args=(ear, threading.get_ident()), name="mpiad-signals", daemon=True)
-    thread.start()
+    arguments = read_end, threading.get_ident()
+    threading.Thread(target=_read_signals, args=arguments, name="mpiad-signals", daemon=True).start()
 
 
 def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
     """Replace `signal.set_wakeup_fd`: signals are forwarded to this file."""
     global _others
-    if _mouth == -1:  # in a fork, where a thread of the parent may hold the lock
+    if _write_end == -1:  # in a fork, where a thread of the parent may hold the lock
         return _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
     with _forwarding:  # after this returns, the previous file may be closed
         try:
             _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses an invalid one
         finally:
-            _set_wakeup_fd(_mouth, warn_on_full_buffer=False)
+            _set_wakeup_fd(_write_end, warn_on_full_buffer=False)
         before, _others = _others, fd
     return before
 
@@ -110,17 +110,17 @@ def _let_come() -> None:
 
 
 def _forget() -> None:
-    global _mouth
-    _mouth, signal.set_wakeup_fd = -1, _set_wakeup_fd
+    global _write_end
+    _write_end, signal.set_wakeup_fd = -1, _set_wakeup_fd
     _set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _let_come()
 
 
-def _hear(ear: int, main: int) -> None:
+def _read_signals(read_end: int, main: int) -> None:
     while True:
-        numbers = os.read(ear, 64)
+        numbers = os.read(read_end, 64)
         with _forwarding, contextlib.suppress(OSError):  # it is full, or closed
             if _others != -1:
                 os.write(_others, numbers)

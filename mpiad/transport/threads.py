@@ -20,7 +20,7 @@ from mpiad.cache_folder import first_time
 from mpiad.environment_variables import switch
 
 _log = logging.getLogger("mpiad")
-_TOLD = "told-of-threads"
+_NOTICE = "told-of-threads"
 # OpenBLAS wakes further threads for products of vectors that are longer than 10,000.
 _ON_ONE_THREAD, _LONG = 8192, 10**6
 _USERS_OWN = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -90,7 +90,7 @@ def limit_threads(ranks_on_node: int) -> None:
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
     mine, first = np.array(comm.size if share is None else comm.rank, np.int32), np.empty((), np.int32)
     comm.Allreduce(mine, first, MPI.MIN)
-    if first == comm.rank and first_time(_TOLD):
+    if first == comm.rank and first_time(_NOTICE):
         _log.warning(
             f"{MPI.Get_processor_name()}: {ranks_on_node} ranks share {len(cores())} cores: thread pools "
             f"limited to {share} thread(s) each. Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. "

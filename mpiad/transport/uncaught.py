@@ -35,7 +35,7 @@ class _Foreign:
         self._module, self._name = module, name
         self.hook = self._default = getattr(module, f"__{name}__")
 
-    def make_way(self, ours: Callable[..., object]) -> None:
+    def replace(self, ours: Callable[..., object]) -> None:
         self.hook = getattr(self._module, self._name)
         vars(self._module)[self._name] = ours
         # Pickles of functions refer to modules by name, which depends on the exact class of a module.
@@ -71,9 +71,9 @@ def install_hooks() -> bool:
         return False
     _installed = True
     _in_session = hasattr(sys, "ps1")
-    _of_program.make_way(_end_job)
-    _of_threads.make_way(_end_job_of_thread)
-    _of_the_unraisable.make_way(_end_job_at_exit)
+    _of_program.replace(_end_job)
+    _of_threads.replace(_end_job_of_thread)
+    _of_the_unraisable.replace(_end_job_at_exit)
     # Launchers report the signal of a rank that crashes, but not the line of the program.
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error may be no file

@@ -81,12 +81,12 @@ _DEATH_WITHIN = 2.0  # seconds within which the launcher kills this process afte
 class FailureDetector:
     """Monitors the states of ranks during a call, until `close`.
 
-    `room`: name of the module whose functions take part in agreements. `listens`: whether to answer failed ranks; it isn't
-    needed if waiting ranks can be interrupted.
+    `stage_module`: name of the module whose functions take part in agreements. `listens`: whether to answer failed ranks,
+    which isn't needed if waiting ranks can be interrupted.
     """
 
-    def __init__(self, comm: Comm, call: str, room: str, listens: bool = True):
-        self._call, self._room, self._notices = call, room, Notices(comm)
+    def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
+        self._call, self._stage_module, self._notices = call, stage_module, Notices(comm)
         self._watched = threading.get_ident()
         self._reported: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
         # The states that other ranks have reported since they were asked; whether a waiting one has moved on since then.
@@ -129,7 +129,7 @@ class FailureDetector:
         if frame is None:
             return _MOVES
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(self._room):
+        if module.startswith(self._stage_module):
             return _ARRIVED
         if self._place is None or self._place[0] is not frame or self._place[1] != frame.f_lasti:
             self._place = frame, frame.f_lasti, now  # a reference to the frame, so that its identity isn't reused
@@ -213,7 +213,7 @@ def verdict(failures: Failures, call: str = "minimize") -> Exception:
 class StageFailures:
     """Agreements on failures in a call that consists of stages.
 
-    - `room`: name of the module of the stages; a rank whose innermost frame is in it has reached an agreement.
+    - `stage_module`: name of the module of the stages; a rank whose innermost frame is in it has reached an agreement.
     - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
     - `error`: the exception that all ranks have raised, after which there are no further agreements; or None.
     - `broken`: whether this rank's stage has failed while waiting ranks can be interrupted.
@@ -221,10 +221,10 @@ class StageFailures:
     - `tolerates`: whether all ranks raise `Unreached` instead of a ConvergenceError, so that the call may continue.
     """
 
-    def __init__(self, comm: Comm, call: str, room: str, complete: Callable[[BaseException, Any], None]):
+    def __init__(self, comm: Comm, call: str, stage_module: str, complete: Callable[[BaseException, Any], None]):
         self._interrupts = recovers() and comm.size > 1
-        self._comm, self._room = comm, room
-        self._detector = FailureDetector(comm, call, room, listens=not self._interrupts)
+        self._comm, self._stage_module = comm, stage_module
+        self._detector = FailureDetector(comm, call, stage_module, listens=not self._interrupts)
         self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
         self.members = tuple(getattr(comm, "members", None) or world_ranks(comm))
         self._refused = [found for found in live_channels() if found.fault]  # because of an earlier exception
@@ -283,7 +283,7 @@ class StageFailures:
             raise self.error from failure
         if self._sums[_UNREACHED]:
             self._detector.close(failed=True)
-            self._detector = FailureDetector(self._comm, self._call, self._room, listens=not self._interrupts)
+            self._detector = FailureDetector(self._comm, self._call, self._stage_module, listens=not self._interrupts)
             raise Unreached(f"{self._call}: a solver hasn't converged") from failure
         return float(self._sums[_TERM])
 
@@ -334,7 +334,7 @@ class DeferredFailures:
     def __init__(self, comm: Comm, call: str, talkers: set[str] | None = None, apart: bool = False):
         self.error: Exception | None = None
         self._used, self._call = channel(comm, call), call
-        self._meeting = self._used.aside() if apart else self._used.data
+        self._meeting = self._used.separate() if apart else self._used.data
         self._talkers = set() if talkers is None else talkers
         self._usual: dict[str, int] = {}  # the number of communications in a function's last call
         self._timer: threading.Timer | None = None

@@ -79,7 +79,7 @@ def meet(call: str) -> None:
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
         asked = watch_settings.from_environment().timeout
         limit = None if asked is None else max(asked, _TIME_TO_LOAD)
-    request, patience, told = MPI.COMM_WORLD.Ibarrier(), Backoff(), False
+    request, patience, warned = MPI.COMM_WORLD.Ibarrier(), Backoff(), False
     while not request.Test():
         waits = (
             f"{call}: rank {MPI.COMM_WORLD.rank} has waited for {patience.seconds:.0f} seconds for other ranks. All ranks "
@@ -87,9 +87,9 @@ def meet(call: str) -> None:
         )
         if limit is not None and patience.seconds > limit:
             raise DeadlockError(waits)
-        if not told and patience.seconds > _LONG:
+        if not warned and patience.seconds > _LONG:
             _log.warning(waits)
-            told = True
+            warned = True
         patience.pause()
 
 

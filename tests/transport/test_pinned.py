@@ -34,9 +34,9 @@ def test_memory_is_used_again(monkeypatch):
     made, pool = counting(monkeypatch), Pool(double)
     for nbytes in (5000, 4990, 5100, 5120):
         array = pool.lend(nbytes).array((nbytes,), np.uint8)
-        assert array.nbytes == nbytes and pool.lent == 5120
+        assert array.nbytes == nbytes and pool.in_use == 5120
         del array
-    assert made == [5120] and (pool.lent, pool.kept) == (0, 5120)
+    assert made == [5120] and (pool.in_use, pool.kept) == (0, 5120)
 
 
 @serial
@@ -51,10 +51,10 @@ def test_at_most_a_quarter_too_much_is_lent(nbytes):
 def test_a_view_keeps_the_memory():
     pool = Pool(double)
     view = pool.lend(8000).array((10, 100), "f8")[3:, ::2].T
-    assert pool.lent > 0
+    assert pool.in_use > 0
     assert pool.lend(8000).array((1000,), "f8").ctypes.data != view.ctypes.data
     del view
-    assert pool.lent == 0
+    assert pool.in_use == 0
 
 
 @serial
@@ -63,9 +63,9 @@ def test_what_is_kept_is_bounded():
     try:
         pool = Pool(double)
         loans = [pool.lend(8192) for _ in range(5)]
-        assert pool.lent == 5 * 8192
+        assert pool.in_use == 5 * 8192
         loans.clear()
-        assert (pool.lent, pool.kept) == (0, 2 * 8192)
+        assert (pool.in_use, pool.kept) == (0, 2 * 8192)
     finally:
         device_settings.put(before)
 
@@ -95,7 +95,7 @@ def test_nothing_is_kept_after_the_end():
     pool.close()
     assert pool.kept == 0
     del out
-    assert (pool.lent, pool.kept) == (0, 0)
+    assert (pool.in_use, pool.kept) == (0, 0)
 
 
 @serial
@@ -107,7 +107,7 @@ def test_memory_that_cannot_be_locked_is_not_counted(monkeypatch):
     monkeypatch.setattr(double, "pinned", fail)
     with pytest.raises(MemoryError):
         pool.lend(100)
-    assert (pool.lent, pool.kept) == (0, 0)
+    assert (pool.in_use, pool.kept) == (0, 0)
 
 
 def settle(comm=None):
@@ -142,12 +142,12 @@ def test_programs_give_all_memory_back_and_lock_no_more(rank, size, way, monkeyp
         settle()
         made = counting(monkeypatch)
         # Tests before this one may still hold what they received.
-        pool, kept, lent = pool_of(double), pool_of(double).kept, pool_of(double).lent
+        pool, kept, in_use = pool_of(double), pool_of(double).kept, pool_of(double).in_use
         for _ in range(3):
             mpiad.grad(lambda x: program(x, rank, size), objective="sum")(x)
             settle()
         # Sends end when the receiver is there, so how many are under way at once differs from run to run.
-        assert pool.lent == lent and pool.kept == kept + sum(made) and len(made) <= 6
+        assert pool.in_use == in_use and pool.kept == kept + sum(made) and len(made) <= 6
 
 
 @each_staged_way
@@ -164,14 +164,14 @@ def test_an_exception_leaves_nothing_lent(rank, size, way):
     with travelling(way):
         mpiad.mpi_init(comm)
         settle()
-        before = pool_of(double).lent
+        before = pool_of(double).in_use
         with pytest.raises(KeyError):
             mpiad.grad(interrupted)(x)
         with pytest.raises(mpiad.errors.UnfinishedMessagesError):
             mpiad.mpi_allreduce(x, comm=comm)
         mpiad.reset(comm)
         settle(comm)
-        assert pool_of(double).lent == before
+        assert pool_of(double).in_use == before
         total = mpiad.mpi_allreduce(x, comm=comm)
         np.testing.assert_array_equal(double.to_host(total), size * np.arange(500.0))
     comm.Free()

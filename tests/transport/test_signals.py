@@ -185,7 +185,7 @@ def test_sigterm_beside_handlers_of_asyncio(when, mpirun):
 @pytest.mark.serial
 def test_a_wakeup_file_that_cannot_be_used_is_refused(monkeypatch):
     before = signals._set_wakeup_fd(-1)
-    monkeypatch.setattr(signals, "_mouth", before)
+    monkeypatch.setattr(signals, "_write_end", before)
     ear, mouth = os.pipe()
     try:
         with pytest.raises(ValueError, match="must be in non-blocking mode"):

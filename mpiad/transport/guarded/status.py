@@ -161,7 +161,7 @@ def _arrows(cycle: tuple[int, ...]) -> str:
     return " -> ".join(shown)
 
 
-_ASK, _TOLD, _VERDICT, _LEFT = 1, 2, 3, 4
+_ASK, _ANSWER, _VERDICT, _LEFT = 1, 2, 3, 4
 _TICK = 0.02  # seconds between two polls of the thread
 _PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
 _APART = 1e-3  # seconds between the questions of consecutive ranks
@@ -178,7 +178,7 @@ class Responder:
         self._asked = 0
         self._asking = False
         self._leaving_since: float | None = None
-        self._ear, self._mouth = threading.Lock(), threading.Lock()
+        self._receiving, self._sending = threading.Lock(), threading.Lock()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         self.start()
@@ -204,21 +204,21 @@ class Responder:
 
     def answer(self) -> None:
         """Answer pending questions and notices."""
-        with self._ear:
+        with self._receiving:
             while (come := self._taken(_ASK)) is not None:
                 source, (number,) = come
-                self._post([source], _TOLD, (number, self._state()))
+                self._post([source], _ANSWER, (number, self._state()))
             while (come := self._taken(_LEFT)) is not None:
                 source, (counts, sends, how, place) = come
                 departed[source] = Departure(counts, sends, how, place, perf_counter())
             while (come := self._taken(_VERDICT)) is not None:
-                _, (told, found) = come
-                timed_waits.tell(told[self._comm.rank], DeadlockError(*found))
+                _, (waits, found) = come
+                timed_waits.tell(waits[self._comm.rank], DeadlockError(*found))
 
     def announce(self, sends: bool) -> None:
         """Notify all other ranks that this one has left the program."""
         self._leaving_since = self._leaving_since or perf_counter()
-        with self._ear:
+        with self._receiving:
             self._post(self._others, _LEFT, (communicator.counts(), sends, *farewell()))
 
     def hear_departures(self) -> None:
@@ -248,8 +248,8 @@ class Responder:
                 self._await_verdict(waiting, self._patience)
                 if waiting.verdict is not None:
                     return waiting.verdict
-            told = {rank: states[rank]["wait"] for rank in found.ranks if rank != self._comm.rank}  # type: ignore[index]
-            self._post(list(told), _VERDICT, (told, found))
+            waits = {rank: states[rank]["wait"] for rank in found.ranks if rank != self._comm.rank}  # type: ignore[index]
+            self._post(list(waits), _VERDICT, (waits, found))
             return DeadlockError(*found)
         finally:
             self._asking = False
@@ -268,7 +268,7 @@ class Responder:
         until, missing = perf_counter() + self._patience, set(self._others)
         while perf_counter() < until and missing:
             self.answer()
-            come = self._taken(_TOLD)
+            come = self._taken(_ANSWER)
             if come is None:
                 time.sleep(_TICK / 10)
             # Late answers to earlier questions are ignored.
@@ -294,7 +294,7 @@ class Responder:
 
     def _post(self, ranks: list[int], tag: int, value: object) -> None:
         buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-        with self._mouth:
+        with self._sending:
             self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
             for rank in ranks:
                 self._sends.append(held := [buffer])

@@ -16,7 +16,7 @@ from mpiad.transport.polling import Backoff
 
 _SPINS = 150
 _YIELDS_FOR = 1e-3
-_ON_THE_WAY = 0.5  # seconds
+_IN_FLIGHT = 0.5  # seconds
 
 
 class Departure(NamedTuple):
@@ -153,7 +153,7 @@ def _is_over(waiting: Waiting) -> bool:
     if limit is not None and elapsed > limit:
         return True
     # Earlier messages of a rank that has left may still be in flight.
-    return bool(departed) and elapsed > _ON_THE_WAY and waiting.what.in_vain(departed, perf_counter() - _ON_THE_WAY)
+    return bool(departed) and elapsed > _IN_FLIGHT and waiting.what.in_vain(departed, perf_counter() - _IN_FLIGHT)
 
 
 def who_waits() -> dict[int, Waiting]:
