@@ -88,5 +88,5 @@ def test_what_one_rank_switches_on_is_on_on_all(mpirun, word, debug):
 def test_an_unknown_value_on_one_rank_is_refused_on_all(mpirun, name, value):
     done = mpirun(2, SHOW, name, value)
     first, second = sorted(done.stdout.splitlines())
-    assert first == "rank 0: an environment variable of mpiad has a value on another rank that it doesn't take."
+    assert first == "rank 0: an environment variable of mpiad has an invalid value on another rank."
     assert second.startswith(f"rank 1: {name} must be") and f"'{value}'" in second

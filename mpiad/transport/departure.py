@@ -146,7 +146,7 @@ def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = N
     except MPI.Exception:  # a rank has died, and MPI has survived: nobody to wait for
         return False
     if at_once and every[:2].all():
-        _end(farewell, "while other ranks leave in good order, which takes all of them")
+        _end(farewell, "while other ranks leave in good order, for which MPI needs all ranks")
     return bool(every[2])
 
 

@@ -97,9 +97,7 @@ def start() -> None:
     least = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
     if wrong is not None or not least[0]:
-        raise wrong or ValueError(
-            "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has a value on another rank that it doesn't take."
-        )
+        raise wrong or ValueError("MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has an invalid value on another rank.")
     cuda_aware = None if least[1] and least[2] else bool(least[1])  # 0 always works
     default = DeviceSettings()
     chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))

@@ -73,8 +73,8 @@ def warn_of_other_library() -> None:
         beside = Path(sys.executable).with_name("mpiexec")
         mend = str(beside) if beside.exists() else "the mpiexec of that library"
         _log.warning(
-            f"mpiad: this job was started by {found.name}, but mpi4py loads another MPI, of MPICH's kind. If the two don't "
-            f"find each other, it ends now or each process is alone. Start it with {mend}."
+            f"mpiad: this job was started by {found.name}, but mpi4py loads another MPI, of MPICH's kind. If launcher and "
+            f"library don't match, the job ends now, or each process is a world of one rank. Start it with {mend}."
         )
 
 

@@ -47,9 +47,9 @@ def start(call: str) -> None:
         return
     if MPI.COMM_WORLD.size > 1 and in_pool():
         raise CommunicatorError(
-            f"{call}: all ranks must come here, but `python -m mpi4py.futures` runs the program on rank 0 alone, and the "
-            "others wait for tasks. Run it on all ranks, without `-m mpi4py.futures`, and give out the tasks by "
-            "mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor behind the import of mpiad."
+            f"{call}: all ranks must call this, but `python -m mpi4py.futures` runs the program on rank 0 alone, and the "
+            "others wait for tasks. Run it on all ranks, without `-m mpi4py.futures`, and distribute the tasks "
+            "by mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor after the import of mpiad."
         )
     aborts = install_hooks()
     # Before the first duplicate: MPI would wait in it silently for ranks that never import mpiad.
@@ -83,7 +83,7 @@ def meet(call: str) -> None:
     while not request.Test():
         waits = (
             f"{call}: rank {MPI.COMM_WORLD.rank} has waited for {patience.seconds:.0f} seconds for other ranks. All ranks "
-            "must import mpiad (or call mpi_init, if MPI is initialized later), and none may end before."
+            "must import mpiad (or call mpi_init, if MPI is initialized later), and no rank may end before it has."
         )
         if limit is not None and patience.seconds > limit:
             raise DeadlockError(waits)

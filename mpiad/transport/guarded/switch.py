@@ -41,7 +41,7 @@ def start() -> None:
     every = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
     if wrong is not None or not every[0]:
-        raise wrong or ValueError("an environment variable of mpiad has a value on another rank that it doesn't take.")
+        raise wrong or ValueError("an environment variable of mpiad has an invalid value on another rank.")
     timeout = None if every[3] == never else float(every[3])
     found = Settings(not every[1], timeout, bool(every[2]))
     if found.watches:

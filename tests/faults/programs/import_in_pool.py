@@ -1,6 +1,6 @@
 # A program that mpi4py.futures runs on one rank imports the library.
 # raises: CommunicatorError
-# says: import mpiad: all ranks must come here, but `python -m mpi4py.futures` runs .* mpiad\.mpi_map, or by
+# says: import mpiad: all ranks must call this, but `python -m mpi4py.futures` runs .* mpiad\.mpi_map, or by
 
 import runpy
 import sys
