@@ -864,7 +864,7 @@ NAMED = {
     backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_vectorized",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
-    trace_run: "TraceRun.run TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
+    trace_run: "TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "Playback.communicate Playback._next Playback._untraced",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced Jitted._noted "

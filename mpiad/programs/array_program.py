@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,6 +157,12 @@ class ArrayProgram:
                 return self.view(block, within(map, node.data), shape)
         return self.add("view", (x,), shape, node.dtype, map)
 
+    def slice(self, x: int, axis: int, start: int, stop: int) -> int:
+        """Append the entries from `start` to `stop` of an array along an axis."""
+        shape = self.nodes[x].shape
+        map = shifted(identity(len(shape)), axis, start)
+        return self.view(x, map, (*shape[:axis], stop - start, *shape[axis + 1 :]))
+
     def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
         """Append a view of a join; as a join of views of its parts, if possible."""
         node = self.nodes[x]
@@ -185,15 +192,13 @@ class ArrayProgram:
                 break
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
+        full = [self.view(y, broadcast(self.nodes[y].shape, shape), shape) for y in inputs]
         axis, start, made = node.data, 0, []
         for part in node.inputs:
-            length = self.nodes[part].shape[axis]
-            cut = (*shape[:axis], length, *shape[axis + 1 :])
-            map = shifted(identity(len(shape)), axis, start)
-            full = [self.view(y, broadcast(self.nodes[y].shape, shape), shape) for y in inputs]
-            given = [self.view(y, map, cut) for y in full]
-            made.append(self.elementwise(given, cut, dtype, data))
-            start += length
+            stop = start + self.nodes[part].shape[axis]
+            operands = [self.slice(y, axis, start, stop) for y in full]
+            made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
+            start = stop
         joined = self.join(made, axis)
         if not self.componentwise.isdisjoint(inputs):
             self.componentwise.add(joined)
@@ -251,13 +256,10 @@ class ArrayProgram:
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
             # Along a short axis, the result is a join of the parts before, in and after the block.
             if n < length <= SHORT and len(node.shape) > 1:
-
-                def cut(first: int, last: int, axis: int = axis) -> int:
-                    map = shifted(identity(len(node.shape)), axis, first)
-                    return self.view(x, map, (*node.shape[:axis], last - first, *node.shape[axis + 1 :]))
-
-                updated = self.update(cut(start, start + n), block, [0 if k == axis else s for k, s in enumerate(starts)])
-                return self.join([cut(0, start), updated, cut(start + n, length)], axis)
+                ends = pairwise((0, start, start + n, length))
+                before, inside, after = [self.slice(x, axis, *pair) for pair in ends]
+                updated = self.update(inside, block, [0 if k == axis else s for k, s in enumerate(starts)])
+                return self.join([before, updated, after], axis)
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
 
     def needed(self) -> list[int]:

@@ -34,7 +34,7 @@ from mpiad.programs.tape_node import (
     require_of,
     with_tangents,
 )
-from mpiad.programs.trace_run import TraceRun, as_value
+from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value
 from mpiad.pytrees import flatten
 from mpiad.transport.tracing import tracing
 
@@ -162,7 +162,7 @@ def _traced_on_tape(
         require_of(None, gs, jitted.__name__)
         with suspended(body=False):
             if done or key in jitted._entries:  # a further reverse pass, with the traced arrays as constants
-                with trace.reread():
+                with PlayingBack([], reread=trace.recorder):
                     return backwards(run, inside, gs, specs)
             done = True
             jitted._under_way.pop(key, None)

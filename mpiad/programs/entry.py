@@ -42,10 +42,7 @@ class Entry(NamedTuple):
 
     def is_current(self) -> bool:
         """Return whether the program is valid: its closure is unchanged, and no exception has left messages in flight."""
-        for channel, _ in self.channels:
-            if channel.fault:
-                return False
-        return self.watch.is_the_same()
+        return not any(channel.fault for channel, _ in self.channels) and self.watch.is_the_same()
 
     @property
     def may_change(self) -> bool:

@@ -76,8 +76,7 @@ class Listing:
         schedule, lines = self._replays.schedule, []
         for step, text in zip(schedule.steps, self._replays.texts):
             if isinstance(step, Loop):
-                copies = [item.copies for item in step.items]
-                made = ", ".join(f"%{item.node}{' (copy)' * copy}" for item, copy in zip(step.items, copies))
+                made = ", ".join(f"%{item.node}{' (copy)' * item.copies}" for item in step.items)
                 loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
                 read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]
                 where = " in place" * bool(text.over)  # type: ignore[union-attr]
@@ -379,8 +378,9 @@ class Jitted:
 
     def _noted(self, trace: TraceRun) -> tuple:
         with trace.noting():
-            out, build = flatten(trace.run(self.fun))
-        return [out], build
+            args, kwargs = trace.given.build(trace.leaves())
+            leaves, build = flatten(self.fun(*args, **kwargs))
+        return [leaves], build
 
     def entry_or_watch(
         self, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
@@ -418,8 +418,7 @@ class Jitted:
             return None
         self._traces += 1
         if self._traces > MAX_TRACES:
-            said = f"it was traced {MAX_TRACES} times already: shapes, integers or what it closes over change"
-            self._give_up(key, said)
+            self._give_up(key, f"it was traced {MAX_TRACES} times already: shapes, integers or what it closes over change")
             return None
         return watch
 
@@ -446,9 +445,9 @@ class Jitted:
 
         This is the case if the function branches on an integer argument, which further traces treat as a constant.
         """
-        if trace.recorder.asked is None:
-            return False
         given, recorder = trace.given, trace.recorder
+        if recorder.asked is None:
+            return False
         whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
         # If the integer isn't an argument itself, it may depend on any integer argument.
         mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
@@ -470,12 +469,11 @@ class Jitted:
         else:
             site = calls.site_of_trace(error.__traceback__)
             reason = f"{site.text}: " * bool(site.file) + f"{type(error).__name__}: {error}"
+        cause = error if isinstance(error, Exception) else None
         self._entries[key], self._reasons[key] = None, reason
-        _log.debug("jit: why %s isn't compiled", self.__name__, exc_info=error if isinstance(error, Exception) else None)
+        _log.debug("jit: why %s isn't compiled", self.__name__, exc_info=cause)
         if self.strict:
-            raise TypeError(f"jit: {self.__name__} can't be compiled: {reason}.") from (
-                error if isinstance(error, Exception) else None
-            )
+            raise TypeError(f"jit: {self.__name__} can't be compiled: {reason}.") from cause
         self._warn("%s isn't compiled, and runs as it is: %s.", reason)
 
     def _warn(self, text: str, reason: str) -> None:

@@ -193,24 +193,23 @@ class Fusion:
         """Append the items that store a node at a place; the parts of a join are stored separately."""
         node = self.nodes[n]
         copies = n in self.places
-        if not copies and node.kind in ("reduce", "reshape"):
-            whole = place.map == identity(len(node.shape)) and self.buffers[place.buffer].shape == node.shape
-            if whole and node.kind == "reduce":
-                self._fold(n, place.buffer, items)
-            elif whole:
-                (x,) = node.inputs
-                shape = self.nodes[x].shape
-                alias = self._buffer("alias", shape, node.dtype, place.buffer)
-                self._put(x, Place(alias, identity(len(shape))), lasts, items)
-            else:
-                self._keep(n, items)
-                copies = True
-            if not copies:
-                if lasts:
-                    self._place(n, place)
-                return
+        is_whole = place.map == identity(len(node.shape)) and self.buffers[place.buffer].shape == node.shape
+        if not copies and node.kind in ("reduce", "reshape") and not is_whole:
+            self._keep(n, items)
+            copies = True
         if lasts and not copies:
             self._place(n, place)
+        if not copies and node.kind in ("reduce", "reshape"):
+            (x,) = node.inputs
+            shape = self.nodes[x].shape
+            if node.kind == "reduce":
+                (name, axes), reads = node.data, to_long(shape)
+                kept = tuple([reads[k] for k in range(len(shape)) if k not in axes])
+                items.append(Fold(n, x, reads, name, Place(place.buffer, kept)))
+            else:
+                alias = self._buffer("alias", shape, node.dtype, place.buffer)
+                self._put(x, Place(alias, identity(len(shape))), lasts, items)
+            return
         # A copy within one buffer is made part by part, since a copy of the join would wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             start = 0
@@ -227,23 +226,10 @@ class Fusion:
         reads = to_long(node.shape)
         items.append(Store(n, reads, Place(place.buffer, composed(place.map, reads)), copies))
 
-    def _fold(self, n: int, buffer: int, items: list[Store | Fold]) -> None:
-        node = self.nodes[n]
-        (x,) = node.inputs
-        name, axes = node.data
-        shape = self.nodes[x].shape
-        reads = to_long(shape)
-        kept = [reads[k] for k in range(len(shape)) if k not in axes]
-        items.append(Fold(n, x, reads, name, Place(buffer, tuple(kept))))
-
     def _keep(self, n: int, items: list[Store | Fold]) -> None:
         """Append the items that store a node in a new buffer."""
         node = self.nodes[n]
-        if node.kind == "reduce":
-            place = self._anywhere(n)
-            self._place(n, place)
-            self._fold(n, place.buffer, items)
-        elif node.kind == "reshape":
+        if node.kind == "reshape":
             (x,) = node.inputs
             if x not in self.places:
                 self._put(x, self._anywhere(x), True, items)

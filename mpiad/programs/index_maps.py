@@ -34,14 +34,8 @@ def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
     """Return the composition of two maps: `inner` reads the source, and `outer` reads the result of that."""
     axes = []
     for source, stride, offset in inner:
-        if source is None:
-            axes.append(Axis(None, 0, offset))
-        else:
-            through = outer[source]
-            if through.source is None:
-                axes.append(Axis(None, 0, stride * through.offset + offset))
-            else:
-                axes.append(Axis(through.source, stride * through.stride, stride * through.offset + offset))
+        through = Axis(None, 0, 0) if source is None else outer[source]
+        axes.append(Axis(through.source, stride * through.stride, stride * through.offset + offset))
     return tuple(axes)
 
 

@@ -9,8 +9,11 @@ order of its operations is the same on all processors.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import reduce
+from itertools import accumulate, pairwise
+from operator import and_
 from typing import NamedTuple
 
 import numpy as np
@@ -60,15 +63,10 @@ class LoopText(NamedTuple):
         return f"linked({', '.join(kind for _, kind in self.arguments)})"
 
 
-def text_of(schedule: Schedule, at: int, divisible: bool = False) -> LoopText:
-    """Return the text of the loop at step `at` of a schedule; a loop with folds is never divisible."""
-    return LoopWriter(schedule, at, divisible).text()
-
-
 class LoopWriter:
     """Generates the text of the loop at step `at`."""
 
-    def __init__(self, schedule: Schedule, at: int, divisible: bool = False):
+    def __init__(self, schedule: Schedule, at: int, divisible: bool):
         loop: Loop = schedule.steps[at]
         self.schedule, self.loop, self.nodes, self.at = schedule, loop, schedule.program.nodes, at
         self.buffers: dict[int, str] = {}
@@ -92,13 +90,13 @@ class LoopWriter:
         boxes: dict[str, Array] = {}
         if self.divisible:
             boxes["b"] = as_rows([inside], 2 * len(shape))
-            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), False, False))]
+            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), False))]
         elif all(hi > lo for lo, hi in inside):
-            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], False, self.lanes)
+            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], self.lanes)
         if edges is not None:
             boxes["e"] = edges
             count = "e.shape[0]" if self.divisible else str(len(edges))
-            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e"), True, False))]
+            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e"), False))]
         body += self._after()
         names = [*self.buffers.values(), *boxes]
         kinds = [*(self._kind(buffer) for buffer in self.buffers), *["int64[:, ::1]"] * len(boxes)]
@@ -125,18 +123,7 @@ class LoopWriter:
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
         seen: set[tuple[int, IndexMap]] = set()
-        for item in self.loop.items:
-            self._note_breaks(item.of, item.reads, points, seen)
-        inside = []
-        for found in points:
-            ordered = sorted(found)
-            inside.append(max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] - pair[0]))
-        boxes: list[Box] = []
-        cut([(0, n) for n in shape], inside, [], boxes)
-        return inside, as_rows(boxes, 2 * len(shape)) if boxes else None
-
-    def _note_breaks(self, n: int, map: IndexMap, points: list[set[int]], seen: set[tuple[int, IndexMap]]) -> None:
-        stack = [(n, map)]
+        stack = [(item.of, item.reads) for item in self.loop.items]
         while stack:
             n, map = stack.pop()
             if self.is_load(n):
@@ -154,6 +141,10 @@ class LoopWriter:
                     _note(points, axis, start)
                     _note(points, axis, start + length)
             stack += [(x, composed(inner, map)) for x, inner in reads_of(self.schedule.program, node)]
+        inside = [max(pairwise(sorted(found)), key=lambda pair: pair[1] - pair[0]) for found in points]
+        boxes: list[Box] = []
+        cut([(0, n) for n in shape], inside, [], boxes)
+        return inside, as_rows(boxes, 2 * len(shape)) if boxes else None
 
     def is_load(self, n: int) -> bool:
         """Return whether a node is read from memory."""
@@ -170,16 +161,14 @@ class LoopWriter:
 
     # ---- nested loops
 
-    def _nest(self, box: Box | None, ranges: Sequence[str], edges: bool, lanes: bool) -> list[str]:
-        body = LoopBody(self, box, edges)
-        inner = body.text()
-        depth = len(ranges)
+    def _nest(self, box: Box | None, ranges: Sequence[str], lanes: bool) -> list[str]:
+        """Return nested loops over a box, or over the boxes at the edges if `box` is None."""
+        inner, last = LoopBody(self, box).text(), len(ranges) - 1
         made: list[str] = []
-        if not depth:
+        if not ranges:
             return inner + self._folded("0")
         for k, range_ in enumerate(ranges[:-1]):
             made += indented([f"for i{k} in {range_}:"], k)
-        last = depth - 1
         if lanes and box is not None:
             lo, hi = box[last]
             whole = lo + (hi - lo) // LANES * LANES
@@ -290,8 +279,8 @@ def as_rows(boxes: Sequence[Box], width: int) -> Array:
 class LoopBody:
     """A scalar program that computes the stores and folds of a loop at one index."""
 
-    def __init__(self, writer: LoopWriter, box: Box | None, edges: bool):
-        self.writer, self.nodes, self.box, self.edges = writer, writer.nodes, box, edges
+    def __init__(self, writer: LoopWriter, box: Box | None):
+        self.writer, self.nodes, self.box = writer, writer.nodes, box
         self.builder = Builder()
         self.loads: dict[tuple[int, IndexMap], int] = {}
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
@@ -314,13 +303,13 @@ class LoopBody:
         groups = {"x": len(self.loads), "i": len(loop.shape)}
         program = self.builder.program(groups, outputs)
         # A variable has one type in the whole kernel, so the two bodies use different names.
-        x, v = ("y", "u") if self.edges else ("x", "v")
+        x, v = ("y", "u") if self.box is None else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
         used = {value for op, _, value in program.instructions if op == "input"}
         made_lines = []
         for (buffer, map), place in self.loads.items():
             if ("x", place) in used:
-                made_lines.append(f"{x}{place} = {self._converted(buffer, writer.entry(buffer, map, self.edges))}")
+                made_lines.append(f"{x}{place} = {self._converted(buffer, writer.entry(buffer, map, self.box is None))}")
         made_lines += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in used]
         return made_lines + lines(program, names, targets, dtype=writer.real, prefix=v)
 
@@ -359,20 +348,17 @@ class LoopBody:
         raise AssertionError(f"{described(node)} isn't computed in loops")
 
     def _joined(self, parts: Sequence[int], axis: int, map: IndexMap) -> Symbol:
-        start, made = 0, []
-        for x in parts:
-            stop = start + self.nodes[x].shape[axis]
-            made.append((x, start, stop))
-            start = stop
-        at = map[axis]
-        known = self._known_index(at)
+        starts = list(accumulate([self.nodes[x].shape[axis] for x in parts], initial=0))
+        known = self._known_index(map[axis])
+
+        def entry(k: int) -> Symbol:
+            return self.value(parts[k], shifted(map, axis, -starts[k]))
+
         if known is not None:
-            x, start, _ = next(part for part in made if part[1] <= known < part[2])
-            return self.value(x, shifted(map, axis, -start))
-        x, start, _ = made[-1]
-        result = self.value(x, shifted(map, axis, -start))
-        for x, start, stop in reversed(made[:-1]):
-            result = choose(self._index(at) < float(stop), self.value(x, shifted(map, axis, -start)), result)
+            return entry(bisect(starts, known) - 1)
+        result = entry(len(parts) - 1)
+        for k in range(len(parts) - 1)[::-1]:
+            result = choose(self._index(map[axis]) < float(starts[k + 1]), entry(k), result)
         return result
 
     def _updated(self, inputs: Sequence[int], starts: Sequence[int], map: IndexMap) -> Symbol:
@@ -388,12 +374,7 @@ class LoopBody:
             elif not start <= known < start + n:
                 return self.value(base, map)
         inner = self.value(block, within(map, starts))
-        if not conditions:
-            return inner
-        both = conditions[0]
-        for other in conditions[1:]:
-            both = both & other
-        return choose(both, inner, self.value(base, map))
+        return choose(reduce(and_, conditions), inner, self.value(base, map)) if conditions else inner
 
     def _known_index(self, axis: Axis) -> int | None:
         """Return an index as a number, by which a branch is chosen when the text is generated; None if it isn't known.

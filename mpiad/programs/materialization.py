@@ -26,7 +26,7 @@ _CALL, _KEEPING = 20, 8
 _SIMPLE = frozenset(
     """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
-    clip at_least at_most""".split()
+    at_least at_most""".split()
 )
 # Limits: depth of expressions, number of arrays that they read, number of eras (see `_era`), number of iterations.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
@@ -119,17 +119,13 @@ class Materialization:
                 costs[n], sets[n], deep[n] = 0, frozenset([n]), 0
                 eras[n] = frozenset() if node.kind in ("input", "constant") else frozenset([self._era(n)])
                 continue
-            own = 0
-            if node.kind == "elementwise":
-                own = self._own_cost(node)
-            read = [x in forced or x in long for x in node.inputs]
-            costs[n] = own + sum(costs[x] for x, kept in zip(node.inputs, read) if not kept)
-            found = frozenset().union(*(frozenset([x]) if kept else sets[x] for x, kept in zip(node.inputs, read)))
+            stored = [x for x in node.inputs if x in forced or x in long]
+            computed = [x for x in node.inputs if x not in forced and x not in long]
+            costs[n] = sum(costs[x] for x in computed) + (self._own_cost(node) if node.kind == "elementwise" else 0)
+            found = frozenset(stored).union(*(sets[x] for x in computed))
             sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
-            deep[n] = 1 + max((deep[x] for x, kept in zip(node.inputs, read) if not kept), default=0)
-            eras[n] = frozenset().union(
-                *(frozenset([self._era(x)]) if kept else eras[x] for x, kept in zip(node.inputs, read))
-            )
+            deep[n] = 1 + max((deep[x] for x in computed), default=0)
+            eras[n] = frozenset(map(self._era, stored)).union(*(eras[x] for x in computed))
             # Running sums of results or of cotangents are kept. Otherwise each of k steps would compute the sum from the
             # beginning, with 1, 2, ..., k terms.
             runs_on = self.program.contracts or node.part > 0

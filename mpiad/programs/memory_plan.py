@@ -105,10 +105,9 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
             spans[first[b]] += spans.pop(b)
     layouts = _layouts(schedule, spans, first)
     last = len(schedule.steps)
-    free: list[tuple[int, int, int, bool]] = []  # (last step that uses it, bytes, memory, whether it is scratch)
+    ends: list[int] = []  # the last step that uses each memory
+    memories: list[tuple[int, bool]] = []  # bytes, and whether it is scratch
     allocations: dict[int, Allocation] = {}
-    memories = 0
-    ends: list[tuple[int, int, int, bool]] = []
     for buffer in sorted((b for b in spans if schedule.buffers[b].kind == "temporary"), key=lambda b: spans[b][0]):
         found, layout = schedule.buffers[buffer], layouts[buffer]
         nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
@@ -118,21 +117,15 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
         if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
-        ready = [entry for entry in ends if entry[0] < start]
-        for entry in ready:
-            ends.remove(entry)
-            free.append(entry)
-        fitting = [entry for entry in free if nbytes <= entry[1] <= 2 * nbytes and entry[3] == is_scratch]
-        if fitting:
-            # The last used memory is most likely in a cache.
-            entry = max(fitting, key=lambda entry: (entry[1] == nbytes, entry[0]))
-            free.remove(entry)
-            size, memory = entry[1], entry[2]
-        else:
-            size, memory = nbytes, memories
-            memories += 1
-        allocations[buffer] = Allocation(memory, size, is_scratch, layout)
-        ends.append((end, size, memory, is_scratch))
+        free = [k for k, memory in enumerate(memories) if ends[k] < start and memory[1] == is_scratch]
+        fitting = [k for k in free if nbytes <= memories[k][0] <= 2 * nbytes]
+        # The last used memory is most likely in a cache.
+        memory = max(fitting, key=lambda k: (memories[k][0] == nbytes, ends[k]), default=len(memories))
+        if memory == len(memories):
+            memories.append((nbytes, is_scratch))
+            ends.append(end)
+        ends[memory] = end
+        allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, layout)
     return allocations | {b: allocations[c] for b, c in first.items()}
 
 

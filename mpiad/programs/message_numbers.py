@@ -25,7 +25,6 @@ class MessageNumbers:
 
     def __init__(self) -> None:
         self._made: dict[Envelope, Envelope] = {}
-        self._kept: dict[Envelope, Envelope] = {}
         self._numbers: dict[tuple[int, int], int] = {}
 
     def begin(self) -> None:
@@ -43,8 +42,7 @@ class MessageNumbers:
             if key not in self._numbers:
                 self._numbers[key] = params.renumbered()
             return params._replace(number=self._numbers[key])
-        changed = {name: self._of(part) for name, part in zip(params._fields, params) if isinstance(part, Envelope)}
-        return params._replace(**changed)
+        return params._replace(**{name: self._of(x) for name, x in zip(params._fields, params) if isinstance(x, Envelope)})
 
     def _of(self, envelope: Envelope) -> Envelope:
         first = envelope.answers or envelope
@@ -58,24 +56,12 @@ class MessageNumbers:
 
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return an operation's parameters with copies of the envelopes, and the new copies, to renumber in each run."""
-        renewed: list[Envelope] = []
-        own = {name: self._kept_of(x, renewed) for name, x in zip(params._fields, params) if isinstance(x, Envelope)}
-        return params._replace(**own), renewed
-
-    def _kept_of(self, envelope: Envelope, renewed: list[Envelope]) -> Envelope:
-        first = envelope.answers or envelope
-        if first not in self._kept:
-            self._kept[first] = _copy(first, None)
-            renewed.append(self._kept[first])
-        if envelope is first:
-            return self._kept[first]
-        renewed.append(_copy(envelope, self._kept[first]))
-        return renewed[-1]
-
-
-def _copy(of: Envelope, answers: Envelope | None) -> Envelope:
-    # The number 0 is replaced before the first run. Without a number, the new envelope would be counted as a message.
-    return Envelope(of.channel, of.peer, of.tag, of.outgoing, 0, answers)
+        known = set(self._made)
+        params, given = self.addressed(params), envelopes_of(params)
+        renewed = [made for made, envelope in zip(envelopes_of(params), given) if envelope not in known]
+        for envelope in renewed:
+            envelope.give_back()  # it is counted in each run
+        return params, renewed
 
 
 def envelopes_of(params: Any) -> list[Envelope]:

@@ -15,14 +15,13 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
-from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.tape import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.steps import Traced as TracedArray
 from mpiad.programs.steps import hides_traced
-from mpiad.programs.tape_node import is_simple, placed, with_tangents
+from mpiad.programs.tape_node import backwards, is_simple, placed, with_tangents
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.channels import communications
@@ -83,12 +82,8 @@ class _Adjoint:
 
     def __call__(self, outcome: _Outcome, gs: list[Any]) -> tuple[Any, ...]:
         """Return the cotangents of the variables."""
-        made: Any = outcome.traced
-        seeds = [(place, g) for place, g in zip(made.places, gs) if place >= 0]
         with suspended(body=False):
-            # The record is kept, since the reverse pass of a program may run more than once.
-            found = run_backward(made.recording, seeds, len(self._specs), True)
-        return *[spec.zeros() if g is None else conform(g, *spec) for g, spec in zip(found, self._specs)], None
+            return *backwards(outcome.traced, [True] * len(gs), gs, self._specs), None
 
 
 def _as_array(x: Any) -> Any:

@@ -332,10 +332,8 @@ class Recorder:
 
     def complex_line(self) -> str:
         """Return the first line with an elementwise complex operation; "" if there is none."""
-        for step in self.steps:
-            if isinstance(step.fun, np.ufunc) and any(self.specs[out][1].kind == "c" for out in step.outs):
-                return step.site.text
-        return ""
+        ufuncs = [step for step in self.steps if isinstance(step.fun, np.ufunc)]
+        return next((step.site.text for step in ufuncs if any(self.specs[out][1].kind == "c" for out in step.outs)), "")
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
         """Remember a channel with pending messages; `mark` marks it if the exception isn't due to the trace."""

@@ -22,7 +22,7 @@ from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Call, Node, Slot, described
-from mpiad.programs.loops import NAME, LoopText, text_of
+from mpiad.programs.loops import NAME, LoopText, LoopWriter
 from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of, with_overwriting
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
@@ -52,7 +52,7 @@ class Replays:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         texts = [
-            text_of(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
+            LoopWriter(schedule, at, is_divided(schedule, at)).text() if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
         ]
         self.texts: list[LoopText | None] = with_overwriting(schedule, texts)
@@ -292,7 +292,7 @@ class ReplayWriter:
         self._prepares = prepared
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
         self._blocks = KernelBlocks(replays, self._actions)
-        self._numbers = MessageNumbers()
+        self._numbers, self._prepared_numbers = MessageNumbers(), MessageNumbers()
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": address_of, "as_array": as_kernel_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
@@ -547,7 +547,7 @@ class ReplayWriter:
         node, (made,) = self.nodes[step.node], self._made(at)
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
-            params, renewed = self._numbers.kept(params)
+            params, renewed = self._prepared_numbers.kept(params)
         for k, envelope in enumerate(renewed):
             self.names[f"e{at}_{k}"] = envelope.renew
             self._lines.append(f"e{at}_{k}()")

@@ -107,11 +107,6 @@ class TraceRun:
         self.given, self.recorder = given, recorder()
         self.counts = message_counts()
 
-    def run(self, fun: Function) -> Any:
-        """Call the function with traced arrays."""
-        args, kwargs = self.given.build(self.leaves())
-        return fun(*args, **kwargs)
-
     def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
         """Call the function on a tape, with the given leaves of its arguments, by default with traced ones."""
         variables = Variables(self.leaves() if leaves is None else leaves, list(boxed), self.given.build)
@@ -138,10 +133,6 @@ class TraceRun:
         if error is self.recorder.failed or not has_traced and calls.is_raised_by_user(error):
             self.recorder.mark()
             raise error
-
-    def reread(self) -> PlayingBack:
-        """Return a context in which the traced arrays are constants, for another reverse pass along the tape."""
-        return PlayingBack([], reread=self.recorder)
 
     def playing_back(self) -> PlayingBack:
         """Return a context in which the function runs again without repeating communications."""

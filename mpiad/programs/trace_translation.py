@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial, reduce
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from mpiad._typing import Index, Shape
 from mpiad.compiling.symbolic_arrays import scalar_function
@@ -208,12 +209,6 @@ class Translation:
         map, made = of_key(x.shape, _in_full(key, len(x.shape)))
         return self.program.view(x.number, map, made)
 
-    def transposed(self, x: Value, axes: Sequence[int]) -> int:
-        """Append an array with its axes in another order."""
-        place = {old: new for new, old in enumerate(axes)}
-        map = tuple([Axis(place[k], 1, 0) for k in range(len(axes))])
-        return self.program.view(x.number, map, tuple([x.shape[k] for k in axes]))
-
     def broadcast_to(self, x: Value, shape: Shape) -> int:
         """Append an array broadcast to a shape."""
         return self.program.view(x.number, broadcast(x.shape, shape), shape)
@@ -296,8 +291,7 @@ class Translation:
             n = shape[along]
             by = by % n if n else 0
             if by:
-                lead = (slice(None),) * along
-                ends = [self.take(shape, dtype, x, (*lead, part)) for part in (slice(n - by, None), slice(0, n - by))]
+                ends = [self.program.slice(x.number, along, *pair) for pair in ((n - by, n), (0, n - by))]
                 x = Value(self.program, self.program.join(ends, along))
         return x.number
 
@@ -479,12 +473,10 @@ def _where(t: Translation, shape: Shape, dtype: np.dtype, condition: Any, x: Any
 
 
 def _clip(t: Translation, shape: Shape, dtype: np.dtype, x: Any, a_min: Any = None, a_max: Any = None) -> int:
-    least, most = a_min, a_max
-    if least is None or most is None:
-        one = least if most is None else most
-        name = "at_least" if most is None else "at_most"
-        return t.elementwise(name, _at_least if most is None else _at_most, [x, one], shape, dtype)
-    return t.elementwise("clip", _between, [x, least, most], shape, dtype)
+    for name, function, bound in (("at_least", _at_least, a_min), ("at_most", _at_most, a_max)):
+        if bound is not None:
+            x = Value(t.program, t.elementwise(name, function, [x, bound], shape, dtype))
+    return x.number
 
 
 def _at_least(x: Any, y: Any) -> Any:
@@ -493,10 +485,6 @@ def _at_least(x: Any, y: Any) -> Any:
 
 def _at_most(x: Any, y: Any) -> Any:
     return choose(x >= y, y, x)
-
-
-def _between(x: Any, least: Any, most: Any) -> Any:
-    return _at_most(_at_least(x, least), most)
 
 
 def _reduced(name: str) -> _Rule:
@@ -542,19 +530,16 @@ def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any
     return t.program.reshape(x.number, shape)
 
 
-def _transpose(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axes: Any = None) -> int:
-    ndim = len(x.shape)
-    return t.transposed(x, range(ndim)[::-1] if axes is None else [k % ndim for k in axes])
+def _permuted(function: Callable) -> _Rule:
+    """Return the rule of a function that permutes axes."""
 
+    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
+        ndim = len(x.shape)
+        # The strides number the axes.
+        order = function(as_strided(np.empty(1), (1,) * ndim, range(ndim)), *args, **kwargs).strides
+        return t.program.view(x.number, tuple([Axis(order.index(k), 1, 0) for k in range(ndim)]), shape)
 
-def _swapaxes(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis1: int, axis2: int) -> int:
-    axes = list(range(len(x.shape)))
-    axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
-    return t.transposed(x, axes)
-
-
-def _moveaxis(t: Translation, shape: Shape, dtype: np.dtype, x: Any, source: Any, destination: Any) -> int:
-    return t.transposed(x, np.moveaxis(np.empty(tuple(range(len(x.shape)))), source, destination).shape)
+    return rule
 
 
 def _flip(along: int | None = None) -> _Rule:
@@ -591,11 +576,8 @@ def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axi
 def _split(t: Translation, shape: Shape, dtype: np.dtype, x: Any, sections: Any, axis: int = 0) -> list[int]:
     axis %= len(x.shape)
     split = np.array_split if isinstance(sections, (int, np.integer)) else np.split
-    lead, start, made = (slice(None),) * axis, 0, []
-    for part in split(np.arange(x.shape[axis]), sections):
-        made.append(t.take(shape, dtype, x, (*lead, slice(start, start + len(part)))))
-        start += len(part)
-    return made
+    lengths = map(len, split(np.arange(x.shape[axis]), sections))
+    return [t.program.slice(x.number, axis, *ends) for ends in pairwise(accumulate(lengths, initial=0))]
 
 
 def _array_of(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> int:
@@ -624,7 +606,7 @@ RULES: dict[Any, _Rule] = {
     np.einsum: einsum, np.tensordot: tensordot,
     np.reshape: _reshape, np.ravel: _reshape, np.squeeze: _reshape, np.expand_dims: _reshape, np.atleast_1d: _reshape,
     np.atleast_2d: _reshape, np.atleast_3d: _reshape,
-    np.transpose: _transpose, np.swapaxes: _swapaxes, np.moveaxis: _moveaxis,
+    **{function: _permuted(function) for function in (np.transpose, np.swapaxes, np.moveaxis)},
     np.flip: _flip(), np.flipud: _flip(0), np.fliplr: _flip(1),
     np.copy: _same, np.real: _same, np.imag: _imag,
     np.broadcast_to: lambda t, shape, dtype, x, *_: t.broadcast_to(t.of(x, dtype), shape),
