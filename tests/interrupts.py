@@ -866,7 +866,7 @@ NAMED = {
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     trace_run: "TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
-    "Playback.communicate Playback._next Playback._untraced",
+    "_Playback.communicate _Playback._next _Playback._untraced",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced Jitted._noted "
     "Jitted.entry_or_watch Jitted._run_again Jitted.as_it_is",
     calls_on_tape: "_traced_on_tape",

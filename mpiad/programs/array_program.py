@@ -1,21 +1,21 @@
-"""A program of arrays in static single assignment: each node defines one array in terms of earlier ones.
+"""A program of arrays in static single assignment: each node defines one array in terms of earlier nodes.
 
-Kinds of nodes, and the contents of `data`:
+Kinds of nodes, and in parentheses the contents of `Node.data`:
 
-- "input": an argument of the function; its position among them.
-- "constant": an array that the function read; its position among the constants.
-- "number": an array of equal entries; the number.
-- "elementwise": an elementwise function, its arguments broadcast; (name, function of symbols).
-- "view": entries of one array, selected by an `IndexMap`.
+- "input": an argument of the function (its position among the arguments).
+- "constant": an array that the function reads besides its arguments (its position among the constants).
+- "number": an array of equal entries (their value).
+- "elementwise": an elementwise function of arrays that are broadcast (its name, and the function of symbols).
+- "view": entries of one array (the `IndexMap` that selects them).
 - "reshape": the entries of one array in another shape.
-- "join": a concatenation of arrays; the axis.
-- "update": the first array, with a block replaced by the second; the block's first indices.
-- "reduce": a reduction of an array along axes; (name, axes).
-- "call": an untraced function, run by NumPy on whole arrays; a `Call`.
-- "communicate": a communication; a `Call`.
-- "item": one of several results of a call; its position.
+- "join": a concatenation of arrays (the axis).
+- "update": the first array, with a block replaced by the second array (the first indices of the block).
+- "reduce": a reduction of an array along axes (the name of the operation, and the axes).
+- "call": a function that NumPy runs on whole arrays (a `Call`).
+- "communicate": a communication (a `Call`).
+- "item": one of several results of a call (its position).
 
-Communications are never dropped or reordered; other nodes are dropped unless they or an output need them.
+Communications are never dropped or reordered. Another node is dropped if no output and no communication depends on it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, moved, shifted, within
 from mpiad.transport.calls import Site
 
-# Joins along axes of at most this length are computed part by part.
+# Elementwise functions of joins along axes of at most this length are computed separately for each part of the join.
 SHORT = 8
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-# The dtypes that loops compute with.
 BOOLEAN = np.dtype(bool)
+# The dtypes that loops compute with.
 COMPUTED = (*FLOATS, BOOLEAN)
-# Kinds of nodes that aren't computed by loops.
+# Kinds of nodes that loops don't compute.
 IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
 
 class Slot(NamedTuple):
-    """A placeholder in the arguments of a call for an input of its node, by position."""
+    """A placeholder in the arguments of a `Call` for an array: the position of this array in the node's `inputs`."""
 
     place: int
 
@@ -52,10 +52,10 @@ class Call(NamedTuple):
 
     kind: str  # "call", "communicate" or "operate"
     fun: Any  # callable or Operation
-    # In `args` and `kwargs` arrays are replaced by `Slot`.
+    # Arrays in `args` and `kwargs` are replaced by `Slot`.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # For a communication of an adjoint or tangent rule: which of the two, and the name and site of the forward call.
+    # For a communication in an adjoint or tangent rule: "adjoint" or "tangent", and name and site of the forward call.
     rule: tuple[str, str, Site] | None = None
 
 
@@ -63,48 +63,40 @@ class Node(NamedTuple):
     """One array."""
 
     kind: str
-    inputs: tuple[int, ...]  # numbers of the nodes that it reads
+    inputs: tuple[int, ...]  # the nodes that this node reads, by their positions in the program
     shape: Shape
     dtype: np.dtype
     data: Any
     site: Site | None = None  # the user's line
-    part: int = 0  # part of the program; those after 0 are run later, in reverse passes
+    part: int = 0  # part of the program: 0 is the function, and later parts are reverse passes
 
 
 def described(node: Node) -> str:
-    """Return a description of a node: its operation, and the user's line."""
+    """Return the operation of a node, and the user's line."""
     operation = node.data[0] if node.kind in ("elementwise", "reduce") else node.kind
     return operation if node.site is None else f"{operation} at {node.site.text}"
 
 
 class ArrayProgram:
-    """A program, and its builder.
-
-    - `inputs`: the nodes of the arguments.
-    - `ends`: for each part but the last, the number of outputs up to its end.
-    - `weak`: the nodes that are Python scalars.
-    - `logged`: the number of parts whose communications are logged for playback.
-    - `contracts`: whether it contains a contraction.
-    - `componentwise`: joins whose parts are computed separately; this is preserved in elementwise operations.
-    """
+    """A program, and its builder. Each method that appends a node returns the number of that node."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.inputs: list[int] = []
+        self.inputs: list[int] = []  # the nodes of the arguments
         self.constants: list[Array] = []
         self.outputs: list[int] = []
-        self.ends: list[int] = []
-        self.weak: set[int] = set()
-        self.logged = 0
-        self.contracts = False
-        self.componentwise: set[int] = set()
-        self.site: Site | None = None
-        self.part = 0
+        self.ends: list[int] = []  # for each part but the last, the number of outputs of this part and the earlier ones
+        self.weak: set[int] = set()  # the nodes that are Python scalars
+        self.logged = 0  # number of parts whose communications are logged for playback
+        self.contracts = False  # whether the program contains a contraction
+        self.componentwise: set[int] = set()  # joins of separately computed parts; elementwise functions preserve this
+        self.site: Site | None = None  # the user's line, for new nodes
+        self.part = 0  # the part of the program, for new nodes
         self._known: dict[Any, int] = {}
         self._precisions: dict[int, np.dtype | None] = {}
 
     def add(self, kind: str, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: Any = None) -> int:
-        """Append a node, or return an existing one with the same value."""
+        """Append a node, or return an existing node with the same value."""
         node = Node(kind, tuple(inputs), tuple(shape), np.dtype(dtype), data, self.site, self.part)
         if kind in ("call", "communicate", "item", "input"):
             self.nodes.append(node)
@@ -118,7 +110,7 @@ class ArrayProgram:
         return self._known[key]
 
     def input(self, shape: Shape, dtype: np.dtype) -> int:
-        """Append an argument."""
+        """Append an argument of the function."""
         self.inputs.append(self.add("input", (), shape, dtype, len(self.inputs)))
         return self.inputs[-1]
 
@@ -138,7 +130,7 @@ class ArrayProgram:
         return self.add("number", (), shape, dtype, dtype.type(value).item())
 
     def view(self, x: int, map: IndexMap, shape: Shape) -> int:
-        """Append a view of an array, given by an index map."""
+        """Append a view of an array. The index map computes an index of the array from one of the view."""
         node = self.nodes[x]
         if is_identity(map, node.shape, shape):
             return x
@@ -164,7 +156,7 @@ class ArrayProgram:
         return self.view(x, map, (*shape[:axis], stop - start, *shape[axis + 1 :]))
 
     def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
-        """Append a view of a join; as a join of views of its parts, if possible."""
+        """Append a view of a join: a view of one part or a join of views of the parts, if possible."""
         node = self.nodes[x]
         source, stride, offset = map[node.data]
         parts, start, done = [], 0, 0
@@ -173,7 +165,7 @@ class ArrayProgram:
             if _lies(map[node.data], shape, start, stop) is True:
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
-                # The indices of the view's entries in this part.
+                # The view has entries of this part at indices from `first` to `last`.
                 first, last = max(start - offset, 0), min(stop - offset, shape[source])
                 if last > first:
                     inner = shifted(moved(map, source, first), node.data, -start)
@@ -185,7 +177,7 @@ class ArrayProgram:
         return self.add("view", (x,), shape, node.dtype, map)
 
     def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
-        """Append an elementwise function; short joins are computed part by part."""
+        """Append an elementwise function, or for a join along a short axis the join of this function of each part."""
         for x in inputs:
             node = self.nodes[x]
             if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
@@ -205,7 +197,7 @@ class ArrayProgram:
         return joined
 
     def reshape(self, x: int, shape: Shape) -> int:
-        """Append an array in another shape; a view, if only axes of length 1 are added or removed."""
+        """Append an array in another shape: a view if only axes of length 1 are added or removed."""
         node = self.nodes[x]
         if node.shape == tuple(shape):
             return x
@@ -241,7 +233,7 @@ class ArrayProgram:
         return self.add("join", parts, shape, first.dtype, axis)
 
     def components(self, parts: Sequence[int], axis: int) -> int:
-        """Append the concatenation of arrays of length 1 along an axis, which are computed separately."""
+        """Append the concatenation along an axis of arrays of length 1, each of which is computed separately."""
         made = self.join(parts, axis)
         self.componentwise.add(made)
         return made
@@ -263,7 +255,7 @@ class ArrayProgram:
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
 
     def needed(self) -> list[int]:
-        """Return the nodes on which outputs and communications depend, in order."""
+        """Return the outputs, the inputs, the communications, and all nodes on which these depend, in order."""
         found = {*self.outputs, *self.inputs}
         for number in range(len(self.nodes) - 1, -1, -1):
             if number in found or self.nodes[number].kind == "communicate":
@@ -272,11 +264,11 @@ class ArrayProgram:
         return sorted(found)
 
     def precision(self, x: int) -> np.dtype | None:
-        """Return the precision in which a node's entries are computed; None if it is in memory or isn't floating-point."""
+        """Return the dtype in which loops compute a node; None if they don't compute it, or not with floats."""
         if x not in self._precisions:
             node, found = self.nodes[x], []
             if node.kind not in IN_MEMORY and node.kind != "number":
-                # Booleans are computed in the precision of their operands.
+                # A boolean is computed in the precision of its operands.
                 made_of = [self.precision(y) or self.nodes[y].dtype for y in node.inputs]
                 found = [y for y in ([node.dtype] if node.dtype in FLOATS else made_of) if y in FLOATS]
             self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
@@ -288,11 +280,11 @@ class ArrayProgram:
 
 
 class Opaque(Exception):
-    """Raised if a call can't be traced; it is then run by NumPy."""
+    """Raised if a call can't be translated to nodes that loops compute; the call then remains one of NumPy."""
 
 
 class Value:
-    """A node in the arguments of a call that is translated."""
+    """A node among the arguments of a call that is translated to a program."""
 
     __slots__ = ("dtype", "number", "shape")
 
@@ -302,7 +294,7 @@ class Value:
 
 
 def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:
-    """Return True if an index lies in [start, stop) for all indices of a shape, False if for none, None if for some."""
+    """Return True if the array index lies in [start, stop) at all indices of a shape, False if at none, None otherwise."""
     last = 0 if axis.source is None else max(shape[axis.source] - 1, 0)
     low, high = sorted((axis.offset, axis.offset + axis.stride * last))
     if start <= low and high < stop:

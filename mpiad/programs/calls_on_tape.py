@@ -1,7 +1,7 @@
-"""Calls of compiled functions in a derivative: each is a node of the tape.
+"""Calls of compiled functions in a derivative: each call is one node of the tape.
 
-The first part of the program runs in the forward pass, and the second part when the reverse pass reaches the node. The
-first call traces both, so the program is complete only after the first reverse pass.
+The program has two parts. The first part computes the function in the forward pass. The second part runs when the reverse
+pass reaches the node. The trace of the second part is made in the first reverse pass, so the program is compiled after it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
         key = "tangent", given.key
         if key in jitted._entries:
             return jitted.as_it_is(key, args, kwargs)
-        if not jitted.is_followed(key, args):  # values in its closure may have tangents, too
+        if not jitted.is_followed(key, args):  # values in the function's closure may have tangents, too
             return jitted.fun(*args, **kwargs)
         return _called_with_tangents(jitted, tape, given, [k for k in boxed if given.leaves[k]._trace == tape.number])
     if not simple:
@@ -107,7 +107,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
-    """Call it with tangents: a separate compiled function computes value and tangent."""
+    """Call a separate compiled function, which computes the value and its tangent."""
     form = given.form, tuple(boxed)
     both = jitted.derived(form, lambda: _along(jitted.fun, given.build, boxed))
     leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
@@ -130,7 +130,7 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
 
 
 def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
-    """Trace a function and its reverse pass; return the leaves of both, and the function that assembles the result."""
+    """Trace a function and its reverse pass; return the leaves of each, and the function that assembles the result."""
     with suspended(body=False):
         with trace.noting():
             run = trace.run_backwards(fun, boxed)
@@ -144,7 +144,7 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
 def _traced_on_tape(
     jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
 ) -> Any:
-    """Run the function on traced arrays, on a separate tape; the program is compiled in the reverse pass."""
+    """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
     tape, trace = tracing.tape, TraceRun(given)
     try:
         with suspended(body=False), trace.noting():
@@ -161,7 +161,7 @@ def _traced_on_tape(
         nonlocal done
         require_of(None, gs, jitted.__name__)
         with suspended(body=False):
-            if done or key in jitted._entries:  # a further reverse pass, with the traced arrays as constants
+            if done or key in jitted._entries:  # another reverse pass, in which the traced arrays are constants
                 with PlayingBack([], reread=trace.recorder):
                     return backwards(run, inside, gs, specs)
             done = True

@@ -1,4 +1,4 @@
-"""A compiled program for one signature: its replays, and the structure of its result."""
+"""`Entry`: the compiled program for one signature of a function, with the structure of the function's result."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ from mpiad.programs.trace_translation import program_of
 from mpiad.transport import calls
 from mpiad.transport.channels import Used, communications, is_watched
 
-MAX_TRACES = 32
-"""Maximum number of traces of one function."""
-
-UNKNOWN: Any = object()
-"""Placeholder for the entry of a new signature."""
+MAX_TRACES = 32  # maximum number of traces of one function
+UNKNOWN: Any = object()  # placeholder for the entry of a new signature
 
 
 class Entry(NamedTuple):
@@ -36,17 +33,17 @@ class Entry(NamedTuple):
     constants: list[Any]  # the values of the other leaves
     build: Callable[[list[Any]], Any]  # assembles the result from its leaves
     watch: Watch
-    communications: int  # the number of communicating steps; the reverse pass has the same number
-    communicates: bool  # whether it communicates, untraced functions included
+    communications: int  # the number of communications in the function, and also in its reverse pass
+    communicates: bool  # whether the program communicates, possibly in an untraced function
     channels: set[Used]  # the channels of the communications
 
     def is_current(self) -> bool:
-        """Return whether the program is valid: its closure is unchanged, and no exception has left messages in flight."""
+        """Return whether the closure is unchanged, and no exception has left messages in flight on the channels."""
         return not any(channel.fault for channel, _ in self.channels) and self.watch.is_the_same()
 
     @property
     def may_change(self) -> bool:
-        """Whether a run may differ from the trace (see `Changed`)."""
+        """Whether shapes or dtypes may differ in a run from those in the trace (see `Changed`)."""
         replays = self.replays
         return replays.last_check >= 0 or any(node.kind == "call" for node in replays.schedule.program.nodes)
 
@@ -59,7 +56,7 @@ class Entry(NamedTuple):
         return self.build(made if len(made) == len(self.inside) else self.leaves(made))
 
     def leaves(self, made: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the result."""
+        """Return the leaves of the function's result, given the outputs of the program."""
         found = iter(made)
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
@@ -67,8 +64,8 @@ class Entry(NamedTuple):
 def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, watch: Watch) -> Entry:
     """Compile a trace.
 
-    `parts`: per part of the program the leaves that it returns, each a traced value or a constant; those of the first part
-    are the function's result.
+    `parts`: for each part of the program, the leaves that it returns, traced values or constants. The leaves of the first
+    part form the function's result.
     """
     inside = in_program(parts[0])
     wanted = [[x for x, is_in in zip(parts[0], inside) if is_in], *parts[1:]]
@@ -81,16 +78,16 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, wat
 def entry_by_shapes(
     given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...]], watch: Watch, small: bool = False
 ) -> Entry | None:
-    """Compile a function from the shapes of its arguments, without running it; None if that isn't possible or useful.
+    """Compile a function from the shapes of its arguments, without running it; return None if that fails.
 
-    It isn't useful if no argument is large, unless `small` is true. `noted(trace)` runs the trace, and returns the leaves
-    of its parts, and the function that assembles the result.
+    Return None also if all arguments are small, unless `small` is true. `noted(trace)` traces the function, and returns
+    the arguments `parts` and `build` of `entry_of`.
     """
     if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
     try:
-        with np.errstate(all="ignore"):  # results are replaced by uninitialized memory
+        with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             parts, build = noted(trace)
             # The trace that runs the function will warn of complex numbers.
             if trace.recorder.complex_line():
@@ -102,21 +99,21 @@ def entry_by_shapes(
 
 
 def is_shown() -> bool:
-    """Return whether calls are being recorded or observed."""
+    """Return whether the library records calls for a report, or watches them for deadlocks."""
     return calls.is_noting() or is_watched()
 
 
 def in_program(leaves: Sequence[Any]) -> list[bool]:
-    """Return which leaves are traced values."""
+    """Return for each leaf whether it is a traced value."""
     return [isinstance(x, Traced) for x in leaves]
 
 
 def own(leaf: Any) -> Any:
-    """Return the value of a leaf, copied if it is an array."""
+    """Return the value of a leaf, and a copy if it is an array."""
     value = leaf.value if isinstance(leaf, Traced) else leaf
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def count(number: int) -> None:
-    """Advance the counter of communications."""
+    """Advance the library's counter of communications by `number`."""
     next(islice(communications, number, number), None)

@@ -1,11 +1,12 @@
 """`mpiad.jit`: compilation of functions for the shapes of their arguments.
 
-The first call with a signature runs the function on traced arrays (`recorder`) and compiles its operations to a program,
-which later calls replay. If the trace fails, the function runs once more on plain arrays; the results of the communications
-made before the failure are played back, instead of communicating again. Later calls with this signature are interpreted.
-Exceptions of the function itself, of a communication or of a signal handler propagate.
+The first call with a signature (shapes and dtypes of the arguments) runs the function on traced arrays, which record the
+operations (see `recorder`). The operations are compiled to a program, and later calls run the program. If the trace fails,
+the function runs again on plain arrays, without repeating communications: those made before the failure return their logged
+results ("playback"). Later calls with this signature are interpreted, which means that Python runs the function itself.
+Exceptions of the function, of a communication or of a signal handler propagate.
 
-Within a derivative of this library the function is one node on the tape: see `calls_on_tape`.
+In a derivative computed by this library, a call of the compiled function is one node of the tape (see `calls_on_tape`).
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from mpiad.transport.world import level_of_repeats
 
 
 class Listing:
-    """The steps of a compiled function; ``print(jit(f).program(x))`` shows them.
+    """The program of a compiled function in printable form; ``print(jit(f).program(x))`` shows it.
 
     Attributes
     ----------
     operations : str
         The arrays in the order of the user's code, each with its operation, operands and line.
     loops : str
-        The loops and calls that compute them, with the arrays that each loop computes and the bytes that it reads and
-        writes.
+        The loops and calls in the order in which they run; for a loop, the arrays that it computes, and the numbers of
+        bytes that it reads and writes.
     kernels : list of str
         The code of the loops.
     """
@@ -116,17 +117,19 @@ def _name_of(node: Node) -> str:
 
 # Fast calls, for positional arguments that are arrays and floats.
 #
-# A small program takes a few µs, as long as the general code around it. Therefore a function is generated for a signature:
-# it compares the arguments, checks that the program is still valid, and runs it. It returns `MISSED` if the general code is
-# needed: for other arguments, a changed closure, if all replays are in use, or if calls are recorded or observed.
-
-
+# A small program takes a few µs, as long as `Jitted.__call__` takes to select it. Therefore a function is generated for a
+# signature: it checks that the arguments have this signature and that the program is valid, and runs the program. It
+# returns `MISSED` if `Jitted.__call__` must go on: for other arguments, after a change of the closure, if all replays are
+# in use, or if calls are recorded or watched.
 MISSED: Any = object()
 _PLAIN = (np.ndarray, float, np.float64)
 
 
 def short_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
-    """Return a fast call for positional arguments with the signature of `args`; None if it isn't possible."""
+    """Return a fast call for positional arguments with the signature of `args`, None if there can't be one.
+
+    `made`: outputs of the program.
+    """
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
     names: dict[str, Any] = {
@@ -181,34 +184,38 @@ _SHORT = 4
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
-    """Compile a function: its computations between communications become fused loops, in the forward and reverse pass.
+    """Compile a function: its computations between communications become fused loops, as do those of its derivatives.
 
     Parameters
     ----------
     fun : callable
         A function written with autograd.numpy, mpiad's primitives and `Domain`; its arguments and results are pytrees of
-        arrays and numbers. It is traced once per structure, shapes and dtypes of the arguments, and per combination of
-        values of integers, booleans and strings among them.
+        arrays and numbers. It is compiled separately for each combination of the structure, shapes and dtypes of the
+        arguments, and of the values of booleans and strings among them, and of integers on which it branches.
     strict : bool
-        Whether to raise an error if the function can't be compiled. By default it is then interpreted, after one warning.
+        Whether to raise an error if the function can't be compiled. By default a warning is logged once, and the function
+        is interpreted.
 
     Returns
     -------
     Jitted
-        A function with the same arguments, results, derivatives and communications. Its results are new arrays.
+        A function with the same arguments, results, derivatives and communications. Results never share memory with
+        arguments.
 
     Raises
     ------
     TypeError
         With `strict`, if a call can't be compiled; the message names the user's line and the reason.
 
-    Ranks ----- The same as for `fun`. Compilation isn't collective, and some ranks may run the compiled function while
-    others interpret.
+    Ranks
+    -----
+    The same as for `fun`. Compilation isn't collective: some ranks may run the compiled function while others interpret it.
 
     Adjoint
     -------
-    The same as that of `fun`, at any order. First and second derivatives are compiled, both in `value_and_grad(jit(f))`,
-    `hvp(jit(f))` and `make_hvp(jit(f))`, and in `jit(value_and_grad(f))`.
+    The same as for `fun`, in derivatives of any order. First and second derivatives are compiled: both those of compiled
+    functions, as in `value_and_grad(jit(f))`, `hvp(jit(f))` and `make_hvp(jit(f))`, and those in compiled functions, as in
+    `jit(value_and_grad(f))`.
 
     Examples
     --------
@@ -236,23 +243,17 @@ class Jitted:
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
-        # Numbers in the closure that are constants of the programs.
-        self._constant: dict[str, float] = {}
-        # Compiled programs by signature; None for signatures that are interpreted.
-        self._entries: dict[Any, Entry | None] = {}
-        # The last used entries with fast calls.
-        self._short: list[tuple[Entry, Callable[[tuple], Any]]] = []
+        self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
+        self._entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
+        self._short: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._reasons: dict[Any, str] = {}
         self._warned = False
         self._traces = 0
-        # Integer arguments on whose values the function branches, as pairs (structure of the arguments, position).
+        # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self._asked: set[Any] = set()
-        # Compiled functions derived from this one, for example its value and tangent.
-        self._derived: dict[Any, Jitted] = {}
-        # The watch of the last call with tangents, None if the closure had traced values.
-        self._plain_closure: Watch | None = None
-        # Traces whose reverse pass hasn't run yet.
-        self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()
+        self._derived: dict[Any, Jitted] = {}  # such as the compiled function of value and tangent
+        self._plain_closure: Watch | None = None  # for calls with tangents; None if the closure had traced values
+        self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
 
     def __repr__(self) -> str:
         return f"<jit of {self.__name__}>"
@@ -270,7 +271,7 @@ class Jitted:
                     if tracing.channels is not None:
                         tracing.channels |= entry.channels
                     return made
-        # In another trace the operations of this function are recorded there.
+        # In the trace of another compiled function, this function is traced, too.
         if tracing.recorder is not None:
             return self.fun(*args, **kwargs)
         numbers = closed_over_numbers(self.fun)
@@ -312,24 +313,22 @@ class Jitted:
             raise TypeError(f"{self.__name__} isn't compiled for these arguments; the log gives the reason.")
         return Listing(self.__name__, entry.replays)
 
-    # ---- derived functions
-
     @property
     def refused(self) -> bool:
-        """Whether some call can't be compiled, or only for fixed values of integers."""
+        """Whether some call can't be compiled, or can be only for fixed values of integers."""
         return bool(self._reasons or self._asked)
 
     @property
     def operations(self) -> int:
-        """The number of operations of the largest program; 0 if there is none yet, or if `refused`."""
+        """The number of operations of the largest program; 0 if there is no program or if `refused` is true."""
         if self.refused:
             return 0
         return max((len(entry.replays.schedule.program.nodes) for entry in self._entries.values() if entry), default=0)
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
-        """Return the compiled form of the function ``make()``, which is derived from this one; results are cached by key.
+        """Return the compiled form of the function ``make()``, which is derived from this one; the form is cached by key.
 
-        `optional`: whether to neither warn nor raise an error if it can't be compiled.
+        `optional`: if true, there is no warning or error if it can't be compiled.
         """
         if key not in self._derived:
             made = self._derived[key] = Jitted(make(), self.strict and not optional)
@@ -337,12 +336,10 @@ class Jitted:
         return self._derived[key]
 
     def is_followed(self, key: Any, args: tuple) -> bool:
-        """Return whether the closure is known, and contains no traced values of an enclosing derivative."""
+        """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
             self._plain_closure = self._read(key, args)
         return self._plain_closure is not None
-
-    # ---- without an enclosing derivative
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
         entry, watch = self.entry_or_watch(given.key, given, args, self._noted)
@@ -366,14 +363,13 @@ class Jitted:
         return made
 
     def _traced(self, given: Arguments, args: tuple, kwargs: dict, watch: Watch) -> Any:
-        """Run the function on traced arrays, and compile the trace."""
         trace = TraceRun(given)
         try:
             parts, build = self._noted(trace)
         except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
             return self._run_again(trace, given.key, error, args, kwargs)
         self._compile(given.key, trace.recorder, parts, build, watch)
-        # Copies: results of a trace may be views of arguments and of one another.
+        # Results of a trace may be views of arguments and of each other, and are therefore copied.
         return build([own(leaf) for leaf in parts[0]])
 
     def _noted(self, trace: TraceRun) -> tuple:
@@ -385,14 +381,14 @@ class Jitted:
     def entry_or_watch(
         self, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
     ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, created by `entry_by_shapes` if possible, and None; or None and a watch.
+        """Return the entry of a signature, created by `entry_by_shapes` if possible, and None or the closure's watch.
 
-        The watch is for a trace that runs the function. Both are None if the function is interpreted.
+        If the entry is None, the caller runs and traces the function; if the watch is None, too, it interprets it.
         """
         entry = self._entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
             return entry, None
-        # If the reverse pass of an earlier trace is pending, it will compile that trace.
+        # If an earlier trace waits for its reverse pass, this pass will compile it.
         watch = None if key in self._under_way else self._watch(key, given, args)
         entry = None if watch is None else entry_by_shapes(given, noted, watch)
         if entry is not None:
@@ -400,7 +396,7 @@ class Jitted:
         return entry, watch
 
     def _compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
-        """Compile a trace to the program of a signature; see `entry_of`."""
+        """Compile a trace, and store the entry of the signature; `made`: the further arguments of `entry_of`."""
         try:
             self._entries[key] = entry_of(recorder, *made)
         except Exception as error:  # noqa: BLE001 (a function that can't be compiled is interpreted)
@@ -432,7 +428,6 @@ class Jitted:
             return None
 
     def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
-        """Run the function on plain arrays after its trace has failed."""
         trace.raise_own(error)
         with trace.playing_back():
             made = self.fun(*args, **kwargs)
@@ -443,22 +438,22 @@ class Jitted:
     def _is_worth_another(self, trace: TraceRun) -> bool:
         """Return whether another trace may succeed after this one has failed.
 
-        This is the case if the function branches on an integer argument, which further traces treat as a constant.
+        It may if the function branches on an integer argument, since later traces treat this integer as a constant.
         """
         given, recorder = trace.given, trace.recorder
         if recorder.asked is None:
             return False
         whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
-        # If the integer isn't an argument itself, it may depend on any integer argument.
+        # If the integer isn't an argument, it may depend on any integer argument.
         mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
         self._asked.update((given.form, k) for k in mine or whole)
         return bool(whole)
 
     def _changed(self, key: Any, change: Changed, counts: Any) -> PlayingBack:
-        """Return a context for interpreting the function after its program couldn't continue; see `Changed`."""
+        """Return a context in which the function is interpreted after a run of its program has raised `Changed`."""
         if change.log is None:
             raise change
-        # The shapes or dtypes of messages differ from those of the trace, so the next call is traced again.
+        # Shapes or dtypes of messages differ from those in the trace, so the next call is traced again.
         self._entries.pop(key, None)
         return PlayingBack(change.log, counts)
 
@@ -482,7 +477,7 @@ class Jitted:
             _log.log(level_of_repeats(), f"jit: {text}", self.__name__, reason)
 
     def as_it_is(self, key: Any, args: tuple, kwargs: dict) -> Any:
-        """Interpret the function; with `strict` raise only afterwards, since other ranks wait for its messages."""
+        """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
         made = self.fun(*args, **kwargs)
         if self.strict and key in self._reasons:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {self._reasons[key]}.")
@@ -490,27 +485,24 @@ class Jitted:
 
 
 class _ByNumbers(NamedTuple):
-    """A function whose closure has numbers that change between calls.
-
-    `first`: the numbers at the first call. `names`: those that have changed. `jitted`: the compiled function that takes
-    these as arguments.
-    """
+    """A function whose closure has numbers that change between calls."""
 
     fun: Any  # FunctionType; type checkers would treat an attribute of this type as a method
-    first: dict[str, float]
-    names: list[str]
-    jitted: Jitted
+    first: dict[str, float]  # the numbers at the first call
+    names: list[str]  # the names of the numbers that have changed
+    jitted: Jitted  # the compiled function, whose first arguments are the numbers with these names
 
 
-# By code object, since a function may be defined again for each value. Limited in number, since each keeps a closure alive.
+# The key is the code object, since the user may define the function again for each value of a number. The number of entries
+# is limited, since each keeps a closure alive.
 _changing: dict[CodeType, _ByNumbers] = {}
 _MOST_CHANGING = 16
 
 
 def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | None:
-    """Return the function with numbers that have changed since the first call as arguments.
+    """Return the function that takes as arguments the numbers that have changed since the first call.
 
-    None if no number has changed, or if the function branches on one.
+    Return None if no number has changed, or if the function can't be compiled with the numbers as arguments.
     """
     known = _changing.pop(fun.__code__, None)
     if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):

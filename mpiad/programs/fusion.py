@@ -1,11 +1,11 @@
 """Loop fusion: from a program of arrays to a schedule of loops and Python calls on buffers.
 
-A program is cut at the steps that Python runs: communications and untraced calls. Before each cut, loops compute its
-operands and all other materialized arrays of the program up to it. Arrays with the same index space are computed in one
-loop, unless one reads neighboring entries of another.
+The nodes that Python runs, communications and untraced calls, are the cuts of a program. Before each cut, loops compute the
+operands of the cut, and all other arrays that are kept in memory (see `materialization`) and precede the cut in the
+program. Arrays with the same index space are computed in one loop, unless one of them reads neighboring entries of another.
 
-The parts of a join are stored directly at their places in its buffer. The argument of an operator that works in place, such
-as a halo exchange, is computed directly in the operator's buffer.
+The parts of a join are stored directly in the join's buffer. The argument of an operator that works in place, such as a
+halo exchange, is computed directly in the operator's buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpiad.programs.schedule import Buffer, Fold, Loop, Place, Run, Schedule, St
 
 
 class Fusion:
-    """Builds the schedule of a program."""
+    """Builds the schedule of a program; its attributes are those of `Schedule` and `Materialization`."""
 
     def __init__(self, program: ArrayProgram):
         self.program, self.nodes = program, program.nodes
@@ -59,8 +59,8 @@ class Fusion:
         return Schedule(self.program, *found, outputs, cuts[:-1])
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
-        """Append loops that compute outputs; if no steps follow, other nodes may be read from the outputs' buffers."""
-        last = part == len(self.program.ends)
+        """Append loops that compute the outputs of a part, given by their positions, and return their buffers."""
+        last = part == len(self.program.ends)  # then no later step may change what is read from the outputs' buffers
         wanted, outputs = [], []
         for place in places:
             n = self.program.outputs[place]
@@ -74,10 +74,8 @@ class Fusion:
         return outputs
 
     def _end(self, part: int) -> int:
-        """Return the first node that belongs to a later part; nodes before it are computed in this part."""
+        """Return the first node of the later parts of the program."""
         return next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))
-
-    # ---- buffers
 
     def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1) -> int:
         self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data))
@@ -91,7 +89,7 @@ class Fusion:
         self._place(n, Place(buffer, identity(len(self.nodes[n].shape))))
 
     def _whole(self, n: int) -> int | None:
-        """Return a buffer that contains exactly a node, in its shape; None if there is none."""
+        """Return a buffer that contains the entries of a node and nothing else, in the node's shape; None if none does."""
         place, shape = self.places.get(n), self.nodes[n].shape
         if place is None:
             return None
@@ -103,9 +101,8 @@ class Fusion:
             return None
         return place.buffer if buffer.shape == shape else self._buffer("alias", shape, buffer.dtype, place.buffer)
 
-    # ---- cuts
-
     def _run(self, n: int) -> None:
+        """Append loops that compute the operands of a cut, and the Python call."""
         node = self.nodes[n]
         placed = working_in_place(node)
         if placed is not None:
@@ -128,7 +125,7 @@ class Fusion:
         lead = (0,) * (len(given) - len(placed.given(*rest)))
         buffer = self._buffer("temporary", given[: len(lead)] + tuple(placed.shape(*rest)), node.dtype)
         place = Place(buffer, beginning_at(lead + tuple(placed.given(*rest))))
-        # A node that the operator changes can't be read by others afterwards.
+        # If the operator changes its argument and other nodes read the argument, these read a copy.
         shared = placed.changes_given and self._decision.is_shared(x)
         wanted: list[tuple[int, Place | None, bool]] = [(x, None, True)] * shared
         before = len(self.steps)
@@ -139,7 +136,7 @@ class Fusion:
         self._place(n, Place(buffer, beginning_at(lead + tuple(placed.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
-        """Record which arguments of the program have been copied to a buffer that the operator doesn't change there."""
+        """Record which arguments of the program have been copied to places in a buffer that its operator doesn't change."""
         for loop in loops:
             for item in [item for item in loop.items if item.place.buffer == buffer]:
                 n, map = item.node, item.reads
@@ -153,12 +150,10 @@ class Fusion:
         node = self.nodes[n]
         return Place(self._buffer("temporary", node.shape, node.dtype), identity(len(node.shape)))
 
-    # ---- loops
-
     def _compute(self, wanted: Sequence[tuple[int, Place | None, bool]], cut: int) -> None:
-        """Append loops that compute nodes, given as (node, place, whether it can be read there), and materialized ones.
+        """Append loops that compute the `wanted` nodes, and all nodes before `cut` that are kept in memory.
 
-        The latter are those before a cut.
+        `wanted`: triples of a node, the place for it (None for a new buffer), and whether it may be read from there later.
         """
         items: list[Store | Fold] = []
         for n, place, lasts in wanted:
@@ -166,13 +161,13 @@ class Fusion:
                 self._put(n, place, lasts, items)
             elif n not in self.places:
                 self._keep(n, items)
-        # In the order of the program, so that memory of operands can be reused.
+        # The order is that of the program, so that the memory of operands can be reused.
         waiting: list[int] = []
         while self._waiting and self._waiting[0] < cut:
             waiting.append(self._waiting.popleft())
         for n in [n for n in waiting if n not in self.places]:
             self._keep(n, items)
-        # Materialized operands become items, too, whose operands are then visited.
+        # Operands that are kept in memory become items of this list, too, and the loop visits their operands.
         seen: set[int] = set()
         for item in items:
             if item.copies:
@@ -190,7 +185,7 @@ class Fusion:
         self._group(items)
 
     def _put(self, n: int, place: Place, lasts: bool, items: list[Store | Fold]) -> None:
-        """Append the items that store a node at a place; the parts of a join are stored separately."""
+        """Append the items that store a node at a place; `lasts`: whether the node may be read from there later."""
         node = self.nodes[n]
         copies = n in self.places
         is_whole = place.map == identity(len(node.shape)) and self.buffers[place.buffer].shape == node.shape
@@ -210,14 +205,16 @@ class Fusion:
                 alias = self._buffer("alias", shape, node.dtype, place.buffer)
                 self._put(x, Place(alias, identity(len(shape))), lasts, items)
             return
-        # A copy within one buffer is made part by part, since a copy of the join would wait for all stores to that buffer.
+        # A join is stored part by part. If it is copied within one buffer, so are its parts: a copy of the whole join would
+        # wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             start = 0
             for x in node.inputs:
                 self._put(x, place._replace(map=moved(place.map, node.data, start)), lasts, items)
                 start += self.nodes[x].shape[node.data]
             return
-        # If a view and its source are both in memory, the one stored by loops is copied.
+        # If the view contains all entries of its source, the source is stored in the order of the view. If the view is in
+        # memory, this is done only if its source is in memory, too.
         if node.kind == "view" and copies == (node.inputs[0] in self.places):
             back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
             if back is not None:
@@ -246,9 +243,10 @@ class Fusion:
         pending = sorted(items, key=lambda item: (item.node, item.copies))
         computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
-        # Reads of a buffer in another shape, or of a join, wait for all stores to the buffer.
+        # A read of a node that isn't an item itself, such as a join or a reshaped array, waits for all stores to its
+        # buffer.
         wholes = {n for buffer in written for n in self._placed.get(buffer, ()) if n not in computed}
-        # Reads of an item's node in another shape wait only for that item.
+        # But a read of an item's node in another shape waits for that item only.
         shapes = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
         named = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}
         wholes -= named.keys()
@@ -267,7 +265,7 @@ class Fusion:
                 if shape is not None and (mine != shape or partial or alone):
                     continue
                 if exact is not None and precision is not None and exact != precision:
-                    continue  # a loop has one precision, so values of the other one wouldn't be rounded
+                    continue  # a loop computes in one precision, and wouldn't round results to the other
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
                     shape, precision, alone = mine, precision or exact, partial
@@ -279,7 +277,7 @@ class Fusion:
             for n in (*inside, *(n for n, x in named.items() if x in inside)):
                 self.since[n] = len(self.steps)
             self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))
-            # The next loops may read buffers without pending stores.
+            # The next loops may read a buffer after all stores to it.
             left = {self._root(item.place.buffer) for item in pending}
             for n in wholes:
                 if self._root(self.places[n].buffer) not in left:
@@ -289,7 +287,7 @@ class Fusion:
         return root_of(self.buffers, buffer)
 
     def _computed_as(self, n: int, computed: Container[int]) -> int | None:
-        """Return the node of an item of which a node is a reshaped view; None if there is none."""
+        """Return the node in `computed` that has the same entries as a view; None if there is none."""
         while self.nodes[n].kind == "view":
             (x,) = self.nodes[n].inputs
             if inverse(self.nodes[n].data, self.nodes[x].shape, self.nodes[n].shape) is None:
@@ -300,7 +298,7 @@ class Fusion:
         return None
 
     def _needs(self, item: Store | Fold, written: set[int], named: dict[int, int]) -> set[tuple[int, IndexMap]]:
-        """Return the nodes that an item reads from memory that is written in these loops, with their index maps."""
+        """Return the nodes that an item reads from memory and that are in `written`, with their index maps."""
         found: set[tuple[int, IndexMap]] = set()
         if item.copies:
             return {(item.node, item.reads)}

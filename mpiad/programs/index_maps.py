@@ -1,4 +1,4 @@
-"""Affine maps from the indices of a resulting array to those of a source: slices, transposes, broadcasts, compositions."""
+"""Affine maps from the indices of a result to indices of the source that it reads: slices, transposes, broadcasts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from mpiad._typing import Shape
 
 
 class Axis(NamedTuple):
-    """The index along one axis of the array that is read: stride times an index of the resulting array, plus offset."""
+    """The index along one axis of the source: `stride` times the result's index along axis `source`, plus `offset`."""
 
-    source: int | None  # axis of the resulting array; None if the index is constant, the offset
+    source: int | None  # axis of the result; None if the index is constant, and then the stride is 0
     stride: int
     offset: int
 
 
-IndexMap: TypeAlias = tuple[Axis, ...]
-"""One `Axis` for each axis of the array that is read."""
+IndexMap: TypeAlias = tuple[Axis, ...]  # an `Axis` for each axis of the source
 
 
 def identity(ndim: int) -> IndexMap:
@@ -26,12 +25,12 @@ def identity(ndim: int) -> IndexMap:
 
 
 def is_identity(map: IndexMap, shape: Shape, made: Shape) -> bool:
-    """Return whether a map from an array of a given shape is the identity."""
+    """Return whether a map is the identity, for a source of shape `shape` and a result of shape `made`."""
     return shape == made and all(axis == (k, 1, 0) or shape[k] == 1 for k, axis in enumerate(map))
 
 
 def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
-    """Return the composition of two maps: `inner` reads the source, and `outer` reads the result of that."""
+    """Return the composition of two maps: `inner` reads the source, and `outer` reads the result of `inner`."""
     axes = []
     for source, stride, offset in inner:
         through = Axis(None, 0, 0) if source is None else outer[source]
@@ -40,24 +39,24 @@ def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
 
 
 def shifted(map: IndexMap, axis: int, by: int) -> IndexMap:
-    """Return a map with the index along one axis of the source shifted."""
+    """Return a map with `by` added to the index along one axis of the source."""
     return tuple([old._replace(offset=old.offset + by) if k == axis else old for k, old in enumerate(map)])
 
 
 def within(map: IndexMap, starts: Sequence[int]) -> IndexMap:
-    """Return a map from an array as a map from its block that begins at these indices."""
+    """Return the map that reads from a block of the source, which begins at these indices, instead of the source."""
     return tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, starts)])
 
 
 def broadcast(shape: Shape, made: Shape) -> IndexMap:
-    """Return the map by which an array is broadcast to a shape."""
+    """Return the map that broadcasts an array of shape `shape` to shape `made`."""
     lead = len(made) - len(shape)
     pairs = enumerate(zip(shape, made[lead:]), lead)
     return tuple([Axis(None, 0, 0) if n == 1 != length else Axis(k, 1, 0) for k, (n, length) in pairs])
 
 
 def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, Shape]:
-    """Return the map of a basic index, without Ellipsis and with an entry for each axis, and the shape of the result."""
+    """Return the map of a basic index, and the shape of the result; `key` has an entry for each axis, and no Ellipsis."""
     axes: list[Axis] = []
     made: list[int] = []
     for part in key:
@@ -73,17 +72,17 @@ def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, S
 
 
 def axes_of(axis: Any, ndim: int) -> set[int]:
-    """Return the axes given by one or several integers, as nonnegative integers."""
+    """Return the axes given by one integer, or by a list or tuple of integers, as nonnegative integers."""
     return {int(k) % ndim for k in (axis if isinstance(axis, (tuple, list)) else (axis,))}
 
 
 def long_axes(shape: Shape) -> Shape:
-    """Return the lengths of the axes with more than one entry, which are the index space of loops."""
+    """Return the shape without axes of length 1: the index space of a loop over the array."""
     return tuple([n for n in shape if n != 1])
 
 
 def to_long(shape: Shape) -> IndexMap:
-    """Return the map from the indices of loops over an array to the array's."""
+    """Return the map from the indices of a loop over an array to indices of the array."""
     axes, place = [], 0
     for n in shape:
         axes.append(Axis(None, 0, 0) if n == 1 else Axis(place, 1, 0))
@@ -92,17 +91,20 @@ def to_long(shape: Shape) -> IndexMap:
 
 
 def beginning_at(starts: Sequence[int]) -> IndexMap:
-    """Return the map from a block's indices to those of a buffer in which the block begins at `starts`."""
+    """Return the map from indices of a block to indices of the buffer in which the block begins at `starts`."""
     return tuple([Axis(k, 1, start) for k, start in enumerate(starts)])
 
 
 def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
-    """Return a map with the index along one axis of the resulting array shifted."""
+    """Return a map with `by` added to the index along one axis of the result."""
     return tuple([old._replace(offset=old.offset + by * old.stride) if old.source == axis else old for old in map])
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
-    """Return the inverse map of a view, None if the view doesn't contain every entry of its source, in order."""
+    """Return the inverse of a map of a view, None unless the view has each entry of its source exactly once, unreversed.
+
+    `shape`: of the source. `made`: of the view.
+    """
     back: list[Axis] = [Axis(None, 0, 0)] * len(made)
     for k, (source, stride, offset) in enumerate(map):
         if source is None:

@@ -1,9 +1,11 @@
-"""The source of loops in the kernel language: loads at shifted indices, a scalar program as the body, stores, reductions.
+"""The text of loops in the kernel language: loads at shifted indices, a scalar program as the body, stores, reductions.
 
-In a concatenation of arrays, the expression of an entry depends on its index. Therefore the loop has two bodies: one
-without branches, for the largest box of indices with a single expression, and one that branches on the indices, for the
-edges around this box. A full reduction ("fold") accumulates in sixteen lanes, which are vectorized. For a given shape, the
-order of its operations is the same on all processors.
+In a concatenation of arrays, the expression of an entry depends on the index of the entry. Therefore a loop has two bodies:
+one without branches, for the largest box of indices in which one expression is valid, and one that branches on the indices,
+for the edges around this box.
+
+A reduction is a "fold". The fold of an array to one number uses sixteen partial results ("lanes"), so that the processor
+can vectorize it. For a given shape, the order of the operations is the same on all processors.
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ LANES = 16
 NAME = "loop"
 _FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
-Box = Sequence[tuple[int, int]]
-"""First index, and last index plus one, along each axis."""
+Box = Sequence[tuple[int, int]]  # first index, and last index plus one, along each axis
 
 
 class LoopText(NamedTuple):
@@ -43,13 +44,13 @@ class LoopText(NamedTuple):
     arguments: tuple[tuple[str, str], ...]  # names and types
     buffers: tuple[int, ...]  # the buffers among the arguments, in their order
     written: frozenset[int]  # the buffers that the loop writes
-    # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. The first array, if the loop is
-    # `divisible`, has the boxes without branches; the next one, if there are any, the boxes at the edges.
+    # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. If the loop is `divisible`, the first
+    # array has the boxes without branches. If there are boxes at the edges, the last array has these.
     boxes: tuple[Array, ...]
-    lanes: int  # length of the array of lanes, which is the last argument; 0 if there is none
-    loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, and maps from the loop's indices to theirs
+    lanes: int  # length of the array of partial results, which is the last argument; 0 if there is no such argument
+    loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, each with a map from the loop's indices to its own
     divisible: bool  # whether parts of the boxes may be computed separately
-    # (b, c) if buffer b overwrites the memory of buffer c, otherwise empty.
+    # (b, c) if buffer b overwrites the memory of buffer c, () otherwise
     over: tuple[int, ...] = ()
 
     @property
@@ -59,12 +60,12 @@ class LoopText(NamedTuple):
 
     @property
     def signature(self) -> str:
-        """The signature of the kernel, as `kernel_of` takes it."""
+        """The signature of the kernel for `kernel_of`."""
         return f"linked({', '.join(kind for _, kind in self.arguments)})"
 
 
 class LoopWriter:
-    """Generates the text of the loop at step `at`."""
+    """Generates the text of the loop at step `at` of a schedule; a loop with folds is never divisible."""
 
     def __init__(self, schedule: Schedule, at: int, divisible: bool):
         loop: Loop = schedule.steps[at]
@@ -116,10 +117,8 @@ class LoopWriter:
         axes = max(len(found.shape), 1)
         return f"{'boolean' if found.dtype == bool else found.dtype.name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
 
-    # ---- the box without branches
-
     def _boxes(self) -> tuple[Box, Array | None]:
-        """Return the largest box in which no branches are needed, and the boxes around it."""
+        """Return the largest box that needs no branches, and the boxes around it as rows of an array (None for none)."""
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
         seen: set[tuple[int, IndexMap]] = set()
@@ -153,17 +152,15 @@ class LoopWriter:
         return self.schedule.since.get(n, -1) < self.at
 
     def place_of(self, n: int) -> Place:
-        """Return the place from which a node is read; a copy is preferred if the loop reads its buffer anyway."""
+        """Return the place from which a node is read: that of a copy if the loop reads the copy's buffer anyway."""
         since, copy = self.schedule.copies.get(n, (math.inf, None))
         if copy is not None and self.at >= since and any(self.schedule.places[x].buffer == copy.buffer for x in self._read):
             return copy
         return self.schedule.places[n]
 
-    # ---- nested loops
-
     def _nest(self, box: Box | None, ranges: Sequence[str], lanes: bool) -> list[str]:
         """Return nested loops over a box, or over the boxes at the edges if `box` is None."""
-        inner, last = LoopBody(self, box).text(), len(ranges) - 1
+        inner, last = _LoopBody(self, box).text(), len(ranges) - 1
         made: list[str] = []
         if not ranges:
             return inner + self._folded("0")
@@ -182,7 +179,7 @@ class LoopWriter:
         return made + indented([f"for i{last} in {ranges[-1]}:", *indented([*inner, *self._folded("0")])], last)
 
     def _folded(self, lane: str) -> list[str]:
-        """Return the lines that fold the values f0, f1 and so on."""
+        """Return the lines that combine the values f0, f1, ... with the partial results at index `lane`."""
         made = []
         for k, fold in enumerate(self.folds):
             target = f"w[{LANES * k} + {lane}]" if self.lanes else self.entry(fold.place.buffer, fold.place.map)
@@ -214,7 +211,7 @@ class LoopWriter:
         return made
 
     def entry(self, buffer: int, map: IndexMap, clamped: bool = False) -> str:
-        """Return the expression of an entry of a buffer."""
+        """Return the expression of an entry of a buffer; `clamped`: whether its indices are moved into the bounds."""
         name = self.buffers.setdefault(buffer, f"a{len(self.buffers)}")
         if not map:
             return f"{name}[0]"
@@ -222,7 +219,7 @@ class LoopWriter:
         return f"{name}[{', '.join(self._index(axis, n, clamped) for axis, n in zip(map, shape))}]"
 
     def _index(self, axis: Axis, length: int, clamped: bool) -> str:
-        text = index_text(axis)
+        text = _index_text(axis)
         if clamped and axis.source is not None:
             ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
             if min(ends) < 0:
@@ -234,8 +231,8 @@ class LoopWriter:
         return text
 
 
-def index_text(axis: Axis) -> str:
-    """Return the expression of an index."""
+def _index_text(axis: Axis) -> str:
+    """Return the expression of an index along one axis."""
     if axis.source is None:
         return str(axis.offset)
     text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
@@ -245,10 +242,9 @@ def index_text(axis: Axis) -> str:
 
 
 def _note(points: list[set[int]], axis: Axis, at: int) -> None:
-    """Add the loop index at which an array index reaches `at`."""
+    """Add the loop index at which the array index given by `axis` reaches `at`, or for a negative stride falls below it."""
     if axis.source is None or not axis.stride:
         return
-    # The first i with stride i + offset >= at, or < at for a negative stride.
     distance = at - axis.offset
     first = -(-distance // axis.stride) if axis.stride > 0 else -distance // -axis.stride + 1
     found = points[axis.source]
@@ -257,7 +253,7 @@ def _note(points: list[set[int]], axis: Axis, at: int) -> None:
 
 
 def cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
-    """Append the intersection of a box with another one to `inside`, and the rest of it as boxes to `outside`."""
+    """Divide a box: append its intersection with `inner` to `inside`, and boxes that make up the rest to `outside`."""
     left = list(box)
     for k, ((low, high), (first, last)) in enumerate(zip(box, inner)):
         first, last = min(max(first, low), high), max(min(last, high), low)
@@ -272,12 +268,12 @@ def cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
 
 
 def as_rows(boxes: Sequence[Box], width: int) -> Array:
-    """Return boxes as an array of shape (n, 2 d), as kernels require."""
+    """Return boxes as an array of shape (n, width), where width is twice the number of axes."""
     return np.array([[place for pair in box for place in pair] for box in boxes], np.int64).reshape(len(boxes), width)
 
 
-class LoopBody:
-    """A scalar program that computes the stores and folds of a loop at one index."""
+class _LoopBody:
+    """A scalar program that computes the stores and folds of a loop at one index; `box` as for `LoopWriter._nest`."""
 
     def __init__(self, writer: LoopWriter, box: Box | None):
         self.writer, self.nodes, self.box = writer, writer.nodes, box
@@ -286,7 +282,7 @@ class LoopBody:
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
 
     def text(self) -> list[str]:
-        """Return the lines that load, compute and store; the values to be folded are assigned to f0, f1 and so on."""
+        """Return the lines that load, compute and store; they assign the values to be folded to f0, f1, ..."""
         loop, writer = self.writer.loop, self.writer
         outputs, targets, folds = [], [], 0
         for item in loop.items:
@@ -318,7 +314,7 @@ class LoopBody:
         return text if dtype in (BOOLEAN, self.writer.real) else f"np.{self.writer.real.name}({text})"
 
     def value(self, n: int, map: IndexMap) -> Symbol:
-        """Return the symbol for the entry of node n at the index that `map` computes from the loop's indices."""
+        """Return the symbol for an entry of node n; `map` computes its index from the loop's indices."""
         key = n, map
         if key not in self._known:
             self._known[key] = self._load(n, map) if self.writer.is_load(n) else self._computed(n, map)
@@ -377,9 +373,9 @@ class LoopBody:
         return choose(reduce(and_, conditions), inner, self.value(base, map)) if conditions else inner
 
     def _known_index(self, axis: Axis) -> int | None:
-        """Return an index as a number, by which a branch is chosen when the text is generated; None if it isn't known.
+        """Return an index as a number, which selects a branch when the text is generated; None if it isn't known.
 
-        In a box without branches, the index at the first corner represents all others.
+        In the box without branches, all indices select the same branch, and the first one stands for the others.
         """
         if axis.source is None:
             return axis.offset

@@ -1,7 +1,7 @@
-"""Materialization: the choice of the arrays that are stored in memory; loops compute the others wherever they read them.
+"""Materialization: the choice of the arrays that are kept in memory. Loops compute the entries of others at each read.
 
-Operands of communications and calls, and the program's results, must be in memory. Another array is stored only if this is
-cheaper than computing its entries again at each read, or if many operands would otherwise have to stay in memory.
+Operands of communications and calls, and the program's results, must be in memory. Another array is kept if this is cheaper
+than computing its entries again at each read, or if otherwise many of its operands would have to stay in memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mpiad.programs.array_program import IN_MEMORY, SHORT, ArrayProgram, Node
 from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long, within
 from mpiad.programs.schedule import working_in_place
 
-# Nodes that Python runs, which read and write whole arrays.
+# Kinds of nodes that Python runs ("cuts"), which read and write whole arrays.
 _CUTS = frozenset({"communicate", "call"})
 
-# Costs of operations, in additions, and the cost of storing an entry and reading it.
+# Costs of operations, in units of an addition; `_KEEPING` is the cost of storing an entry and reading it again.
 _COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8
 _SIMPLE = frozenset(
@@ -28,41 +28,34 @@ _SIMPLE = frozenset(
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     at_least at_most""".split()
 )
-# Limits: depth of expressions, number of arrays that they read, number of eras (see `_era`), number of iterations.
+# Maximum depth of an expression, numbers of arrays and of eras (see `_era`) that it reads; number of iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 
 
 class _Use(NamedTuple):
-    """A read of a node: the cut before which it happens, its index space, and its index map."""
-
-    cut: float
-    shape: Shape
-    map: IndexMap
+    # A read of a node in a loop.
+    cut: float  # index of the cut before which the loop runs
+    shape: Shape  # index space of the loop
+    map: IndexMap  # from the loop's indices to those of the node
 
 
 class Materialization:
-    """Decides which arrays are stored in memory ("kept").
-
-    - `needed`: the nodes on which outputs and communications depend.
-    - `cuts`: the nodes that Python runs.
-    - `users`: the nodes that read each node.
-    - `anchored`: nodes that are stored only at the place where a cut or an output requires them.
-    """
+    """Decides which arrays are kept in memory."""
 
     def __init__(self, program: ArrayProgram):
         self.program, self.nodes = program, program.nodes
         self.needed = program.needed()
         self.cuts = [n for n in self.needed if self.nodes[n].kind in _CUTS]
-        self.users: dict[int, list[int]] = {}
+        self.users: dict[int, list[int]] = {}  # for each node, the needed nodes that read it
         for n in self.needed:
             for x in self.nodes[n].inputs:
                 self.users.setdefault(x, []).append(n)
-        self.anchored: set[int] = set()
+        self.anchored: set[int] = set()  # operands of cuts, and outputs, which are stored when these require them
 
     def kept(self) -> set[int]:
-        """Return the nodes that are kept in memory."""
+        """Return the nodes that are kept in memory, except those whose kind is always in memory."""
         forced = kept = self._forced()
-        # A fixed-point iteration, since the costs depend on the set of kept nodes, and this set on the costs.
+        # A fixed-point iteration: the costs depend on the kept nodes, and the decision which nodes to keep on the costs.
         for _ in range(_ROUNDS):
             costs, leaves, long = self._costs(kept)
             kept = self._decided_by(forced | long, costs, leaves)
@@ -74,7 +67,7 @@ class Materialization:
         kept: set[int] = set()
         before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.program.ends))]
         for place, n in enumerate(self.program.outputs):
-            # Outputs are read half a cut later, after the preceding communication.
+            # Outputs are read between the last cut of their part and the next cut.
             part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
             uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
@@ -98,21 +91,20 @@ class Materialization:
         return kept
 
     def _era(self, n: int) -> int:
-        """Return the index of the first cut after a node."""
+        """Return the index of the first cut after a node: the era in which it is computed."""
         return bisect(self.cuts, n)
 
     def _costs(self, forced: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
-        """Return the costs of entries that aren't kept, the numbers of arrays that they read, and nodes that must be kept.
+        """Return the cost of an entry of each node, the number of arrays that it reads, and further nodes to be kept.
 
-        The latter are deep expressions, or read arrays of many eras (such as a sum over all time steps), which would all
-        have to stay in memory.
+        The further nodes are deep expressions, and nodes that read arrays of many eras, such as a sum over all time steps.
+        Otherwise all these arrays would have to stay in memory.
         """
         costs: dict[int, int] = {}
         sets: dict[int, frozenset[int]] = {}
         deep: dict[int, int] = {}
         eras: dict[int, frozenset[int]] = {}
         long: set[int] = set()
-        # The arrays that a node reads; a kept node only itself.
         for n in self.needed:
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
@@ -126,8 +118,7 @@ class Materialization:
             sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
             eras[n] = frozenset(map(self._era, stored)).union(*(eras[x] for x in computed))
-            # Running sums of results or of cotangents are kept. Otherwise each of k steps would compute the sum from the
-            # beginning, with 1, 2, ..., k terms.
+            # Running sums of results or cotangents are kept. Otherwise each step would compute the whole sum again.
             runs_on = self.program.contracts or node.part > 0
             crowded = runs_on and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
@@ -170,7 +161,7 @@ class Materialization:
         return {n for n in forced if self.nodes[n].kind not in (*IN_MEMORY, "number")}
 
     def _force(self, n: int, forced: set[int]) -> None:
-        """Mark a node as kept; for a join, its parts."""
+        """Add a node to `forced`: for a join its parts, and for a view of all entries its source."""
         node = self.nodes[n]
         if node.kind == "join":
             for x in node.inputs:
@@ -181,12 +172,12 @@ class Materialization:
             forced.add(n)
 
     def is_shared(self, n: int) -> bool:
-        """Return whether a node is read more than once, or returned."""
+        """Return whether several nodes read a node, or it is an output."""
         return len(self.users[n]) > 1 or n in self.program.outputs
 
 
 def _times(shape: Shape, uses: Collection[_Use]) -> int:
-    """Return the number of times that an entry is computed if the array isn't kept."""
+    """Return the number of times that loops compute an entry of an array that isn't kept."""
     short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
     whole, apart = 0, Counter[tuple[int, ...]]()
     for use in uses:
@@ -195,7 +186,7 @@ def _times(shape: Shape, uses: Collection[_Use]) -> int:
             whole += 1
             continue
         along = {axis.source for axis in use.map}
-        # It is computed for each index along axes of the loop that the array doesn't have.
+        # An entry is computed for each index along axes of the loop that the array doesn't have.
         apart[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
     return min(len(uses), whole + max(apart.values(), default=0))
 

@@ -1,10 +1,10 @@
 """Allocation of memory for a program's temporary buffers. Buffers that aren't used at the same time share memory.
 
-A loop may overwrite an array that isn't used afterwards, if it reads each entry at the index that it writes.
+If a loop is the last one to use an array and reads each entry only at the index that it writes, it may overwrite the array.
 
-A replay that waits for its reverse pass keeps only the arrays that this pass reads. All other memory is scratch memory,
-which is shared with other replays, of any program. For example, a time loop of a hundred steps needs a hundred replays for
-its gradient, but scratch memory for one.
+A replay (an executable instance of a program) that waits for its reverse pass needs the arrays that this pass reads. Its
+other large arrays are in scratch memory, which all replays of all programs share. For example, the gradient of a time loop
+with a hundred steps needs a hundred replays, but scratch memory for one.
 """
 
 from __future__ import annotations
@@ -21,25 +21,20 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.loops import LoopText
 from mpiad.programs.schedule import Loop, Run, Schedule, Store, root_of
 
-SMALL = 4096
-"""Bytes up to which copying an array is faster than looking up its address."""
-
-
-# Minimum number of bytes of scratch buffers in programs without a later part. And the maximum ratio of the size of reused
-# memory to the required size, since a program keeps the memory that it uses alive.
-_SHARED, _LARGER = 1 << 20, 4
-# Bytes in a cache line, and in the longest rows that aren't padded.
-_LINE, _SHORT = 64, 1024
+SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
+_SHARED = 1 << 20  # in programs without a reverse pass, bytes above which a buffer is in scratch memory
+_LARGER = 4  # maximum ratio of the size of scratch memory to the required size
+_LINE, _SHORT = 64, 1024  # bytes in a cache line, and in the longest rows that aren't padded
 
 
 class Layout(NamedTuple):
-    """The layout of an array in memory that begins at a cache line."""
+    """The layout of an array in memory; the memory begins at a cache line."""
 
     pitch: int  # entries from one row to the next
     shift: int  # bytes before the array
 
     def of(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
-        """Return the array in this memory."""
+        """Return an array with this layout in the given memory."""
         rows = math.prod(shape[:-1])
         whole = memory[self.shift :][: rows * self.pitch * dtype.itemsize].view(dtype)
         return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
@@ -48,16 +43,17 @@ class Layout(NamedTuple):
 class Allocation(NamedTuple):
     """The memory of a temporary buffer."""
 
-    memory: int  # number of the memory; buffers with the same number share it
+    memory: int  # number of a piece of memory; buffers with the same number share it
     nbytes: int
-    is_scratch: bool  # whether it is in scratch memory
+    is_scratch: bool
     layout: Layout
 
 
 class Scratch:
-    """The scratch memory of a program, used by one run at a time."""
+    """Scratch memory for the runs of a program."""
 
-    # The free scratch memory of all programs. Memory is released with the last replay that has used it.
+    # The free scratch memory of all programs. The references are weak, and replays keep the memory that they have used
+    # alive.
     _free: ClassVar[list[ReferenceType[Array]]] = []
 
     def __init__(self, allocations: dict[int, Allocation]):
@@ -69,7 +65,7 @@ class Scratch:
                 self._size += allocation.nbytes + -allocation.nbytes % _LINE
 
     def take(self) -> Array:
-        """Return the last used free memory of suitable size, which is most likely in a cache, or allocate some."""
+        """Return the free memory of suitable size that was used last and is likely in a cache, or allocate some."""
         others = []
         try:
             while True:
@@ -89,7 +85,7 @@ class Scratch:
         self._free.append(ref(memory))
 
     def part(self, memory: Array, allocation: Allocation) -> Array:
-        """Return the part of scratch memory for an allocation."""
+        """Return the piece of scratch memory for an allocation."""
         return memory[self._places[allocation.memory] :][: allocation.nbytes]
 
 
@@ -112,14 +108,14 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         found, layout = schedule.buffers[buffer], layouts[buffer]
         nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
-        # Buffers that a later part reads from an earlier one are never reused, since the later part may run again. Small
-        # buffers aren't scratch.
+        # If a later part of the program reads a buffer of an earlier part, its memory isn't reused, since the later part
+        # may run several times. Small buffers aren't in scratch memory.
         is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
         if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
         free = [k for k, memory in enumerate(memories) if ends[k] < start and memory[1] == is_scratch]
         fitting = [k for k in free if nbytes <= memories[k][0] <= 2 * nbytes]
-        # The last used memory is most likely in a cache.
+        # The memory that was used last is likely in a cache.
         memory = max(fitting, key=lambda k: (memories[k][0] == nbytes, ends[k]), default=len(memories))
         if memory == len(memories):
             memories.append((nbytes, is_scratch))
@@ -136,9 +132,9 @@ def aligned(nbytes: int) -> Array:
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
-    """Return layouts in which the rows that loops write begin at cache lines."""
+    """Return layouts in which the rows that loops write begin at cache lines; `first`: as in `allocate`."""
     buffers, shifts = schedule.buffers, {}
-    # Arguments of calls that don't work in place, and buffers with aliases of another shape, must be contiguous.
+    # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
     dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}
     for step in schedule.steps:
         if isinstance(step, Run):
@@ -154,14 +150,14 @@ def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) ->
         pitch = shape[-1] if shape else 1
         if len(shape) > 1 and b not in dense and pitch * itemsize > _SHORT:
             pitch += -pitch % (_LINE // itemsize)
-            # Rows at the same offset in their pages would evict one another from the cache.
+            # If rows were a multiple of a page apart, they would evict each other from the cache.
             pitch += _LINE // itemsize * (pitch * itemsize % SMALL == 0)
         made[b] = Layout(pitch, shifts.get(b, 0))
     return made
 
 
 def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, list[int]]:
-    """Return the steps that use each buffer."""
+    """Return for each buffer the steps that use it, in order."""
     spans: dict[int, list[int]] = {}
     for at, (step, text) in enumerate(zip(schedule.steps, texts)):
         for buffer in step.inputs if isinstance(step, Run) else text.buffers:  # type: ignore[union-attr]
@@ -170,7 +166,7 @@ def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
 
 
 def with_overwriting(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[LoopText | None]:
-    """Return the texts of loops, changed to overwrite input buffers that aren't used afterwards, if possible.
+    """Return the texts of loops; loops that can overwrite a buffer that isn't used afterwards are changed to do so.
 
     For example, the new field of a time step overwrites the field before the last, so the loop accesses one array less.
     """
@@ -188,7 +184,7 @@ def with_overwriting(schedule: Schedule, texts: Sequence[LoopText | None]) -> li
             if not isinstance(item, Store) or several or b not in own or spans[b][0] != at:
                 continue
             for c in own & set(text.buffers) - text.written:
-                # A later part may run again, and needs the buffers that it reads from an earlier one.
+                # A later part of the program may run again, and then needs the buffers of an earlier part once more.
                 same_part = schedule.part(spans[c][0]) == schedule.part(at)
                 alike = schedule.buffers[b] == schedule.buffers[c]
                 if alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:

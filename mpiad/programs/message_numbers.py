@@ -1,9 +1,8 @@
 """Message numbers in replays.
 
-Point-to-point messages are numbered on both sides, and the number identifies the adjoint message (see
-`transport.messages.Envelope`). Each run of a program needs new numbers. So in each run the envelopes of the trace are
-replaced by new ones; for prepared communications, they are copied once, and the copies are renumbered in each run. A
-message and its adjoint have the same number.
+Sender and receiver number their point-to-point messages, and a message and its adjoint have the same number (see
+`transport.messages.Envelope`). Each run of a program needs new numbers, so it replaces the envelopes of the trace by new
+ones. The envelopes of prepared communications are copied once, and each run gives new numbers to the copies.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ from mpiad.programs.schedule import Loop, Schedule
 from mpiad.transport import Channel, Envelope
 from mpiad.transport.channels import Counts, Used, live_channels
 
-_NOTHING = np.empty(0)
-
 
 class MessageNumbers:
-    """The envelopes of one replay, which replace those of the trace."""
+    """The envelopes of a replay, which replace the envelopes of the trace."""
 
     def __init__(self) -> None:
         self._made: dict[Envelope, Envelope] = {}
         self._numbers: dict[tuple[int, int], int] = {}
 
     def begin(self) -> None:
-        """Begin a run."""
+        """Begin a run, whose messages have new numbers."""
         self._made.clear()
         self._numbers.clear()
 
@@ -51,16 +48,16 @@ class MessageNumbers:
         made = self._made[first]
         if envelope is first:
             return made
-        # The sender of a message received from any rank may differ from that in the trace.
+        # A message from any rank may have another sender than in the trace.
         return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, made)
 
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
-        """Return an operation's parameters with copies of the envelopes, and the new copies, to renumber in each run."""
+        """Return parameters with copies of the envelopes, and the copies that need a new number in each run."""
         known = set(self._made)
         params, given = self.addressed(params), envelopes_of(params)
         renewed = [made for made, envelope in zip(envelopes_of(params), given) if envelope not in known]
         for envelope in renewed:
-            envelope.give_back()  # it is counted in each run
+            envelope.give_back()  # its message is counted when a run renews it
         return params, renewed
 
 
@@ -76,14 +73,14 @@ def is_numbered(params: Any) -> bool:
 
 
 def channels_of(params: Any) -> set[Used]:
-    """Return the channels among the parameters of an operation, each with whether it has point-to-point messages."""
+    """Return the channels of an operation's parameters, each with True if it is used for point-to-point messages."""
     parts = params if isinstance(params, tuple) else (params,)
     messages = {(part.channel, True) for part in envelopes_of(params)}
     return {(part, False) for part in parts if isinstance(part, Channel)} | messages
 
 
 class Answer(NamedTuple):
-    """A message received from any rank or with any tag, with its actual sender and tag."""
+    """A message that was received from any rank or with any tag: its contents, sender and tag."""
 
     value: Any
     peer: int
@@ -91,41 +88,41 @@ class Answer(NamedTuple):
 
 
 class Uncounted(NamedTuple):
-    """A logged result with the message counts after it, which a playback restores, since it doesn't count its messages."""
+    """A logged result, and the message counts after the operation, which a playback of the result restores."""
 
     made: Any
     counts: list[tuple[Channel, Counts]]
 
 
 def message_counts() -> list[tuple[Channel, Counts]]:
-    """Return the numbers of messages of all channels."""
+    """Return all channels with their numbers of messages."""
     return [(channel, channel.counts()) for channel in live_channels()]
 
 
 def logged(made: Any, params: Any = None) -> Any:
-    """Return the log entry of a step, for playback; `params`: its parameters if it is a communication."""
+    """Return the log entry of an operation's result, for playback; `params`: the parameters of a communication."""
     kept = made.copy() if isinstance(made, np.ndarray) else made
     envelopes = envelopes_of(params)
     for envelope in envelopes:
         if min(envelope.asked) < 0:
             return Answer(kept, envelope.peer, envelope.tag)
-    # A playback creates the envelopes of operations again, which counts their messages. It doesn't create those inside
-    # operators and solves, so the counts after these are logged.
+    # A playback counts messages when it creates the envelopes of communications again. It doesn't create the envelopes
+    # inside operators and solves, so the counts after them are logged.
     return kept if envelopes or channels_of(params) else Uncounted(kept, message_counts())
 
 
 def prepared_steps(
     schedule: Schedule, made: Callable[[int], Sequence[int]], is_large: Callable[[int], bool], in_kernels: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Return the steps that can be prepared, and those whose messages have numbers.
+    """Return the communications that can be prepared, and the communications whose messages have numbers, by step.
 
     A communication from one buffer into another can be prepared if both are small and at fixed addresses. `made(at)`: the
-    buffers that a step writes. `is_large(b)`: whether the address of a buffer may differ between runs. `in_kernels`: the
-    buffers that kernels read or write.
+    buffers of the results of a step. `is_large(b)`: whether the address of a buffer may differ between runs. `in_kernels`:
+    the buffers that kernels read or write.
     """
     found: set[int] = set()
     numbered: set[int] = set()
-    staying: set[int] = set()  # result buffers at fixed addresses
+    fixed: set[int] = set()  # result buffers at fixed addresses
     for at, step in enumerate(schedule.steps):
         if isinstance(step, Loop) or step.in_place:
             continue
@@ -139,10 +136,10 @@ def prepared_steps(
             continue
         x = step.inputs[0]
         kind = schedule.buffers[x].kind
-        if is_large(x) or kind == "alias" or kind == "result" and x not in staying and x not in in_kernels:
+        if is_large(x) or kind == "alias" or kind == "result" and x not in fixed and x not in in_kernels:
             continue
-        if call.fun.prepared(call.args[1], _NOTHING, _NOTHING) is not None:
+        if call.fun.prepared(call.args[1], np.empty(0), np.empty(0)) is not None:
             found.add(at)
-            staying.add(results[0])
-    # Numbered communications are prepared only if all of them can be.
+            fixed.add(results[0])
+    # Either all communications with message numbers are prepared, or none of them.
     return (found if numbered <= found else found - numbered), numbered

@@ -1,9 +1,8 @@
 """Opaque calls: functions of this library that compiled programs call untraced, such as solves and checkpointed loops.
 
-In a trace, such a call is one step, which runs on plain arrays with all its communications. In a derivative it is one node
-of the tape: the step runs the function on a separate tape and returns its record together with the results; a second step,
-in the reverse pass, runs backwards along this record. So each run of the program uses the derivative rules of the
-interpreted function.
+In a program, an opaque call is one step, which runs the function with all its communications. In a derivative it is two
+steps: the first runs the function on a separate tape, and returns this tape's record together with the results; the second,
+in the reverse pass, runs backwards along the record. So the derivative has the rules of the interpreted function.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _boxes = Box.types
 
 
 class _Outcome(NamedTuple):
-    """The structure of a call's result, and in a derivative its record."""
+    """The structure of an opaque call's result, and in reverse mode the record of its tape."""
 
     build: Callable[[list[Any]], Any]  # assembles the result from its arrays
     traced: Traced | None
-    communicates: bool = False  # whether the call has communicated on its tape
+    communicates: bool = False  # in reverse mode, whether the call has communicated
 
 
 class _Call:
-    """A function that takes the leaves of its arguments; `build` assembles the arguments."""
+    """A function of the leaves of its arguments; `build` assembles the arguments from the leaves."""
 
     def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]]):
         self._fun, self._build = fun, build
@@ -48,12 +47,12 @@ class _Call:
     def __call__(
         self, leaves: list[Any], places: list[int] | None = None, tangents: list[Any] | None = None
     ) -> tuple[Any, ...]:
-        """Return the results, their tangents in forward mode, and the outcome.
+        """Return the leaves of the result, in forward mode their tangents, and the outcome.
 
-        `places`: positions of the variables, possibly none on this rank; None outside of derivatives. `tangents`: tangents
-        of the variables in forward mode; None in reverse mode.
+        `places`: positions of the variables among the leaves; None outside of derivatives. `tangents`: of the variables, in
+        forward mode; None otherwise.
         """
-        # Copies, since the function may keep or return its arguments, but the program reuses their memory.
+        # The function may keep or return its arguments. They are copied, since the program reuses their memory.
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
         if places is None:
             values, build = flatten(self._called(self._build(leaves)))
@@ -74,14 +73,14 @@ class _Call:
 
 
 class _Adjoint:
-    """The reverse pass of a call."""
+    """The reverse pass of an opaque call."""
 
     def __init__(self, call: _Call, specs: list[Spec]):
         self._specs = specs
         self.__name__ = f"adjoint of {call.__name__}"
 
     def __call__(self, outcome: _Outcome, gs: list[Any]) -> tuple[Any, ...]:
-        """Return the cotangents of the variables."""
+        """Return the cotangents of the variables, and None: a step returns arrays followed by another object."""
         with suspended(body=False):
             return *backwards(outcome.traced, [True] * len(gs), gs, self._specs), None
 
@@ -91,10 +90,7 @@ def _as_array(x: Any) -> Any:
 
 
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an untraced function as one step, or in a derivative as two.
-
-    `recorder`: a recorder or a `Playback`. The function returns a pytree of arrays.
-    """
+    """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or a `_Playback`."""
     leaves, build = flatten((args, kwargs))
     call, tape = _Call(fun, build), tracing.tape
     places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]

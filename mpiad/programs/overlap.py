@@ -1,8 +1,8 @@
 """Overlap of communication and computation: loops run while messages are in flight, and large loops run in threads.
 
-An exchange of halos in a buffer changes only the buffer's edges. The loop after it is divided: its interior, which doesn't
-read the edges, is computed while the messages are in flight, and the rest afterwards. The order of the communications isn't
-changed.
+An exchange of halos changes only the edges of a buffer. So the loop after the exchange is divided: its interior, which
+doesn't read the edges, is computed while the messages are in flight, and the rest after they have arrived. The order of the
+communications stays the same.
 """
 
 from __future__ import annotations
@@ -24,24 +24,20 @@ from mpiad.transport.threads import loop_threads
 
 # Multithreaded loops, if a rank has more than one core.
 #
-# A large loop is divided along its first axis, and the threads run the same machine code, so the results don't depend on
-# the number of threads. Loops with sums aren't divided, since the order of summation is fixed.
+# A large loop is divided along its first axis. All threads run the same machine code, so the results don't depend on the
+# number of threads. Loops with reductions aren't divided, since the order of their operations is fixed.
 
-
-LARGE = 1 << 20
-"""Minimum number of entries of a multithreaded loop; in smaller ones, starting threads takes longer than the loop."""
+LARGE = 1 << 20  # minimum number of entries of a multithreaded loop; for fewer entries the threads take longer to start
 
 
 class _Team:
-    """A pool of threads that compute parts of loops."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._given: list[SimpleQueue[Any]] = []
         self._done: SimpleQueue[None] = SimpleQueue()
 
     def run(self, kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
-        """Run a kernel on blocks, the first in this thread."""
+        """Run a kernel on blocks of arguments: on the first in the calling thread, and on each other one in a thread."""
         while len(self._given) < len(blocks) - 1:
             self._given.append(SimpleQueue())
             threading.Thread(target=self._work, args=(self._given[-1],), daemon=True, name="mpiad loops").start()
@@ -53,7 +49,7 @@ class _Team:
             try:
                 self._done.get()
                 left -= 1
-            except KeyboardInterrupt as error:  # the arrays must stay alive until the other threads end
+            except KeyboardInterrupt as error:  # the arrays must stay alive as long as other threads compute
                 interrupt = error
         if interrupt is not None:
             raise interrupt
@@ -78,7 +74,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
-    """Run a linked kernel on several blocks, in threads unless another user thread is using the pool."""
+    """Run a kernel on several blocks of arguments: in threads, unless another thread of the user has occupied the pool."""
     team = _team
     if team.lock.acquire(blocking=False):
         try:
@@ -91,9 +87,9 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
 
 
 def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of a divisible loop for each thread, or for one thread if the loop has too few entries.
+    """Return the boxes of a divisible loop for each thread; all for one thread if the loop has too few entries.
 
-    `boxes`: the boxes without branches, shape (n, 2 d), and optionally those at the edges, which the last thread computes.
+    `boxes`: see `LoopText`. The last thread computes the boxes at the edges.
     """
     threads = loop_threads()
     if entries < LARGE or threads < 2:
@@ -108,23 +104,22 @@ def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...]
     return tuple(shares)
 
 
-# Minimum number of entries of a loop that is divided to overlap with messages.
-_SMALL = 1 << 13
+_SMALL = 1 << 13  # minimum number of entries of a loop that is divided to overlap with messages
 
 
 class Action(NamedTuple):
-    """An operation of a replay: a step, or a part of one."""
+    """An operation of a replay: a step of the schedule, or a part of a step."""
 
     kind: str  # "loop", "call", "begin" or "end"
     at: int  # number of the step
-    # For a loop: per thread, the boxes that its kernel computes in this action.
+    # For a loop: the boxes that each thread computes in this action.
     shares: tuple[tuple[Array, ...], ...] = ()
 
 
 def is_divided(schedule: Schedule, at: int) -> bool:
-    """Return whether a loop may be computed in parts: it follows an exchange, or is large.
+    """Return whether a loop may be computed in parts: if it follows an exchange, or is large.
 
-    This doesn't depend on the number of threads, so neither does the loop's text.
+    The answer doesn't depend on the number of threads, and therefore the text of the loop doesn't either.
     """
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
@@ -134,7 +129,7 @@ def is_divided(schedule: Schedule, at: int) -> bool:
 
 
 def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: bool) -> list[Action]:
-    """Return the actions of a program in order; `overlaps`: whether loops run while messages are in flight."""
+    """Return the actions of a program in order; `overlaps`: whether loops may run while messages are in flight."""
     actions: list[Action] = []
     late: list[Action] = []
     for at, text in enumerate(texts):
@@ -157,7 +152,10 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
 
 
 def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
-    """Return the block of the buffer that an exchange doesn't change; None if the step is no exchange or sends nothing."""
+    """Return the block of the buffer, a range along each of the last axes, that an exchange doesn't change.
+
+    Return None if the step isn't an exchange, or sends nothing.
+    """
     step = schedule.steps[at]
     if isinstance(step, Loop) or not step.in_place:
         return None
@@ -166,9 +164,9 @@ def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
 
 
 def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
-    """Return the boxes of the loop after an exchange that don't need its messages, and those that do.
+    """Return the boxes of a loop that don't need the messages of the exchange before it, and the boxes that do.
 
-    None if more than half of the entries need the messages.
+    `at`: the exchange. `text`: of the loop. Return None if more than half of the entries need the messages.
     """
     if text is None or not text.divisible or at + 1 in schedule.cuts:
         return None
@@ -190,7 +188,7 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
 def _inner(
     schedule: Schedule, at: int, text: LoopText, buffer: int, still: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """Return the box of a loop in which it reads only unchanged entries of a buffer; None if it is unknown."""
+    """Return the box in which a loop reads only the block `still` of a buffer; None if the box is unknown."""
     roots = {root_of(schedule.buffers, b) for b in text.written}
     # If the loop doesn't read the buffer, another buffer may already use the same memory.
     if buffer in roots or buffer not in {root_of(schedule.buffers, b) for b, _ in text.loads}:

@@ -1,8 +1,8 @@
-"""`Recorder`: the trace of a function, whose operations are run and recorded in order.
+"""`Recorder`: the trace of a function. The trace runs the operations of the function, and records them in order.
 
-The trace is a list of steps. A step is a call of a NumPy function or a communication; its arguments are constants and
-references to values by number (`Ref`). Arrays that aren't traced become constants, and are copied. Before a replay, the
-caller must check that the function's closure is unchanged (see `closure`).
+A trace is a list of steps. A step is a call of a NumPy function or a communication; it refers to traced arrays by number
+(`Ref`). Arrays that aren't traced become constants. A program of the trace is valid as long as the function's closure is
+unchanged (see `closure`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def _root(value: Any) -> Any:
     return value
 
 
-# Checks for calls of NumPy functions that can't be steps of a program.
-
-
+# NumPy functions that can't be steps of a program.
 _SHAPED_BY_VALUES = frozenset(
     getattr(np, name)
     for name in """argwhere bincount compress delete extract flatnonzero intersect1d nonzero setdiff1d trim_zeros union1d
@@ -50,8 +48,8 @@ _SHAPED_BY_VALUES = frozenset(
 _WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
 
 
-def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """Return why a call can't be recorded; "" if it can."""
+def _reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return the reason why a call can't be recorded, as a relative clause; "" if the call can be recorded."""
     further = *args[1:], *kwargs.values()
     repeats = fun is np.repeat and any(isinstance(x, Traced) for x in further)
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
@@ -77,50 +75,36 @@ def _place_of_out(fun: Callable) -> int | None:
 
 _COMPILED_PACKAGES = ("", "domain")
 _BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
-# Functions that look up a channel, and communicate only by recorded operations.
+# Functions that look up a channel, and communicate by recorded operations only.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_THEMSELVES | set(
     "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
 
 
 class Recorder:
-    """A trace in progress.
-
-    - `specs`: shapes and dtypes of all values.
-    - `constants`: arrays that aren't traced, as copies if they can change.
-    - `inputs`: the numbers of the arguments.
-    - `weak`: the numbers of values that are Python scalars.
-    - `open`: whether operations are still recorded.
-    - `reread`: whether arrays of the trace may be used as constants after its end.
-    - `refused`: the exception by which the trace has failed, or None.
-    - `failed`: the exception that a communication has raised, or None.
-    - `log`: the results of all communications, and of calls whose results are compared.
-    - `channels`: the channels of the communications.
-    - `asked`: the number of the integer on which the function branches, if the trace has failed for this reason.
-    - `part`: the part of the program to which steps are appended.
-    - `logged`: the number of parts whose communications are logged for playback.
-    """
+    """A trace in progress."""
 
     ended = False
 
     def __init__(self) -> None:
-        self.specs: list[tuple[Shape, np.dtype]] = []
-        self.constants: list[Array] = []
-        # Objects other than arrays that are passed between steps (pending requests, records of tapes), by identity.
+        self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
+        self.constants: list[Array] = []  # arrays that aren't traced, as copies if they can change
+        # Pending requests and records of tapes, which steps pass on to later steps, with their numbers, by identity.
         self._objects: dict[int, tuple[Any, int]] = {}
         self._constant_of: dict[int, tuple[Any, int]] = {}
         self._holders: dict[int, WeakSet[Any]] = {}
-        # Arguments by identity; the references keep identities unique.
-        self._inputs: dict[int, Array] = {}
-        self.inputs: list[int] = []
-        self.weak: set[int] = set()
+        self._inputs: dict[int, Array] = {}  # the arrays that own the memory of arguments, by identity
+        self.inputs: list[int] = []  # the numbers of the arguments
+        self.weak: set[int] = set()  # the numbers of values that are Python scalars
         self.steps: list[Step] = []
-        self.open, self.reread, self.part = True, False, 0
-        self.logged = 0
-        self.refused: Abandoned | None = None
-        self.failed: BaseException | None = None
-        self.log: list[Any] = []
-        self.asked: int | None = None
+        self.open = True  # whether operations are still recorded
+        self.reread = False  # whether arrays of the trace may be used as constants after its end
+        self.part = 0  # the part of the program to which steps are appended
+        self.logged = 0  # the number of parts of the program whose communications a replay logs
+        self.refused: Abandoned | None = None  # the exception that ended the trace in failure
+        self.failed: BaseException | None = None  # the exception that a communication has raised
+        self.log: list[Any] = []  # the results of communications and other untraced functions, for playback
+        self.asked: int | None = None  # number of the integer on which the function branches, if the trace failed thereby
         self.channels: set[Used] = set()
         self._inside = False
         self._any_sender = self._any_within = False
@@ -132,33 +116,31 @@ class Recorder:
         raise self.refused
 
     def ask(self, x: Any, reason: str) -> NoReturn:
-        """End the trace in failure, since the function needs a value; an integer can become a constant in another trace."""
+        """End the trace in failure, since the function needs the value of x; if x is an integer, `asked` is set."""
         if x.value.dtype.kind in "iu" and not x.value.ndim:
             self.asked = x.number
         self.refuse(reason)
 
     def close(self) -> None:
-        """End the trace; later computations with its arrays are errors."""
+        """End the trace; from now on, computations with its arrays are errors."""
         self.open = False
         self._constant_of.clear()
         self._holders.clear()
 
     def looked_up(self, call: str) -> None:
-        """Handle the lookup of a channel by a function; functions that aren't recorded as steps are refused."""
+        """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
         if call not in _NOTED:
             self.refuse(f"it calls {call}, which communicates by itself and isn't compiled yet")
 
     def entered_body(self) -> None:
-        """Handle the beginning of an operator's body, which isn't traced."""
+        """Handle the beginning of an operator's body, which can't be traced: end the trace."""
         self.refuse("it calls an operator whose body isn't compiled yet (a solve, a loop in time, or the like)")
 
-    # ---- values
-    #
-    # Arrays that aren't traced become constants, and are copied. A traced array that is written to gets the number of the
-    # result; other traced arrays with the same memory become stale.
+    # A traced array that is written to gets the number of the result. Other traced arrays with the same memory become
+    # stale: reading them ends the trace.
 
     def input(self, value: Any, weak: bool = False) -> Any:
-        """Return a traced array for an argument; `weak`: whether it is a Python scalar."""
+        """Return a traced array for an argument; `weak`: whether the argument is a Python scalar."""
         made = self._wrapped(value)
         if weak:
             self.weaken(made)
@@ -192,7 +174,7 @@ class Recorder:
         return made
 
     def _noted(self, x: Any) -> Any:
-        """Return the arguments with references to values and constants."""
+        """Return the arguments of a call with `Ref` and `Constant` instead of arrays."""
         if type(x) in (tuple, list, dict, slice):
             return mapped(x, self._noted)
         if isinstance(x, Traced):
@@ -228,13 +210,11 @@ class Recorder:
                 other.stale = target
         target.number = number
 
-    # ---- operations
-
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a NumPy function, and record it."""
         if not self.is_noting():
             return fun(*plain(tuple(args)), **plain(kwargs))
-        reason = reason_against(fun, args, kwargs)
+        reason = _reason_against(fun, args, kwargs)
         if reason:
             self.refuse(f"it calls {fun.__name__}, {reason}")
         noted = self._noted(tuple(args)), self._noted(kwargs)
@@ -251,7 +231,7 @@ class Recorder:
         if isinstance(params, Request):
             begun = self._objects.pop(id(params), None)
             if begun is None:
-                params.done = False  # the second run of the function will wait for it again
+                params.done = False  # the function will run again, and wait for the request again
                 self.refuse("it waits for a request that was started outside of the jitted function")
             noted = noted[0], Ref(begun[1])
         made = self._communicated(operation, plain(x), params)
@@ -271,7 +251,7 @@ class Recorder:
             self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Run and record a function on whose result control flow depends; replays compare their results with this one."""
+        """Run and record a function whose result determines how a call continues; replays compare their result with it."""
         noted = self._noted(args)
         made = self._run(fun, *plain(args))
         self._step("settle", fun, noted, (), {"expected": made})
@@ -293,7 +273,7 @@ class Recorder:
     call_as_it_is = opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
-        """Run the initialization of a communicator at its first use, which isn't recorded."""
+        """Run the initialization of a communicator at its first use, without recording it."""
         return self._untraced(fun, *args)
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -307,7 +287,7 @@ class Recorder:
         return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
 
     def _channels_of(self, args: tuple, call: str) -> set[Used]:
-        """Return the channels that an operator uses, from the arguments that have a communicator."""
+        """Return the channels that an operator uses: those of its arguments that have a communicator."""
         tracing.recorder = None
         try:
             return {(channel(x.comm, call, collective=False), False) for x in args if hasattr(x, "comm")}
@@ -315,19 +295,19 @@ class Recorder:
             tracing.recorder = self
 
     def communicated_by_itself(self) -> None:
-        """Refuse communication that isn't recorded."""
+        """End the trace in failure, since a function communicates by other means than recorded operations."""
         _, called = calls.user_frame(sys._getframe(1))
         name = calls.entry(called) or "a function of mpiad's"
         self.refuse(f"it calls {name}, whose ranks exchange shapes or settings first, and that isn't compiled yet")
 
     @property
     def communications(self) -> int:
-        """The number of recorded communications."""
+        """The number of communicating steps."""
         return sum(step.kind in ("communicate", "operate") for step in self.steps)
 
     @property
     def communicates(self) -> bool:
-        """Whether there are communications, including those in functions that aren't traced."""
+        """Whether the function has communicated, possibly in an untraced function."""
         return self._any_within or self.communications > 0
 
     def complex_line(self) -> str:
@@ -336,16 +316,14 @@ class Recorder:
         return next((step.site.text for step in ufuncs if any(self.specs[out][1].kind == "c" for out in step.outs)), "")
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
-        """Remember a channel with pending messages; `mark` marks it if the exception isn't due to the trace."""
+        """Remember a channel with pending messages for `mark`."""
         self._marks.append((channel, reason, messages))
         return True
 
     def mark(self) -> None:
-        """Mark the remembered channels as unusable."""
+        """Mark the remembered channels as unusable: an exception that isn't due to the trace has left messages pending."""
         for used, *fault in self._marks:
             used.mark(*fault)
-
-    # ---- running operations on the values
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return fun(*args, **kwargs)
@@ -365,7 +343,7 @@ class Recorder:
     def _run(self, fun: Callable, *args: Any, params: Any = None) -> Any:
         made = self._untraced(fun, *args)
         self.log.append(logged(made, params))
-        # Raised only after the communication has been completed and logged.
+        # The trace is left only after the communication has been completed and logged.
         if self.refused is not None:
             raise self.refused
         return made
@@ -376,7 +354,8 @@ class Recorder:
         try:
             return fun(*args)
         except BaseException as error:
-            # The exception may be due to a traced value in the closure; it counts only if the function can't run again.
+            # The exception may be due to a traced value in the closure of `fun`. In that case the trace fails, and the
+            # function runs again, unless there were communications since the start of `fun`.
             if self.refused is None or next(communications) > start + 1:
                 self.failed = error
             raise
@@ -384,7 +363,7 @@ class Recorder:
             tracing.recorder, self._inside = self, False
 
     def is_noting(self) -> bool:
-        """Return whether operations on traced arrays are recorded; inside of an untraced step they are refused."""
+        """Return whether operations on traced arrays are recorded; an operation in an untraced function ends the trace."""
         if self._inside:
             reason = "what it calls uses a traced value from around it: hand it on as an argument"
             self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
@@ -393,7 +372,7 @@ class Recorder:
 
     def require_open(self) -> None:
         """Raise a RuntimeError for arrays that are used after the end of their trace."""
-        # They would give wrong numbers, since later calls don't update them, and outer derivatives ignore them.
+        # These arrays would give wrong results: later calls don't update them, and outer derivatives ignore them.
         if not self.open and not self.reread:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
@@ -424,10 +403,8 @@ class Recorder:
         site = calls.site_of(sys._getframe(1))
         self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule()))
 
-    # ---- writing in place
-
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
-        """Call a function that writes into an array, and assign the number of the result to that array."""
+        """Call a function that writes into an array; the array gets the number of the result."""
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
@@ -442,12 +419,13 @@ class Recorder:
         return target
 
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
-        """Set entries of an array, and assign the number of the result to it."""
+        """Set entries of an array; the array gets the number of the result."""
         place, new = plain(key), plain(value)
         if not self.is_noting():
             target.value[place] = new
             return
-        # For total[key] += values, Python first changes the view in place, and then assigns it.
+        # For total[key] += values, Python first changes the view total[key] in place, and then assigns the view to
+        # total[key].
         mended = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
         if mended:
             target.stale = None
@@ -461,7 +439,7 @@ class Recorder:
 
 
 def _rule() -> tuple[str, str, Site] | None:
-    """Return the direction, name and site of the adjoint or tangent that is running, None if there is none."""
+    """Return "adjoint" or "tangent" if such a rule is running, with name and site of the forward call; None otherwise."""
     call = calls.current()
     if call is None or call.direction == "forward":
         return None
@@ -469,7 +447,7 @@ def _rule() -> tuple[str, str, Site] | None:
 
 
 def _package_of(operator: Any) -> str:
-    """Return the subpackage of this library that defines an operator; "" for user-defined operators."""
+    """Return the subpackage of this library that defines an operator; "" for an operator of the user."""
     module = getattr(operator.fun, "__module__", "").split(".")
     return module[1] if module[0] == "mpiad" and len(module) > 1 else ""
 
@@ -479,6 +457,6 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_part(whole: Array, key: Any, part: Any) -> bool:
-    """Return whether an array has the same memory as whole[key]."""
+    """Return whether an array is the same view as whole[key]."""
     both = whole[key], part
     return all(isinstance(x, np.ndarray) for x in both) and both[0].__array_interface__ == part.__array_interface__

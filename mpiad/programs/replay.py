@@ -1,8 +1,8 @@
-"""Execution of scheduled programs by replays: executable instances of a program, each with its own buffers.
+"""Replays: executable instances of a scheduled program, each with its own buffers.
 
-The kernels are compiled once per program; a replay allocates its buffers once. Its functions are generated Python code with
-one line per step, in which the operands are bound to names beforehand. Small arguments and results are copied into and out
-of buffers, which is faster than looking up their addresses; large ones are used in place.
+The kernels are compiled once per program, and a replay allocates its buffers once. The functions of a replay are generated
+Python code with one line per step; the operands are global variables of this code. Small arguments and results are copied
+into and out of buffers, which is faster than looking up their addresses. Large arrays are used without a copy.
 """
 
 from __future__ import annotations
@@ -37,17 +37,7 @@ _FAST = "contract arcp"
 
 
 class Replays:
-    """The replays of a program, and what they share. Several replays may be in use at a time.
-
-    - `texts`: the kernel text of each step, None for calls.
-    - `results`: the result buffers of each call.
-    - `uses`: the steps that use each buffer.
-    - `logged`: the number of parts of the program whose communications are logged.
-    - `read_later`: the inputs that are read after the first part.
-    - `last_check`: the last step whose result is compared with that of the trace, since the program can't continue if they
-      differ; -1 if there is none.
-    - `free`: unused replays, by whether their communications are prepared.
-    """
+    """The replays of a program, and the data that they share. Several replays may be in use at a time."""
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
@@ -55,26 +45,27 @@ class Replays:
             LoopWriter(schedule, at, is_divided(schedule, at)).text() if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
         ]
-        self.texts: list[LoopText | None] = with_overwriting(schedule, texts)
+        self.texts: list[LoopText | None] = with_overwriting(schedule, texts)  # of each step, None for calls
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.allocations = allocate(schedule, self.texts)
         self.scratch = Scratch(self.allocations)
-        self.results: dict[int, list[int]] = {}
+        self.results: dict[int, list[int]] = {}  # the result buffers of each call
         for b, found in enumerate(schedule.buffers):
             if found.kind == "result":
                 node = schedule.program.nodes[found.data]
                 self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
         self.uses = spans_of(schedule, self.texts)
         last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
-        self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}
+        self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}  # inputs for later parts
         self.logged = schedule.program.logged
-        self.last_check = max((at for at in range(len(schedule.steps)) if is_checked(schedule, at)), default=-1)
-        self.free: dict[bool, list[Replay]] = {False: [], True: []}
+        # The last step whose result is compared with the trace, -1 for none: the program can't continue if they differ.
+        self.last_check = max((at for at in range(len(schedule.steps)) if _is_checked(schedule, at)), default=-1)
+        self.free: dict[bool, list[Replay]] = {False: [], True: []}  # unused replays; the key is `Replay.prepared`
 
     def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
         try:
             return None if text is None else kernel_of(text.text, NAME, text.signature, _FAST)
-        except NotImplementedError as error:  # replaced, since its message refers to the kernel's text
+        except NotImplementedError as error:  # its message refers to the kernel's text, which the user doesn't know
             nodes = [self.schedule.program.nodes[item.node] for item in step.items]
             said = ", ".join(dict.fromkeys(map(described, nodes)))
             raise NotImplementedError(f"no kernel can compute {said}") from error
@@ -94,27 +85,26 @@ class Replays:
 
 
 class Replay:
-    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` one of the others."""
+    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` part k + 1.
+
+    `prepared`: whether communications are prepared, if possible, and overlapped with loops.
+    """
 
     def __init__(self, replays: Replays, prepared: bool):
         self.prepared = prepared
-        writer = ReplayWriter(replays, prepared)
+        writer = _ReplayWriter(replays, prepared)
         self.first, *self.later = writer.functions()
         self.log: list[Any] = writer.names["log"]
 
 
-# Detection of results whose shapes or dtypes differ from those that the program was compiled for.
-
-
 class Changed(TypeError):
-    """Report a call whose result differs in shape or dtype from the program's."""
+    """Raised by a replay if the result of a call differs in shape or dtype from the result in the trace."""
 
-    # Results of the communications of this run, the last of which is this call's; None if they aren't known.
+    # The results of the communications of this run, up to that of this call; None if they aren't known.
     log: list[Any] | None = None
 
 
-def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
-    """Raise the error that names the call whose result has changed."""
+def _raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
     name = getattr(node.data.fun, "__name__", repr(node.data.fun))
     line = "" if node.site is None else f"{node.site.text}: "
     error = Changed(
@@ -127,8 +117,8 @@ def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
     raise error
 
 
-def is_checked(schedule: Schedule, at: int) -> bool:
-    """Return whether the result of a communication must be compared with that of the trace."""
+def _is_checked(schedule: Schedule, at: int) -> bool:
+    """Return whether the result of a step must be compared with its result in the trace."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or step.in_place:
         return False
@@ -143,10 +133,10 @@ def is_checked(schedule: Schedule, at: int) -> bool:
     return not known and node.dtype != object
 
 
-def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
+def _condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
     """Return a Python expression that is true if a result differs from that of the trace.
 
-    `made`: the expression of the result. `bound`: returns a name for a value.
+    `made`: the expression of the result. `bound`: function that returns a name for a value.
     """
     if node.data.kind == "settle":
         return f"{made} != {bound(node.data.kwargs['expected'])}"
@@ -155,18 +145,14 @@ def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
     return f"{made}.shape != {node.shape} or {made}.dtype != {bound(node.dtype)}"
 
 
-# The blocks of memory from which kernels read their arguments (see `compiling.machine_code`).
-#
-# The kernels between two Python calls are linked: a call of the first runs all of them.
-
-
 _WORD = 8
 
 
-class KernelBlocks:
-    """The argument blocks: one for each loop and each thread that computes a part of it.
+class _KernelBlocks:
+    """The blocks of memory from which kernels read their arguments (see `compiling.machine_code`).
 
-    `words`: the memory of all blocks.
+    Each thread of a loop has a block; `words` is the memory of all blocks. The kernels between two Python calls are linked:
+    a call of the first one runs all of them.
     """
 
     def __init__(self, replays: Replays, actions: Sequence[Action]):
@@ -196,31 +182,28 @@ class KernelBlocks:
             self.words[start + 1] = self.address(k)
 
     def address(self, k: int, thread: int = 0) -> int:
-        """Return the address of the block of an action."""
         return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
 
     def is_called(self, k: int) -> bool:
-        """Return whether a loop is called from Python; otherwise the previous kernel continues with it."""
+        # Other kernels are run by the kernel before them.
         return k not in self._linked
 
     def bind(self, b: int, address: int) -> None:
-        """Store the address of a buffer in the blocks."""
         for place in self._places.get(b, ()):
             self.words[place] = address
 
     def assignment(self, b: int, address: str) -> str:
-        """Return the statement that stores the address of a buffer in the blocks; `words` is called t there."""
+        """Return the statement of a replay that stores the address of a buffer in the blocks; its name of `words` is t."""
         targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
         return f"{targets}{address}" if targets else ""
 
 
-def address_of(array: Array) -> int:
-    """Return the address of an array's first entry."""
+def _address_of(array: Array) -> int:
     return array.__array_interface__["data"][0]
 
 
-def as_kernel_argument(x: Any, dtype: np.dtype) -> Array:
-    """Return an array as a contiguous, aligned one of the given dtype, as kernels require."""
+def _as_argument(x: Any, dtype: np.dtype) -> Array:
+    """Return an array, or a copy that is contiguous, aligned and of the given dtype, as kernels require."""
     if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
         return x
     return np.require(x, dtype, ["C", "A"])
@@ -232,12 +215,8 @@ def as_kernel_argument(x: Any, dtype: np.dtype) -> Array:
 # generated function whose code object has the file, line and function name of the user's call in the trace.
 
 
-def call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
-    """Return a function that calls an operation or operator, in a frame with the user's line if it is known.
-
-    `_CALLS` has its parameters by `kind`: "begin" runs the first part of an iterator of parts, and "end" the remaining
-    ones.
-    """
+def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
+    """Return the function `_CALLS[kind]` with a frame of the user's line; `rule`: see `Call.rule`."""
     made: Any = _CALLS[kind]
     if rule is not None:
         return _in_rule(made, rule)
@@ -251,7 +230,10 @@ def call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = N
 
 
 def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
-    """Return a call that is recorded as part of an adjoint or tangent rule; its line is that of the gradient."""
+    """Return a function that makes a call in an adjoint or tangent rule, if calls are recorded.
+
+    Its line is that of the call that computes the derivative.
+    """
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
         if not calls.is_noting():
@@ -266,7 +248,8 @@ def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[
     return call
 
 
-# Each function is on one line, since a code object stores line numbers relative to its first line.
+# Each function is on one line, since a code object stores line numbers relative to its first line. In-place operators
+# return an iterator over their parts: "begin" runs the first part, and "end" the others.
 _CALLS: dict[str, Any] = {
     "communicate": lambda operation, x, params: operation.forward(x, params),
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
@@ -279,25 +262,21 @@ _CALLS: dict[str, Any] = {
 }
 
 
-class ReplayWriter:
-    """Generates the functions of a replay.
-
-    `prepared`: whether communications are prepared, if possible, and overlapped with loops. `names`: the globals of the
-    generated functions.
-    """
+class _ReplayWriter:
+    """Generates the functions of a replay; `names`: the global variables of these functions."""
 
     def __init__(self, replays: Replays, prepared: bool):
         self.replays, self.schedule = replays, replays.schedule
         self.nodes: list[Node] = self.schedule.program.nodes
         self._prepares = prepared
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
-        self._blocks = KernelBlocks(replays, self._actions)
+        self._blocks = _KernelBlocks(replays, self._actions)
         self._numbers, self._prepared_numbers = MessageNumbers(), MessageNumbers()
         self.names: dict[str, Any] = {
-            "empty": np.empty, "address": address_of, "as_array": as_kernel_argument, "own": _own, "together": run_together,
+            "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             # The results of communications are logged as long as the run may differ from the trace.
-            "log": [], "logged": logged, "changed": raise_changed,
+            "log": [], "logged": logged, "changed": _raise_changed,
             "blocks": self._blocks,  # a reference that keeps the memory alive
         }  # fmt: skip
         self._memories: dict[int, Array] = {}
@@ -311,10 +290,10 @@ class ReplayWriter:
         self._renumbers = bool(numbered - self._preparable)
 
     def functions(self) -> list[Callable]:
-        """Return the functions of the program's parts."""
+        """Return a function for each part of the program."""
         schedule, steps = self.schedule, self.schedule.steps
         uses = self.replays.uses
-        # Arrays that calls return in one part, and that a later part uses.
+        # Arrays that calls return in one part of the program, and that a later part uses, are global variables.
         made = {b: schedule.part(at) for at in range(len(steps)) for b in self._made(at)}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
@@ -351,10 +330,8 @@ class ReplayWriter:
         step = self.schedule.steps[at]
         return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
 
-    # ---- buffers
-
     def _begin(self, touched: set[int]) -> None:
-        """Append lines that read the inputs and create the outputs; bind the other buffers."""
+        """Append lines that read the inputs and allocate the outputs, and bind the other buffers that are `touched`."""
         buffers = self.schedule.buffers
         for b in sorted({root_of(buffers, b) for b in touched}):
             found = buffers[b]
@@ -372,6 +349,7 @@ class ReplayWriter:
         return math.prod(found.shape) * found.dtype.itemsize > SMALL
 
     def _bind(self, b: int) -> None:
+        """Allocate a buffer, unless it is in scratch memory, and store its address in the kernels' arguments."""
         if b in self._arrays:
             return
         found = self.schedule.buffers[b]
@@ -388,14 +366,14 @@ class ReplayWriter:
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
-        self._blocks.bind(b, address_of(array))
+        self._blocks.bind(b, _address_of(array))
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
         return self.replays.allocations[b].layout.of(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
-        """Return a function that provides scratch memory for a run, and binds buffers if it isn't that of the last run."""
+        """Return a function that provides scratch memory for a run; if it has changed, the function binds buffers to it."""
         buffers = [b for b, allocation in self.replays.allocations.items() if allocation.is_scratch]
         in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
         exchanged = [at for at, step in in_place if self._prepares and step.inputs[0] in buffers]
@@ -408,7 +386,7 @@ class ReplayWriter:
                 for b in buffers:
                     part = scratch.part(memory, self.replays.allocations[b])
                     self.names[f"b{b}"] = array = self._in_memory(b, part)
-                    self._blocks.bind(b, address_of(array))
+                    self._blocks.bind(b, _address_of(array))
                 for at in exchanged:
                     self._prepare(at)
                 bound["memory"] = memory
@@ -417,7 +395,7 @@ class ReplayWriter:
         return taken
 
     def _read_argument(self, b: int, name: str) -> None:
-        """Append lines that make an input or a call's result available to kernels."""
+        """Append lines that provide kernels with an input or the result of a call."""
         if self._is_large(b):
             self.names[f"d{b}"] = self.schedule.buffers[b].dtype
             self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, f"address(m{b})")]
@@ -442,8 +420,6 @@ class ReplayWriter:
             return f"{name}[()]"
         return name if self._is_large(b) else f"{name}.copy()"
 
-    # ---- steps
-
     def _append_action(self, k: int, action: Action) -> None:
         at, step = action.at, self.schedule.steps[action.at]
         if action.kind == "loop":
@@ -454,7 +430,7 @@ class ReplayWriter:
             elif self._blocks.is_called(k):
                 self._lines.append(f"k{at}({blocks[0]})")
         elif action.kind == "end":
-            self.names[f"h{at}"] = call_at(self.nodes[step.node].site, "end")
+            self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
@@ -469,16 +445,16 @@ class ReplayWriter:
             self._lines.append(f"log.append(logged({self._array(step.inputs[0])}[..., {cut}]))")
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
-        """Append lines that run an operator in its buffer, or only begin it."""
+        """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
         call: Call = node.data
         if self._prepares:
-            if buffer in self.names:  # otherwise it is in scratch memory, and prepared when that is known
+            if buffer in self.names:  # otherwise it is in scratch memory, and `_scratch` prepares the operator
                 self._prepare(at)
-            self.names[f"f{at}"] = call_at(node.site, "begin" if is_begun else "end")
+            self.names[f"f{at}"] = _call_at(node.site, "begin" if is_begun else "end")
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
             return
-        self.names[f"f{at}"], self.names[f"q{at}"] = call_at(node.site, "in place", call.rule), call.fun
+        self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
         rest = map(self._constant, call.args[1:])
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
 
@@ -509,16 +485,16 @@ class ReplayWriter:
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
 
     def _owned(self, step: Run, call: str) -> str:
-        """Return the expression of a call's results, in memory of their own."""
+        """Return the expression of a call's results, copied if they share memory with the arguments."""
         buffers, nodes = self.schedule.buffers, self.nodes[step.node].inputs
         given = {root_of(buffers, b): None for b, n in zip(step.inputs, nodes) if self.nodes[n].dtype != object}
         return f"own({', '.join([call, *[self._arrays[b] for b in given]])})" if given else call
 
     def _communicate(self, at: int, step: Run, node: Node) -> None:
-        """Append lines that communicate, and raise `Changed` if the result has another shape or dtype than in the trace."""
+        """Append lines that communicate, and that raise `Changed` if the result differs from the trace (`_is_checked`)."""
         call: Call = node.data
         last_check = self.replays.last_check
-        self.names[f"f{at}"], self.names[f"q{at}"] = call_at(node.site, call.kind, call.rule), call.fun
+        self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, call.kind, call.rule), call.fun
         parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
         given = [self._argument(step, part) for part in parts]
         numbered = call.kind == "communicate" and is_numbered(call.args[1])
@@ -530,8 +506,8 @@ class ReplayWriter:
         if self._is_logged(at):
             entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
             self._lines.append(f"log.append({entry})")
-        if is_checked(self.schedule, at):
-            condition = condition_of(node, f"v{at}", self._bound)
+        if _is_checked(self.schedule, at):
+            condition = _condition_of(node, f"v{at}", self._bound)
             self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")
         if at == last_check:
             self._lines.append("log.clear()")
@@ -553,7 +529,7 @@ class ReplayWriter:
             self._lines.append(f"e{at}_{k}()")
         self._bind(made)
         x, out = self.names[self._array(step.inputs[0])], self.names[f"b{made}"]
-        self.names[f"f{at}"] = call_at(node.site, "prepared")
+        self.names[f"f{at}"] = _call_at(node.site, "prepared")
         self.names[f"q{at}"] = node.data.fun.prepared(params, x, out)
         self._lines.append(f"f{at}(q{at})")
         if self._is_logged(at):
@@ -565,7 +541,7 @@ class ReplayWriter:
         node = self.nodes[found.data]
         made = self.nodes[node.inputs[0]] if node.kind == "item" else node
         if made.kind == "call":
-            # Kernels are compiled for one shape, and would read beyond the end of a smaller array.
+            # A kernel is compiled for one shape, and would read beyond the end of a smaller array.
             log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
             self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
         if b in self._as_memory:
@@ -594,7 +570,7 @@ class ReplayWriter:
 
 
 def _own(made: Any, *given: Array) -> Any:
-    """Return results of a call in memory of their own: they may be views of its arguments, whose memory is reused."""
+    """Return the results of a call, copied if they are views of its arguments `given`, whose memory is reused."""
     if type(made) is np.ndarray:
         shares = any(made is x if made.base is None else np.may_share_memory(made, x) for x in given)
         return made.copy() if shares else made

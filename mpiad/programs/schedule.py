@@ -1,4 +1,4 @@
-"""`Schedule`: the steps of a program in order, which are loops over arrays and Python calls, on numbered buffers."""
+"""`Schedule`: the steps of a program in order: loops over arrays and Python calls, which use numbered buffers."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from mpiad.programs.index_maps import IndexMap
 class Buffer(NamedTuple):
     """The memory of an array."""
 
-    # "input", "constant", "temporary", "result" (of a Python call), "output" (allocated at each call of the program), or
-    # "alias" (another buffer with another shape).
+    # "input", "constant", "temporary", "result" (of a Python call), "output" (allocated in each run), or "alias" (the
+    # memory of another buffer, in another shape)
     kind: str
     shape: Shape
     dtype: np.dtype
-    data: int = -1  # number of the input, constant, output or buffer
+    data: int = -1  # number of the input, constant or output, of the result's node, or of the alias's buffer
 
 
 class Place(NamedTuple):
-    """The place of an array in memory: a buffer, and an index map that reads from it."""
+    """The place of an array in memory: a buffer, and the map from indices of the array to indices of the buffer."""
 
     buffer: int
     map: IndexMap
 
 
 class Store(NamedTuple):
-    """An array that a loop writes."""
+    """An array that a loop computes or copies, and writes."""
 
     node: int
-    reads: IndexMap  # map from the loop's indices to the node's
-    place: Place  # map from the loop's indices to the buffer's
-    copies: bool  # whether the node is read from its place in memory; otherwise it is computed
+    reads: IndexMap  # map from the loop's indices to indices of the node
+    place: Place  # buffer, and map from the loop's indices to indices of the buffer
+    copies: bool  # whether the loop copies the node from its place in memory
 
     @property
     def of(self) -> int:
-        """The node whose entries the loop computes."""
+        """The node whose entries the loop computes or copies."""
         return self.node
 
 
 class Fold(NamedTuple):
-    """A sum, or another reduction, of an array over a loop's index space."""
+    """A reduction of an array by a loop, along some or all of its axes."""
 
     node: int  # the result
-    of: int  # the array that is folded
-    reads: IndexMap  # map from the loop's indices to the array's
+    of: int  # the array
+    reads: IndexMap  # map from the loop's indices to indices of the array
     name: str  # of the operation
-    place: Place  # map from the loop's indices to the buffer's, without the folded axes
+    place: Place  # buffer of the result, and map from the loop's indices to indices of this buffer
 
     copies = False
 
@@ -63,11 +63,11 @@ class Fold(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Stores and folds over one index space."""
+    """A loop that computes arrays with one index space."""
 
     shape: Shape
     items: tuple[Store | Fold, ...]
-    inside: frozenset[int]  # nodes that this loop computes, and uses from registers instead of memory
+    inside: frozenset[int]  # nodes that this loop computes, and therefore doesn't read from memory
 
 
 class Run(NamedTuple):
@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
     node: int
     inputs: tuple[int, ...]  # buffers of its array arguments
-    in_place: bool  # whether it works in place, in the buffer of its argument
+    in_place: bool  # whether it writes its result into the buffer of its argument
 
 
 class Schedule(NamedTuple):
@@ -83,10 +83,10 @@ class Schedule(NamedTuple):
 
     program: ArrayProgram
     buffers: list[Buffer]
-    places: dict[int, Place]  # of nodes in memory
-    # Copies of the program's arguments in other buffers: the step from which they exist, and their places.
+    places: dict[int, Place]  # of the nodes in memory
+    # For arguments of the program with a copy in another buffer: the first step after the copy, and the place of the copy.
     copies: dict[int, tuple[int, Place]]
-    since: dict[int, int]  # the step that stores each computed node; loops before that compute the node themselves
+    since: dict[int, int]  # for computed nodes, the step that stores them; earlier loops compute the entries that they need
     steps: list[Any]  # list of Loop and Run
     outputs: list[int]  # buffers
     cuts: list[int]  # the first step of each part but the first
@@ -97,14 +97,14 @@ class Schedule(NamedTuple):
 
 
 def root_of(buffers: Sequence[Buffer], b: int) -> int:
-    """Return the buffer that owns a buffer's memory, which differs for an alias."""
+    """Return the buffer itself, or for an alias the buffer that owns the memory."""
     while buffers[b].kind == "alias":
         b = buffers[b].data
     return b
 
 
 def working_in_place(node: Node) -> Any:
-    """Return the in-place implementation of a call, None if it has none."""
+    """Return the in-place implementation of a node's operator, None if there is none or it doesn't apply."""
     call = node.data
     if node.kind != "communicate" or call.kind != "operate" or len(node.inputs) != 1 or not isinstance(call.args[0], Slot):
         return None

@@ -1,27 +1,27 @@
 """Calls of a compiled function in second derivatives.
 
-These programs are traced with shapes only. A function that needs values is interpreted, without a warning.
+The programs are traced from the shapes of the arguments (see `shape_recorder`). A function that needs values is
+interpreted, without a warning.
 
-**Tangents of a gradient**, as in `hvp(jit(f))`: the gradient's tape records one node, and its outer tape carries the
-tangents. The program computes f and its reverse pass, both with tangents. It is traced under two tapes of its own, which
-are nested like the tapes around the call. So its communications are those of the interpreted function, in the same order.
-As in `calls_on_tape`, the call runs the first part of the program, and the gradient's reverse pass runs the second part
-when it reaches the node.
+**Tangents of a gradient**, as in `hvp(jit(f))`: the tape of the gradient records one node, and the outer tape carries the
+tangents. The program computes f and its reverse pass, both with tangents. It is traced on two tapes of its own, which are
+nested like the tapes around the call, so it communicates in the same order as the interpreted function. As in
+`calls_on_tape`, the call runs the first part of the program, and the reverse pass of the gradient runs the second part.
 
-**Reverse passes of a reverse pass**, in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`: the program has four parts:
-the function, its reverse pass, the reverse pass of the reverse pass, and the reverse pass of the function on the outer
-tape. Two nodes are placed on this tape, which is around the gradient. The call runs the first part, and places a node that
-runs the fourth part. The gradient's reverse pass runs the second part, and places a node that runs the third part. Both
-nodes run as often as the outer tape is run backwards. So all communications are those of the interpreted function, in the
-same order.
+**Reverse passes of a reverse pass**, as in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`. In general the program has
+four parts: the function, its reverse pass, the reverse pass of the reverse pass, and the reverse pass of the function on
+the outer tape, which is around the tape of the gradient. The call runs the first part, and records a node for the fourth
+part on the outer tape. The reverse pass of the gradient runs the second part, and records a node for the third part there.
+A reverse pass along the outer tape runs the third and the fourth part, so it communicates in the same order as without
+compilation.
 
 `linearize` has no outer tape, and its program has three parts. The second part multiplies by the transposed Jacobian. The
-third is the reverse pass of the second with respect to the cotangents only, and multiplies by the Jacobian. The program of
+third part is the reverse pass of the second with respect to the cotangents, and multiplies by the Jacobian. The program of
 `make_vjp` has the first two parts.
 
-The communications of the first two parts are logged, because some runs can't communicate as the program does: those with
-cotangents of several lanes, whose messages are combined, and those with traced cotangents. For these, the function is run
-again on tapes of its own. There the logged messages are played back, and only the passes after them communicate.
+In some reverse passes the program can't be used: if several of them ("lanes") run together and combine their messages, or
+if the cotangents are traced. In this case, the function runs again on tapes of its own. The program has logged the
+communications of its first two parts, and the function doesn't repeat them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _boxes = Box.types
 def _entry_by_shapes(
     jitted: Jitted, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
 ) -> Entry | None:
-    """Return the entry of a program; None if the function is interpreted."""
+    """Return the entry of a signature; None if the function is interpreted."""
     entry = jitted._entries.get(key, UNKNOWN)
     if entry is None or entry is not UNKNOWN and entry.is_current():
         return entry
@@ -74,19 +74,16 @@ def _entry_by_shapes(
         watch = None
     jitted._traces += 1
     entry = entry_by_shapes(given, noted, watch, True) if watch is not None and jitted._traces <= MAX_TRACES else None
-    # A program with checks, whose runs may turn out to differ from the trace, isn't used: such a run would have to be
-    # continued by interpretation, in the middle of up to four passes.
+    # A program isn't used if its runs may differ from the trace: they would have to be continued by interpretation, in the
+    # middle of up to four passes.
     jitted._entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
     return jitted._entries[key]
-
-
-# Tangents of a gradient.
 
 
 def called_with_tangents_of_gradients(
     jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
 ) -> Any:
-    """Call a compiled function on the tape of a gradient whose outer tape propagates tangents."""
+    """Call a compiled function on the tape of a gradient, around which a tape propagates tangents."""
     tape: Any = tracing.tape
     variables, leaves, along = apart(given, boxed)
     key = "tangents of gradients", tuple(variables), tuple(along), given.key
@@ -99,9 +96,9 @@ def called_with_tangents_of_gradients(
 
 
 def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run the first part of a program, and return its results, with a node that runs the rest.
+    """Run the first part of a program, record a node that runs the second part, and return the function's result.
 
-    `places`, `variables`: positions and values of the gradient's variables. `inputs`: inputs of the program before the
+    `places`, `variables`: nodes and values of the gradient's variables. `inputs`: the inputs of the program without the
     cotangents.
     """
     tape: Any = tracing.tape
@@ -133,7 +130,7 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
 def _noted_with_tangents(
     fun: Function, variables: Sequence[int], along: Sequence[int], leaves: Sequence[Any], trace: TraceRun
 ) -> tuple:
-    """Trace a function and its reverse pass, both with tangents, and return the leaves of both."""
+    """Trace a function and its reverse pass, both with tangents; return their leaves, and `Record.build`."""
     recorder = trace.recorder
     with suspended(body=False), trace.noting(), TangentTape() as tape:
         given = trace.leaves()
@@ -153,7 +150,7 @@ def _noted_with_tangents(
 
 
 def _parted(x: Any, tape: TangentTape) -> tuple[Any, Any]:
-    """Return a value and its tangent on a tape."""
+    """Return a value and its tangent on a tape; zeros if it has none."""
     if type(x) in _boxes and x._trace == tape.number:
         spec = spec_like(x._value)
         return x._value, conform(x._node.g, *spec)
@@ -164,42 +161,39 @@ def _joined(tape: Any, value: Any, tangent: Any) -> Any:
     return new_box(value, tape.number, TangentNode.placed(tape, tangent))
 
 
-# Reverse passes of a reverse pass: a function and its reverse pass are recorded on an outer tape. This tape is run
-# backwards in two steps: first through the nodes of the reverse pass, then through those of the function. Programs are
-# traced in this way, and a function whose program can't be used is run in this way.
+# Reverse passes of a reverse pass. A function and its reverse pass are recorded on an outer tape. A reverse pass along this
+# tape has two steps: it runs first the nodes of the recorded reverse pass, then the nodes of the function. Programs are
+# traced in this way, and a function also runs in this way if its program can't be used.
 
 
-class By(NamedTuple):
+class _By(NamedTuple):
     """The leaves of the arguments with respect to which a function is differentiated."""
 
-    inner: list[int]  # in the function's reverse pass
-    outer: list[int]  # in the reverse pass of the outer tape
-    # Number of parts of the program: 2 if the outer tape isn't run backwards, 3 if it is for the cotangents alone, 4 if it
-    # is for the outer leaves, too.
+    inner: list[int]  # positions of the variables of the function's reverse pass
+    outer: list[int]  # positions of the variables of the outer tape
+    # Number of parts of the program: 2 without a reverse pass along the outer tape, 3 if this pass differentiates with
+    # respect to the cotangents of the results, 4 if also with respect to the leaves `outer`.
     parts: int
 
 
-class Record(NamedTuple):
+class _Record(NamedTuple):
     """The record of a function and its reverse pass on an outer tape."""
 
-    # List of OrderedNode: up to `end` those of variables and function, up to `start` those of the cotangents of the
-    # results, then those of the reverse pass.
-    nodes: list[Any]
-    # `values`, `found`: results, and cotangents of variables, each with the index of its node, or -1 for constants.
-    values: list[tuple[Any, int]]
-    found: list[tuple[Any, int]]
-    end: int
-    start: int
-    build: Callable[[list[Any]], Any]  # from leaves to the function's result
+    nodes: list[Any]  # list of OrderedNode
+    values: list[tuple[Any, int]]  # the results, each with the index of its node, -1 for a constant
+    found: list[tuple[Any, int]]  # the cotangents of the variables, likewise
+    end: int  # the nodes before this index are those of the variables and the function
+    start: int  # the nodes from `end` to `start` are those of the cotangents of the results; the rest is the reverse pass
+    build: Callable[[list[Any]], Any]  # assembles the function's result from its leaves
 
     def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
-        """Return a new reverse pass."""
+        """Return the state of a new reverse pass along the nodes; `seeds`: indices of nodes, and cotangents."""
         lane = Lane([None] * len(self.nodes), bytearray(len(self.nodes)))
-        seed(lane, seeds)
+        _seed(lane, seeds)
         return lane
 
     def sweep(self, lanes: Sequence[Lane], places: range, together: bool) -> None:
-        """Run nodes backwards."""
+        """Run the reverse passes through a range of nodes; `together`: whether they combine their messages."""
         if together:
             sweep_together(self.nodes, lanes, places.stop, places.start)
             return
@@ -207,21 +201,21 @@ class Record(NamedTuple):
             sweep(self.nodes, lane.totals, places[::-1], True, lane.owned)
 
 
-def seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
-    """Add cotangents to those of nodes; the index -1 means no node."""
+def _seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
+    """Add cotangents to those of nodes, given as pairs of index and cotangent; the index -1 means no node."""
     for place, g in pairs:
         if place >= 0:
             lane.totals[place], lane.owned[place] = accumulate(lane.totals[place], bool(lane.owned[place]), g)
 
 
-def recorded(
-    fun: Function, trace: TraceRun, by: By, leaves: Sequence[Any], seeds: Callable[[list[Any]], list[Any]],
+def _recorded(
+    fun: Function, trace: TraceRun, by: _By, leaves: Sequence[Any], seeds: Callable[[list[Any]], list[Any]],
     contexts: Sequence[AbstractContextManager],
-) -> Record:  # fmt: skip
+) -> _Record:  # fmt: skip
     """Run a function and its reverse pass on an outer tape.
 
-    `seeds`: returns the cotangents of the results, None for constants. `contexts`: one for the function and one for its
-    reverse pass.
+    `seeds`: function that returns the cotangents of the given results, None for constants. `contexts`: in which the
+    function and its reverse pass run.
     """
     with OrderedTape(of_cotangents=by.parts == 3) as tape:
         given = list(leaves)
@@ -237,33 +231,33 @@ def recorded(
             found = run_backward(run.recording, pairs, len(by.inner), True)
             specs = [spec_like(getval(leaves[k])) for k in by.inner]
             cotangents = [_lowered(conformed(g, spec), tape) for g, spec in zip(found, specs)]
-    return Record(tape.close().nodes, values, cotangents, end, start, run.build)
+    return _Record(tape.close().nodes, values, cotangents, end, start, run.build)
 
 
 def _variable(tape: Any, x: Any) -> Any:
-    """Return x as a variable of the tape, or x itself if it can't be a variable; both take an index of the tape."""
+    """Return x as a variable of the tape, or x itself if it can't be a variable; the tape has a node in either case."""
     node = OrderedNode.variable(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
 def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
-    """Return a value without its tape, and the index of its node on the tape, -1 for a constant."""
+    """Return a value without its box of this tape, and the index of its node on the tape, -1 for a constant."""
     if type(x) in _boxes and x._trace == tape.number:
         return x._value, x._node.index
     return x, -1
 
 
-def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
+def _noted_parts(fun: Function, by: _By, trace: TraceRun) -> tuple:
     """Trace the parts of a program; return their leaves, and the function that assembles the result.
 
-    The inputs of the program are the arguments, and further ones for each part after the first: for the second the
-    cotangents of the results, for the third seeds for the cotangents of the variables, and for the fourth again cotangents
-    of the results.
+    The inputs of the program are the arguments, for the second part the cotangents of the results, for the third part the
+    seeds of its reverse pass (like the variables), and for the fourth part the seeds of its reverse pass (like the
+    results).
     """
     recorder = trace.recorder
 
     def inputs_like(values: list[Any]) -> list[Any]:
-        """Return inputs with the shapes and dtypes of those values that belong to the program."""
+        """Return inputs with the shapes and dtypes of the values, None for a value that isn't traced."""
         return [recorder.input(like(spec_like(x.value))) if isinstance(x, Traced) else None for x in values]
 
     def seeds(values: list[Any]) -> list[Any]:
@@ -275,7 +269,7 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
 
     with suspended(body=False), trace.noting():
         leaves = trace.leaves()
-        record = recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
+        record = _recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
         inside = [(x, place) for x, place in record.values if isinstance(x, Traced)]
         values, parts = [x for x, _ in inside], [[x for x, _ in pairs] for pairs in (record.values, record.found)]
         recorder.logged = min(by.parts - 1, 2)
@@ -287,7 +281,7 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
             parts.append(cotangents(lane, range(record.end, record.start), values))
         if by.parts > 3:
             recorder.part = 3
-            seed(lane, zip([place for _, place in inside], inputs_like(values)))
+            _seed(lane, zip([place for _, place in inside], inputs_like(values)))
             record.sweep([lane], range(len(by.outer), record.end), False)
             parts.append(cotangents(lane, range(len(by.outer)), [leaves[k] for k in by.outer]))
     return parts, record.build
@@ -296,12 +290,15 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
 def called_with_reverse_differentiated(
     jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple
 ) -> tuple[Any] | None:
-    """Call a compiled function on a tape whose reverse pass may be differentiated; None if it must be interpreted."""
+    """Call a compiled function on a tape whose reverse pass may be differentiated or run several times.
+
+    Return the result in a tuple, or None if the function must be interpreted.
+    """
     tape: Any = tracing.tape
     variables, leaves, along = apart(given, boxed)
-    by = By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
+    by = _By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
     key = "reverse over reverse", by.parts, tuple(variables), tuple(along), given.key
-    entry = _entry_by_shapes(jitted, key, given, args, partial(noted, jitted.fun, by))
+    entry = _entry_by_shapes(jitted, key, given, args, partial(_noted_parts, jitted.fun, by))
     if entry is None:
         return None
     call = _Call(jitted, entry, given, by, tape.outer)
@@ -312,34 +309,30 @@ def called_with_reverse_differentiated(
 
 
 class _Played(NamedTuple):
-    """The data for the playback of a part: results of its messages, and the message counts before it."""
+    """The data for the playback of a part of the program: its log, and the message counts before it."""
 
     log: list[Any]
     counts: list[Any]
 
 
 class _Pass:
-    """A reverse pass of a call.
-
-    `gs`: the cotangents of the results, plain.
-    """
+    """A reverse pass of a call; `gs`: the cotangents of the results, without boxes."""
 
     def __init__(self, gs: list[Any]):
         self.gs = gs
         self.played: _Played
-        # `vs`: by lane, the seeds of the reverse pass of this reverse pass. `ran`: the seeds of the last run of the
-        # program's third part.
-        self.vs: dict[int, list[Any]] = {}
-        self.ran: list[Any] | None = None
-        # The record made by playback, and the lanes that have passed its reverse pass backwards, but not yet its function.
-        self.record: Record | None = None
+        self.vs: dict[int, list[Any]] = {}  # the seeds of the program's third part, by lane
+        self.ran: list[Any] | None = None  # the seeds in the last run of the third part
+        # The record of a playback, and by lane the reverse passes along it that still have to run the nodes of the
+        # function.
+        self.record: _Record | None = None
         self.lanes: dict[int, Lane] = {}
 
 
 class _Call:
-    """A call of a program, and its parts that are run later; `outer`: the tape around the gradient."""
+    """A call of a program, whose parts run one after the other; `outer`: the tape around the gradient's tape, or None."""
 
-    def __init__(self, jitted: Jitted, entry: Entry, given: Arguments, by: By, outer: OrderedTape | None):
+    def __init__(self, jitted: Jitted, entry: Entry, given: Arguments, by: _By, outer: OrderedTape | None):
         self._jitted, self._entry, self._given, self._by, self._outer = jitted, entry, given, by, outer
         self._values, self._lease = given.values(), Lease(entry.replays)
         self._inputs = [self._values[k] for k in given.traced]
@@ -351,7 +344,10 @@ class _Call:
         self._run: Any = None
 
     def first(self, places: list[int]) -> list[Any]:
-        """Run the function, and return the leaves of its result, on the tape around the gradient."""
+        """Run the function, record it on the outer tape, and return the leaves of its result.
+
+        `places`: the nodes of the outer tape's variables.
+        """
         made, self._played = self._played_part(0)
         values, outer = self._entry.leaves(made), self._outer
         self._likes = [spec_like(x) for x, is_in in zip(values, self._inside) if is_in]
@@ -363,7 +359,7 @@ class _Call:
     def placed(
         self, tape: Any, values: list[Any], inside: list[bool], places: list[int], pull: Callable, together: Callable | None
     ) -> list[Any]:
-        """Put values onto a tape; `together` pulls back the cotangents of several lanes, whose messages are combined."""
+        """Record values on a tape; see `tape_node.placed`, whose parameter `pull_all` is `together`."""
         tape.channels |= self._entry.channels
         return placed(
             tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
@@ -383,10 +379,8 @@ class _Call:
         made = self._part(number, *given)
         return made, _Played(list(log), counts)
 
-    # ---- the reverse pass
-
     def pull(self, gs: list[Any]) -> list[Any]:
-        """Run the reverse pass, recorded on the tape around the gradient, or on one whose variables are the cotangents."""
+        """Run the reverse pass, and record it on the outer tape, or on a tape whose variables are the cotangents."""
         tape: Any = self._outer or tracing.tape
         boxed = [k for k, g in enumerate(gs) if type(g) in _boxes]
         if self._outer is not None:
@@ -419,10 +413,11 @@ class _Call:
     def _conformed(self, found: Sequence[Any]) -> list[Any]:
         return [conformed(g, spec) for g, spec in zip(found, self._specs)]
 
-    # ---- the reverse pass of the reverse pass, and then that of the function: by the program, or on a played-back record
+    # The reverse pass of the reverse pass ("second"), and afterwards the reverse pass of the function ("first"). The
+    # methods `_second_played` and `_first_played` run them along the record of a playback.
 
     def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
-        """Return the cotangents of those `gs` that are variables, and a 1 that activates the function's node."""
+        """Return the cotangents of the `gs` that are variables, and a 1, which activates the function's node."""
         if _is_traced(vs):
             return self._second_played(of, boxed, [vs])[0]
         of.vs[tracing.lane] = vs
@@ -460,27 +455,25 @@ class _Call:
         passes = [of.lanes.pop(number, None) or record.lane(()) for number, _ in lanes]
         places = [place for (_, place), is_in in zip(record.values, self._inside) if is_in]
         for lane, (_, cs) in zip(passes, lanes):
-            seed(lane, zip(places, cs))
+            _seed(lane, zip(places, cs))
         record.sweep(passes, range(len(outer), record.end), together)
         likes = [spec_like(self._values[k]) for k in outer]
         return [[conformed(g, like) for g, like in zip(lane.totals, likes)] for lane in passes]
 
     def _differentiated(self) -> _Pass:
-        if self._pass is None:  # the gradient didn't depend on the function, so there was no communication
+        if self._pass is None:  # the reverse pass of the gradient didn't run the call's node
             self._pass = _Pass([like.zeros() for like in self._likes])
             self._run_pass(self._pass)
         return self._pass
 
-    # ---- played back
-
-    def _record(self, of: _Pass) -> Record:
+    def _record(self, of: _Pass) -> _Record:
         if of.record is None:
             given = iter(of.gs)
             gs = [next(given) if is_in else None for is_in in self._inside]
             contexts = self._playing_back(self._played), self._playing_back(of.played)
             with suspended(body=False):
                 trace = TraceRun(self._given)
-                of.record = recorded(self._jitted.fun, trace, self._by, self._values, lambda values: gs, contexts)
+                of.record = _recorded(self._jitted.fun, trace, self._by, self._values, lambda values: gs, contexts)
         return of.record
 
     def _interpreted(self) -> Any:
@@ -493,7 +486,7 @@ class _Call:
         if not self._entry.watch.is_the_same():
             raise TypeError(
                 f"jit: an object that {self._jitted.__name__} reads besides its arguments has changed since the call, and "
-                "this derivative can't be computed by the compiled program. Pass the object as an argument."
+                "the compiled program can't compute this derivative. Pass the object as an argument."
             )
         return PlayingBack(played.log, played.counts)
 

@@ -1,8 +1,8 @@
-"""`ShapeRecorder`: a trace with shapes and dtypes only, in which large arrays are neither computed nor communicated.
+"""`ShapeRecorder`: a trace of shapes and dtypes, in which large arrays are neither computed nor communicated.
 
-A result is represented by uninitialized memory of its shape. So a function of large arrays can be compiled before it is
-run, as fast as one of small arrays. If an operation needs a value, or a message from another rank, this trace fails before
-any message was sent, and the function is traced while it runs (`Recorder`).
+Uninitialized memory stands for each result. So a function of large arrays is compiled before it runs, as fast as one of
+small arrays. If an operation needs values of large arrays, or a message from another rank, this trace fails without having
+sent a message, and the function is traced while it runs (see `Recorder`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.recorder import Recorder
 from mpiad.transport import Spec
 
-# Number of entries above which computing with an array takes longer than inferring the shape of the result.
-_LARGE = 1 << 13
+_LARGE = 1 << 13  # entries above which computing with an array takes longer than finding the shape of the result
 
 
 def is_large(x: Any) -> bool:
@@ -28,7 +27,7 @@ def is_large(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.size > _LARGE
 
 
-# Operations whose results have a known shape, and that have no side effects on this rank if the trace fails.
+# Functions whose results have a known shape, and whose calls leave nothing behind if the trace fails.
 _KNOWN = frozenset(
     "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_scan mpi_send mpi_sum "
     "value_and_grad grad make_vjp make_jvp jvp hvp".split()
@@ -37,10 +36,10 @@ _AS_SENT = frozenset({ALLREDUCE, ALLTOALL, SCAN, SUM_TO_ROOT})
 
 
 class ShapeRecorder(Recorder):
-    """A trace of shapes and dtypes in progress."""
+    """A trace of shapes and dtypes in progress; it overrides the methods of `Recorder` that compute or communicate."""
 
     def looked_up(self, call: str) -> None:
-        """Handle the lookup of a channel."""
+        """Handle the lookup of a channel by a function: end the trace if the shape of its result is unknown."""
         if call not in _KNOWN:
             self.refuse(f"the result of {call} is known only in a run")
 
@@ -95,11 +94,11 @@ class ShapeRecorder(Recorder):
 
 
 def _joined(parts: Any, axis: int = 0) -> Array:
-    # With an additional axis of length 0 nothing is copied.
+    # With an additional axis of length 0, NumPy finds the shape without copying entries.
     made = np.concatenate([np.empty((0, *np.shape(x)), x.dtype) for x in parts], axis if axis < 0 else axis + 1)
     return np.empty(made.shape[1:], made.dtype)
 
 
 def like(spec: Spec) -> Any:
-    """Return a placeholder for a value: uninitialized memory."""
+    """Return a placeholder for a value with this shape and dtype."""
     return np.empty(spec.shape, spec.dtype) if spec.shape else spec.dtype.type(1)

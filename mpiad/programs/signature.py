@@ -1,4 +1,4 @@
-"""Signatures of calls: structure, shapes and dtypes of the arguments, and the values of those that aren't traced."""
+"""Signatures of calls: structure, shapes and dtypes of the arguments, and the values of untraced arguments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NUMBERS = (float, np.floating, np.complexfloating, complex)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, flattened."""
+    """The flattened arguments of a call."""
 
     leaves: list[Any]
-    build: Any  # returns (args, kwargs) for given leaves
-    traced: list[int]  # positions of the leaves that are traced; the others are constants of the trace
+    build: Any  # function that assembles (args, kwargs) from leaves
+    traced: list[int]  # positions of the leaves that are traced; the other leaves are constants of the trace
     key: tuple[Any, ...]  # the signature; calls with equal keys can use the same program
-    form: Any  # the structure of the pytree, hashable
+    form: Any  # the structure of the pytree, as a hashable object
 
     def constants(self) -> list[Any]:
         """Return the leaves that are constants of a trace."""
@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
 
 
 class _Object:
-    """An object in a key, compared by identity."""
+    """An object in a signature, which is compared by identity."""
 
     __slots__ = ("value",)
 
@@ -52,9 +52,9 @@ _COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type
 
 
 def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = ()) -> Arguments:
-    """Flatten arguments; raises a TypeError if that is impossible.
+    """Flatten the arguments of a call.
 
-    `asked`: the integers on which the function branches, as pairs (structure of the arguments, position).
+    `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
     """
     if not kwargs and all(type(x) is np.ndarray for x in args):  # the most common case
         return Arguments(
@@ -83,7 +83,7 @@ def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
 
 
 def _form(tree: Any) -> Any:
-    """Return the structure of a pytree, in the order of its leaves."""
+    """Return the structure of a pytree as nested tuples."""
     if isinstance(tree, dict):
         return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
     if isinstance(tree, (list, tuple)):

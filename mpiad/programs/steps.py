@@ -1,4 +1,4 @@
-"""The data of a trace: steps, whose arguments refer to values by number, and the traced arrays."""
+"""The data of a trace: its steps, and traced arrays."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from mpiad.transport.calls import Site
 
 
 class Ref(NamedTuple):
-    """A reference to a traced value in the arguments of a step."""
+    """A reference to a traced value, by number, among the arguments of a step."""
 
     number: int
 
 
 class Constant(NamedTuple):
-    """A reference to an array that isn't traced in the arguments of a step."""
+    """A reference to an array that isn't traced, by its index in `Recorder.constants`, among the arguments of a step."""
 
     number: int
 
 
 class Step(NamedTuple):
-    """A step of the trace."""
+    """A step of a trace: a call of a function or a communication."""
 
     kind: str  # "call", "communicate", "operate", "opaque" or "settle"
     fun: Any  # callable or Operation
-    # In `args` and `kwargs` arrays are replaced by `Ref` and `Constant`.
+    # Arrays in `args` and `kwargs` are replaced by `Ref` and `Constant`.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int, ...]  # numbers of the results
     site: Site  # the user's line
-    part: int = 0  # part of the program; 1 for the reverse pass of an enclosing derivative
-    # For a communication of an adjoint or tangent rule: which of the two, and the name and site of the forward call.
+    part: int = 0  # part of the program: 0 is the function, and later parts are reverse passes
+    # For a communication in an adjoint or tangent rule: "adjoint" or "tangent", and name and site of the forward call.
     rule: tuple[str, str, Site] | None = None
 
 
 class Abandoned(BaseException):
-    """Raised to leave a trace that can't be compiled, because of the user's `line`.
+    """Raised to leave a trace if the operation in the user's `line` can't be compiled.
 
-    It isn't an Exception, so that handlers in the user's function don't catch it.
+    It isn't an Exception, so handlers in the user's function don't catch it.
     """
 
     def __init__(self, reason: str, line: str):
@@ -51,15 +51,14 @@ class Abandoned(BaseException):
 
 
 class Traced:
-    """The data of a traced array; the subclass `TracedArray` adds the operations."""
+    """The data of a traced array; see the subclass `TracedArray`."""
 
     __slots__ = ("number", "recorder", "stale", "value", "weak")
 
     def __init__(self, recorder: Any, number: int, value: Any):
         self.recorder, self.number, self.value = recorder, number, value
-        self.stale: Any = None
-        # Whether it is a Python number, which takes the precision of the array that it is combined with.
-        self.weak = False
+        self.stale: Any = None  # the array by which its memory has been written to, if any
+        self.weak = False  # whether it is a Python number, which takes the precision of the other operand
 
 
 def plain(x: Any) -> Any:
@@ -74,7 +73,7 @@ def _plain(x: Any) -> Any:
 
 
 def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return arguments with a function applied to each leaf; tuples, lists, dicts and slices are mapped recursively."""
+    """Apply a function to each leaf of nested tuples, lists, dicts and slices."""
     kind = type(x)
     if kind is tuple or kind is list:
         return kind([mapped(part, leaf) for part in x])
@@ -86,7 +85,7 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def hides_traced(x: Any, depth: int = 4) -> bool:
-    """Return whether an object or a function holds traced arrays that `plain` doesn't find."""
+    """Return whether an object, or the closure of a function, holds traced arrays that `plain` doesn't replace."""
     if isinstance(x, (Traced, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type)) or not depth:
         return False
     if isinstance(x, (tuple, list)):
@@ -98,7 +97,6 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
         parts = [*getattr(x, "__dict__", {}).values(), *(cell.cell_contents for cell in cells if _is_filled(cell))]
         parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
-    # `getval` removes autograd's boxes.
     plain_parts = [getval(part) for part in parts]
     return any(isinstance(part, Traced) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
 
@@ -111,7 +109,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def on_host(params: Any) -> Any:
-    """Return the parameters of an operation with specs of NumPy arrays instead of traced arrays."""
+    """Return the parameters of an operation with specs of NumPy arrays instead of specs of traced arrays."""
     if isinstance(params, Spec):
         return params._replace(arrays=None)
     named: Any = params

@@ -25,7 +25,7 @@ _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
 class Lease:
-    """A replay that is in use as long as its reverse pass may run."""
+    """Keeps a replay in use as long as its reverse pass may run."""
 
     def __init__(self, replays: Replays):
         self.replays, self.replay = replays, replays.take()
@@ -36,7 +36,7 @@ class Lease:
 
 
 def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Return whether exactly one trace encloses a call, and it is this library's."""
+    """Return whether exactly one derivative encloses a call, and this library computes it; `boxes`: its variables."""
     if type(tape) not in (OrderedTape, TangentTape) or tape.outer is not None:
         return False
     is_own = all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
@@ -44,14 +44,14 @@ def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
 
 
 def is_above(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Return whether all traced values belong to the innermost trace, which is this library's, or to enclosing ones."""
+    """Return whether the tape has an outer tape, and all boxes belong to this tape or to traces around it."""
     return tape.outer is not None and all(
         getattr(box._node, "tape", None) is tape if box._trace == tape.number else box._trace < tape.number for box in boxes
     )
 
 
 def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
-    """Return whether exactly two traces enclose a call: the tape of a gradient, and around it one of type `outer`."""
+    """Return whether exactly two tapes enclose a call: the tape of a gradient, and around it a tape of type `outer`."""
     if type(tape) is not OrderedTape or type(tape.outer) is not outer or not is_above(tape, boxes):
         return False
     below = [box._value if box._trace == tape.number else box for box in boxes]
@@ -59,14 +59,18 @@ def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
 
 
 def apart(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
-    """Return the positions of the current tape's variables, all leaves without that tape, and the leaves still traced."""
+    """Separate the variables of the current tape from those of the outer tape.
+
+    Return the positions of the current tape's variables, all leaves without their boxes of this tape, and the positions of
+    the leaves that have a box even then.
+    """
     variables = [k for k in boxed if given.leaves[k]._trace == tracing.tape.number]  # type: ignore[union-attr]
     leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
     return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
 
 
 def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Put the results of a call onto a tape that propagates tangents."""
+    """Return the results of a call as values of a tape that propagates tangents."""
     return [
         new_box(x, tape.number, TangentNode.placed(tape, along)) if is_variable(x) else x
         for x, along in zip(values, tangents, strict=True)
@@ -77,11 +81,14 @@ def placed(
     tape: Any, values: Sequence[Any], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable, communicates: bool,
     pull_all: Callable | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Put a call onto the tape: a node that runs the reverse pass, and a node per result, which stores its cotangent.
+    """Record a call on the tape, and return its results as values of the tape.
 
-    `pull_all`: if given, and there are several lanes, it is called with the cotangents of all lanes.
+    A node for each result stores the cotangent of the result, and one node for the call runs the reverse pass.
+
+    `inputs`: the nodes of the variables. `pull`: returns their cotangents, given those of the results. `pull_all`: does the
+    same for the cotangents of several reverse passes that run together ("lanes").
     """
-    slots: dict[int, list[Any]] = {}  # per lane
+    slots: dict[int, list[Any]] = {}  # the cotangents of the results, by lane
     specs = [spec_like(x) for x, is_in in zip(values, in_program) if is_in]
 
     def given(lane: int) -> list[Any]:
@@ -100,7 +107,7 @@ def placed(
 
         return keep
 
-    # A node that communicates is always visited, since other ranks wait for its messages.
+    # A reverse pass always runs a node that communicates, since other ranks wait for its messages.
     like = _NO_VALUE if communicates else None
     run = pulled if pull_all is None else BatchedVjp(pulled, all_pulled)
     main = OrderedNode.placed(tape, tuple(inputs), run, like)
@@ -115,22 +122,25 @@ def placed(
 
 
 def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
-    """Raise a TypeError for traced cotangents, except for those of the tape `tape`: programs take plain arrays."""
+    """Raise a TypeError for traced cotangents, except for cotangents on `tape`: programs take plain arrays."""
     if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
         raise TypeError(
-            f"jit: the reverse pass of {name} is differentiated by its cotangent, in a trace that began after the compiled "
-            "function was called, and knows that of plain numbers only. Call make_vjp inside of that trace, or linearize "
-            "in its place."
+            f"jit: the reverse pass of {name} is differentiated with respect to its cotangent, in a derivative that began "
+            "after the call of the compiled function; its program takes plain numbers only. Call make_vjp inside of this "
+            "derivative, or use linearize instead."
         )
 
 
 def conformed(g: Any, spec: Spec) -> Any:
-    """Return a cotangent with the shape and dtype of its value; zeros if there is none."""
+    """Return a cotangent with the given shape and dtype; zeros for None."""
     return spec.zeros() if g is None else conform(g, *spec)
 
 
 def backwards(run: Any, inside: Sequence[bool], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
-    """Return the cotangents of a run's variables, given those of the results that are in the program."""
+    """Return the cotangents of the variables of a traced run.
+
+    `inside`: for each leaf of the result, whether it belongs to the program. `gs`: the cotangents of the leaves that do.
+    """
     places = [place for place, is_in in zip(run.places, inside) if is_in]
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
     found = run_backward(run.recording, seeds, len(specs), True)

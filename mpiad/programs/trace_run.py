@@ -1,4 +1,4 @@
-"""Traces of calls on traced arrays, and playback: the same call on plain arrays after a failed trace."""
+"""Traces of calls, and playback: another run of a call, on plain arrays, without repeating its communications."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ from mpiad.transport import calls
 from mpiad.transport.channels import Channel, Counts, report_to_recorders
 from mpiad.transport.tracing import tracing
 
-# Playback: a second run of a function after its trace has failed, without repeating its communications.
 
+class _Playback:
+    """Replaces the recorder when a function runs again on plain arrays: communications return the results in the log.
 
-class Playback:
-    """Replaces the recorder when a function runs again, on plain arrays, after its trace has failed.
-
-    Communications made before the failure return the logged results.
-
-    `log`: the log of a recorder, or of a replay that couldn't continue.
+    When the log is exhausted, they communicate. `log`: of a failed trace, or of a replay.
     """
 
     def __init__(self, log: Sequence[Any]):
@@ -39,11 +35,9 @@ class Playback:
 
     @property
     def ended(self) -> bool:
-        """Whether the whole log has been played back."""
         return not self._rest
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
-        """Return the logged result of a communication, or communicate."""
         params = on_host(params)
         made = self._next(operation.forward, plain(x), params)
         if isinstance(made, Answer):
@@ -52,17 +46,14 @@ class Playback:
         return made.again() if isinstance(made, Request) else made
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the logged result of an operator, or apply it."""
         return self._next(operator.body, plain(args), plain(kwargs))
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Return the logged result of a call, or run it."""
         return self._next(fun, *plain(args))
 
     opaque, call_as_it_is = settle, opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
-        """Run the initialization of a communicator at its first use, which isn't logged."""
         return self._untraced(fun, *args)
 
     def _next(self, fun: Callable, *args: Any) -> Any:
@@ -82,21 +73,22 @@ class Playback:
         finally:
             tracing.recorder = self
 
+    # Operations that would end a trace are allowed.
+
     def refuse(self, reason: str) -> None:
-        """Allow operations that can't be traced."""
+        pass
 
     def looked_up(self, call: str) -> None:
-        """Allow lookups of channels."""
+        pass
 
     def entered_body(self) -> None:
-        """Allow bodies of operators, and end the playback: the log contains only operations before them."""
+        # This ends the playback, since the log contains operations before the body only.
         tracing.recorder = None
 
     def communicated_by_itself(self) -> None:
-        """Allow any communication."""
+        pass
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
-        """Allow channels to be marked."""
         return False
 
 
@@ -108,12 +100,12 @@ class TraceRun:
         self.counts = message_counts()
 
     def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
-        """Call the function on a tape, with the given leaves of its arguments, by default with traced ones."""
+        """Call the function on a tape; `boxed`: its variables among the leaves. By default the leaves are traced arrays."""
         variables = Variables(self.leaves() if leaves is None else leaves, list(boxed), self.given.build)
         return trace_backwards(lambda given: fun(*given[0], **given[1]), variables)
 
     def leaves(self) -> list[Any]:
-        """Return the traced leaves of the arguments."""
+        """Return the leaves of the arguments, with traced arrays in place of those that are traced."""
         leaves = list(self.given.leaves)
         for place in self.given.traced:
             plain = getval(leaves[place])
@@ -121,13 +113,13 @@ class TraceRun:
         return leaves
 
     def noting(self, part: int = 0) -> Noting:
-        """Return a context in which operations on traced arrays are recorded."""
+        """Return a context in which operations on traced arrays are recorded, in the given part of the program."""
         return Noting(self.recorder, part)
 
     def raise_own(self, error: BaseException) -> None:
-        """Raise the current exception if it comes from a communication, the user's function or a signal handler.
+        """Raise `error` if it comes from a communication, the user's function or a signal handler.
 
-        Any other exception only ends the trace, and the function runs again on plain arrays.
+        Another exception is due to the trace: the function will run again on plain arrays.
         """
         has_traced = any(isinstance(getval(part), Traced) for part in error.args)
         if error is self.recorder.failed or not has_traced and calls.is_raised_by_user(error):
@@ -149,7 +141,7 @@ class Noting:
         recorder = self._recorder
         recorder.open, recorder.part = True, self._part
         self.around, tracing.contexts = tracing.contexts, self
-        calls.note(recorder)  # to attribute the communications of adjoints to their forward calls
+        calls.note(recorder)  # so that communications of adjoints are attributed to their forward calls
         with _lock:
             _recorders.add(recorder)
             _report_recording(True)
@@ -164,7 +156,7 @@ class Noting:
             raise self._recorder.refused
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the trace; a second call has no effect."""
+        """Close the trace; a second call has no effect."""
         recorder = self._recorder
         recorder.check_requests()
         calls.forget(recorder)
@@ -173,7 +165,7 @@ class Noting:
                 _report_recording(False)
             _recorders.discard(recorder)
         recorder.close()
-        if not isinstance(error, (Abandoned, Exception, type(None))):  # such as KeyboardInterrupt: it won't run again
+        if not isinstance(error, (Abandoned, Exception, type(None))):  # KeyboardInterrupt, after which nothing runs again
             recorder.mark()
 
 
@@ -182,7 +174,7 @@ _recorders: set[Recorder] = set()
 
 
 def _report_recording(on: bool) -> None:
-    """Notify channels and autograd.numpy whether there are traces in any thread."""
+    """Notify channels and autograd.numpy whether some thread has a trace."""
     report_to_recorders(on)
     let_arrays_be_traced(on)
 
@@ -190,14 +182,14 @@ def _report_recording(on: bool) -> None:
 class PlayingBack:
     """A context in which communications return their logged results, until the log is exhausted.
 
-    `counts`: the message counts of each channel before the trace. They are restored, since the messages that are played
-    back are counted again.
+    `counts`: the message counts of each channel before the logged messages. They are restored, since a playback counts
+    these messages again. `reread`: a recorder whose traced arrays may be used as constants in this context.
     """
 
     def __init__(
         self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None = None, reread: Recorder | None = None
     ):
-        self._playback, self._before, self._reread = Playback(log), counts, reread
+        self._playback, self._before, self._reread = _Playback(log), counts, reread
         self._later: list[tuple[Channel, Counts]] = []
 
     def __enter__(self) -> None:
@@ -207,7 +199,7 @@ class PlayingBack:
             self._reread.reread = True
         if self._before is not None:
             before = dict(self._before)
-            for channel, _ in self._later:  # channels that were created in the trace had counts of zero
+            for channel, _ in self._later:  # a channel that was created in the trace had counts of zero before it
                 channel.count_from(before.get(channel, Counts({}, {}, 0)))
         tracing.recorder = self._playback
 

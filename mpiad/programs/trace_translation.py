@@ -1,7 +1,7 @@
 """Translation of the steps of a trace to a program of arrays.
 
-A `Translation` appends the nodes of each step to the program. `RULES` has a rule for each of NumPy's functions that can
-become part of loops. Other functions and signatures become calls of NumPy on whole arrays.
+A `_Translation` appends the nodes of each step to the program. `RULES` has a rule for each function of NumPy that loops can
+compute; a rule returns the number of a node. Other functions, and other arguments, become calls of NumPy on whole arrays.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NAMED: dict[str, Callable] = {}
 
 
 def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgram:
-    """Return the program of a completed trace; `parts`: the values that each part of the program returns."""
-    made = Translation(recorder)
+    """Return the program of a trace; `parts`: the values that each part of the program returns."""
+    made = _Translation(recorder)
     for step in recorder.steps:
         made.step(step)
     made.program.outputs, made.program.logged = made.outputs([x for part in parts for x in part]), recorder.logged
@@ -39,8 +39,8 @@ def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgr
     return made.program
 
 
-class Translation:
-    """A program that is built from a trace, step by step; the rules of NumPy's functions append to it."""
+class _Translation:
+    """A program that is built from a trace, step by step; the rules append nodes to it."""
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.program = recorder, ArrayProgram()
@@ -52,7 +52,6 @@ class Translation:
                 self.program.weak.add(self.nodes[number])
 
     def outputs(self, outputs: Sequence[Any]) -> list[int]:
-        """Return the nodes of outputs."""
         program, found = self.program, []
         for x in outputs:
             number = self.nodes[x.number] if isinstance(x, Traced) else program.constant(np.asarray(x))
@@ -64,7 +63,6 @@ class Translation:
         return found
 
     def step(self, step: Step) -> None:
-        """Append the nodes of a step."""
         program = self.program
         program.site, program.part = step.site, step.part
         args, kwargs = mapped(step.args, self._value), mapped(step.kwargs, self._value)
@@ -132,10 +130,8 @@ class Translation:
             return Value(self.program, self.program.constant(self.recorder.constants[x.number]))
         return x
 
-    # ---- operations used by rules
-
     def of(self, x: Any, dtype: np.dtype) -> Value:
-        """Return an argument as a value that loops compute with."""
+        """Return an argument as a node that loops can read; `dtype`: that of a Python number."""
         if isinstance(x, Value):
             node = self.program.nodes[x.number]
             if node.dtype.kind in "iu" and node.kind == "constant":
@@ -159,7 +155,6 @@ class Translation:
         raise Opaque
 
     def elementwise(self, name: str, function: Callable, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> int:
-        """Append an elementwise function."""
         if dtype not in COMPUTED:
             raise Opaque
         wide = dtype if dtype in FLOATS else np.result_type(*[x.dtype for x in args if isinstance(x, Value)], np.float32)
@@ -167,14 +162,12 @@ class Translation:
         return self.program.elementwise([x.number for x in given], shape, dtype, (name, function))
 
     def computed(self, ufunc: np.ufunc, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> int:
-        """Append a NumPy ufunc."""
         function: Any = scalar_function(ufunc)
         return self.elementwise(ufunc.__name__, function, args, shape, dtype)
 
     def reduce(
         self, name: str, shape: Shape, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False
     ) -> int:
-        """Append a reduction of an array along axes."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
             raise Opaque
         ndim = len(x.shape)
@@ -203,18 +196,15 @@ class Translation:
         return program.reshape(total, left) if axes == (node.data,) else self._folded(name, total, axes)
 
     def take(self, shape: Shape, dtype: np.dtype, x: Any, key: Index) -> int:
-        """Append a basic indexing operation."""
         if not isinstance(x, Value):
             raise Opaque
         map, made = of_key(x.shape, _in_full(key, len(x.shape)))
         return self.program.view(x.number, map, made)
 
     def broadcast_to(self, x: Value, shape: Shape) -> int:
-        """Append an array broadcast to a shape."""
         return self.program.view(x.number, broadcast(x.shape, shape), shape)
 
     def cast(self, shape: Shape, dtype: np.dtype, x: Any, *_: Any) -> int:
-        """Append an array in another dtype."""
         if not isinstance(x, Value) or not self.program.is_float(x.number):
             raise Opaque
         if x.dtype == dtype:
@@ -223,7 +213,6 @@ class Translation:
         return self.elementwise(name, _NAMED.setdefault(name, function), [x], shape, dtype)
 
     def join(self, shape: Shape, dtype: np.dtype, arrays: Any, axis: int | None = 0) -> int:
-        """Append the concatenation of arrays."""
         parts = [self._array(x, dtype) for x in arrays]
         if axis is None:
             parts, axis = [Value(self.program, self.program.reshape(x.number, (math.prod(x.shape),))) for x in parts], 0
@@ -241,14 +230,12 @@ class Translation:
         return x
 
     def stack(self, shape: Shape, dtype: np.dtype, arrays: Any, axis: int = 0) -> int:
-        """Append arrays joined along a new axis."""
         axis %= len(shape)
         parts = [self._array(x, dtype) for x in arrays]
         unit = _one(shape, axis)
         return self.program.join([self.program.reshape(x.number, unit) for x in parts], axis)
 
     def full(self, shape: Shape, value: Any, dtype: np.dtype) -> int:
-        """Append an array whose entries are one number."""
         if isinstance(value, Value):
             return self.broadcast_to(self._array(value, np.dtype(dtype)), shape)
         if np.dtype(dtype) not in COMPUTED:
@@ -256,14 +243,13 @@ class Translation:
         return self.program.number(value, shape, dtype)
 
     def with_entries(self, shape: Shape, dtype: np.dtype, x: Any, key: Index, value: Any) -> int:
-        """Append a copy of an array with entries set by a basic index."""
         program = self.program
         if not self.program.is_float(x.number):
             raise Opaque
         map, made = of_key(x.shape, _in_full(key, len(x.shape)))
         if any(axis.source is not None and axis.stride != 1 and made[axis.source] > 1 for axis in map):
             raise Opaque
-        # As in NumPy, the value is broadcast, and its leading axes of length 1 are dropped.
+        # As in NumPy, leading axes of length 1 of the value are dropped, and the value is broadcast.
         value = self._array(value, x.dtype)
         while len(value.shape) > len(made) and value.shape[0] == 1:
             value = Value(program, program.reshape(value.number, value.shape[1:]))
@@ -274,14 +260,12 @@ class Translation:
     def pad(
         self, shape: Shape, dtype: np.dtype, x: Value, widths: Any, mode: str = "constant", constant_values: Any = 0
     ) -> int:
-        """Append an array padded with a number."""
         if mode != "constant" or isinstance(constant_values, (list, tuple, Value)) or not isinstance(x, Value):
             raise Opaque
         before = np.broadcast_to(np.asarray(widths), (len(x.shape), 2))[:, 0].tolist()
         return self.program.update(self.full(shape, constant_values, dtype), x.number, before)
 
     def roll(self, shape: Shape, dtype: np.dtype, x: Value, shift: Any, axis: Any = None) -> int:
-        """Append an array whose entries are rolled along axes."""
         if axis is None:
             flat = Value(self.program, self.program.reshape(x.number, (math.prod(x.shape),)))
             return self.program.reshape(self.roll(flat.shape, dtype, flat, shift, 0), shape)
@@ -301,7 +285,7 @@ def _one(shape: Shape, axis: int) -> Shape:
 
 
 def _in_full(key: Index, ndim: int) -> list[Any]:
-    """Return a basic index with one entry per axis."""
+    """Return a basic index with an entry for each axis; raise Opaque for another kind of index."""
     parts: list[Any] = list(key) if type(key) is tuple else [key]
     numbers: list[Any] = []
     for part in parts:
@@ -317,26 +301,23 @@ def _in_full(key: Index, ndim: int) -> list[Any]:
 
 # Contractions over a few components, such as a 3 x 3 matrix times the components of a field at each point.
 #
-# NumPy's products are calls on whole arrays, whose operands and results must be in memory. Short contractions are unrolled
-# instead: sums over short axes are written term by term, and the components of the result along axes that the field doesn't
-# have are separate arrays that are joined. Thus all components are computed in one loop over the field. Long contractions
-# remain calls, since BLAS is faster.
+# For a product of NumPy's, operands and results must be in memory. Short contractions are unrolled instead: a sum over a
+# short axis becomes a sum of terms, and if the result has an axis that the fields (the large operands) don't have, its
+# entries along this axis become separate arrays, which are joined. Thus one loop over the points of the fields computes all
+# components. Long contractions remain calls, since BLAS is faster.
+
+_MOST_TERMS = 64  # maximum number of terms of an unrolled contraction
+_SMALL = 64  # maximum size of an operand that isn't a field
 
 
-# Maximum number of products that are unrolled. Arrays of at most this size may be read in each iteration of a loop.
-_MOST_TERMS = _SMALL = 64
-
-
-def einsum(t: Translation, shape: Shape, dtype: np.dtype, subscripts: Any, *operands: Any, optimize: Any = None) -> int:
-    """Append the operations of np.einsum with given subscripts."""
+def _einsum(t: _Translation, shape: Shape, dtype: np.dtype, subscripts: Any, *operands: Any, optimize: Any = None) -> int:
     if not isinstance(subscripts, str):
         raise Opaque
     inputs, out = letters_of(subscripts, [len(_value(x).shape) for x in operands])
     return _Contraction(t, dtype, operands, inputs, list(out)).made()
 
 
-def matmul(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
-    """Append x @ y."""
+def _matmul(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
     labels = [_of_matrix(_value(x), "ik"), _of_matrix(_value(y), "kj" if len(_value(y).shape) > 1 else "jk")]
     batch = range(2 - max(2, len(x.shape), len(y.shape)), 0)
     out = [*batch, *[label for found, label in zip(labels, "ij") if label in found]]
@@ -350,19 +331,16 @@ def _of_matrix(x: Value, last: str) -> list[Hashable]:
     return [*range(2 - ndim, 0), *last] if ndim > 1 else [last[1]]
 
 
-def dot(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
-    """Append np.dot of arrays, one of which has more than one axis."""
+def _dot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
     ndim = len(_value(y).shape)
-    return tensordot(t, shape, dtype, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
+    return _tensordot(t, shape, dtype, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
 
 
-def inner(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
-    """Append np.inner of arrays, one of which has more than one axis."""
-    return tensordot(t, shape, dtype, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
+def _inner(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
+    return _tensordot(t, shape, dtype, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
 
 
-def tensordot(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, axes: Any = 2) -> int:
-    """Append np.tensordot."""
+def _tensordot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, axes: Any = 2) -> int:
     m, n = len(_value(x).shape), len(_value(y).shape)
     axes = _numbers(t, axes)
     pair = (range(m - axes, m), range(axes)) if isinstance(axes, int) else axes
@@ -375,8 +353,8 @@ def tensordot(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, axe
     return _Contraction(t, dtype, (x, y), [first, second], out).made()
 
 
-def _numbers(t: Translation, x: Any) -> Any:
-    """Return integers given as arrays, or lists of them, as Python integers."""
+def _numbers(t: _Translation, x: Any) -> Any:
+    """Return Python integers, in nested lists, for integers given as numbers, arrays or lists."""
     if isinstance(x, Value):
         node = t.program.nodes[x.number]
         if node.kind != "constant":
@@ -392,9 +370,9 @@ def _value(x: Any) -> Value:
 
 
 class _Contraction:
-    """A contraction in Einstein notation; `labels`: of the axes of each operand, `out`: of the axes of the result."""
+    """A contraction in Einstein notation; `labels`: for each operand the labels of its axes; `out`: those of the result."""
 
-    def __init__(self, t: Translation, dtype: np.dtype, operands: Sequence[Value], labels: Any, out: list[Hashable]):
+    def __init__(self, t: _Translation, dtype: np.dtype, operands: Sequence[Value], labels: Any, out: list[Hashable]):
         self.t, self.dtype, self.labels, self.out = t, dtype, labels, out
         self.operands = [t.of(x, dtype) for x in operands]
         self.lengths: dict[Hashable, int] = {}
@@ -404,7 +382,7 @@ class _Contraction:
         self.written, self.folded = self._parted([math.prod(x.shape) for x in self.operands])
 
     def _parted(self, sizes: Sequence[int]) -> tuple[set[Hashable], list[Hashable]]:
-        """Return the labels that are unrolled, and those over which loops sum; the others are axes of loops."""
+        """Return the labels of unrolled axes, and the labels of axes along which loops sum; loops run over the others."""
         lengths = self.lengths
         fields = [set(found) for found, size in zip(self.labels, sizes) if size > _SMALL]
         of_fields = set(lengths).intersection(*fields)
@@ -424,7 +402,7 @@ class _Contraction:
         return self._put_together(0, {})
 
     def _put_together(self, axis: int, at: dict[Hashable, int]) -> int:
-        """Return the part of the result at given indices of the axes before `axis`."""
+        """Return the part of the result at given indices of the unrolled axes before `axis`."""
         if axis == len(self.out):
             return self._summed(at)
         label = self.out[axis]
@@ -443,12 +421,12 @@ class _Contraction:
         return self.t.reduce("add", left, total, axes) if self.folded else total.number
 
     def _product(self, at: dict[Hashable, int]) -> Value:
-        """Return the product of one entry, or one array, of each operand."""
+        """Return the product of the operands at the given indices."""
         factors = [self._part(x, labels, at) for x, labels in zip(self.operands, self.labels)]
         return reduce(partial(self._combined, np.multiply), factors)
 
     def _part(self, x: Value, labels: Sequence[Hashable], at: dict[Hashable, int]) -> Value:
-        """Return an operand at the given indices, with the axes of the loops in order."""
+        """Return an operand at the given indices, with the axes of the result and the summed axes in order."""
         axes = [*self.out, *self.folded]
         map, shape = [], [1] * len(axes)
         for label, n in zip(labels, x.shape):
@@ -468,11 +446,11 @@ class _Contraction:
 _Rule = Callable[..., Any]
 
 
-def _where(t: Translation, shape: Shape, dtype: np.dtype, condition: Any, x: Any, y: Any) -> int:
+def _where(t: _Translation, shape: Shape, dtype: np.dtype, condition: Any, x: Any, y: Any) -> int:
     return t.elementwise("where", choose, [condition, x, y], shape, dtype)
 
 
-def _clip(t: Translation, shape: Shape, dtype: np.dtype, x: Any, a_min: Any = None, a_max: Any = None) -> int:
+def _clip(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, a_min: Any = None, a_max: Any = None) -> int:
     for name, function, bound in (("at_least", _at_least, a_min), ("at_most", _at_most, a_max)):
         if bound is not None:
             x = Value(t.program, t.elementwise(name, function, [x, bound], shape, dtype))
@@ -488,13 +466,13 @@ def _at_most(x: Any, y: Any) -> Any:
 
 
 def _reduced(name: str) -> _Rule:
-    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
+    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
         return t.reduce(name, shape, x, *args, **kwargs)
 
     return rule
 
 
-def _mean(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = None, keepdims: Any = False) -> int:
+def _mean(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = None, keepdims: Any = False) -> int:
     total = Value(t.program, t.reduce("add", shape, x, axis))
     count = math.prod(x.shape) // max(math.prod(shape), 1)
     if not count:
@@ -503,7 +481,7 @@ def _mean(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = Non
 
 
 def _product(of_more_axes: _Rule | None = None) -> _Rule:
-    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
+    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
         if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
             raise Opaque
         if not len(x.shape) == len(y.shape) == 1:
@@ -516,7 +494,7 @@ def _product(of_more_axes: _Rule | None = None) -> _Rule:
     return rule
 
 
-def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = None, axis: Any = None) -> int:  # noqa: A002
+def _norm(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = None, axis: Any = None) -> int:  # noqa: A002
     if ord is not None:
         raise Opaque
     square = Value(t.program, t.computed(np.multiply, [x, x], x.shape, dtype))
@@ -524,16 +502,14 @@ def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = N
     return t.computed(np.sqrt, [total], shape, dtype)
 
 
-def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any, order: Any = "C", **_: Any) -> int:
+def _reshape(t: _Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any, order: Any = "C", **_: Any) -> int:
     if order not in ("C", None) or any(isinstance(arg, str) and arg != "C" for arg in args):
         raise Opaque
     return t.program.reshape(x.number, shape)
 
 
 def _permuted(function: Callable) -> _Rule:
-    """Return the rule of a function that permutes axes."""
-
-    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
+    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
         ndim = len(x.shape)
         # The strides number the axes.
         order = function(as_strided(np.empty(1), (1,) * ndim, range(ndim)), *args, **kwargs).strides
@@ -543,7 +519,7 @@ def _permuted(function: Callable) -> _Rule:
 
 
 def _flip(along: int | None = None) -> _Rule:
-    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = along) -> int:
+    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = along) -> int:
         ndim = len(shape)
         flipped = set(range(ndim)) if axis is None else axes_of(axis, ndim)
         map = tuple([Axis(k, -1, shape[k] - 1) if k in flipped else own for k, own in enumerate(identity(ndim))])
@@ -552,20 +528,20 @@ def _flip(along: int | None = None) -> _Rule:
     return rule
 
 
-def _same(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> int:
+def _same(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> int:
     if not isinstance(x, Value) or x.shape != shape or x.dtype != dtype:
         raise Opaque
     return x.number
 
 
 def _filled(value: float) -> _Rule:
-    def rule(t: Translation, shape: Shape, dtype: np.dtype, *_: Any, **__: Any) -> int:
+    def rule(t: _Translation, shape: Shape, dtype: np.dtype, *_: Any, **__: Any) -> int:
         return t.full(shape, value, dtype)
 
     return rule
 
 
-def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axis: int = -1) -> int:
+def _diff(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axis: int = -1) -> int:
     for _ in range(n):
         lead = (slice(None),) * (axis % len(x.shape))
         ends = [Value(t.program, t.take(shape, dtype, x, (*lead, part))) for part in (slice(1, None), slice(None, -1))]
@@ -573,19 +549,19 @@ def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axi
     return x.number
 
 
-def _split(t: Translation, shape: Shape, dtype: np.dtype, x: Any, sections: Any, axis: int = 0) -> list[int]:
+def _split(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, sections: Any, axis: int = 0) -> list[int]:
     axis %= len(x.shape)
     split = np.array_split if isinstance(sections, (int, np.integer)) else np.split
     lengths = map(len, split(np.arange(x.shape[axis]), sections))
     return [t.program.slice(x.number, axis, *ends) for ends in pairwise(accumulate(lengths, initial=0))]
 
 
-def _array_of(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> int:
+def _array_of(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> int:
     made = t._array(x, dtype)
     return t.program.reshape(made.number, shape)
 
 
-def _imag(t: Translation, shape: Shape, dtype: np.dtype, x: Any) -> int:
+def _imag(t: _Translation, shape: Shape, dtype: np.dtype, x: Any) -> int:
     if not isinstance(x, Value) or x.dtype not in FLOATS:
         raise Opaque
     return t.full(shape, 0.0, dtype)
@@ -598,12 +574,12 @@ SPLITTING = frozenset({np.split, np.array_split})
 
 
 RULES: dict[Any, _Rule] = {
-    take: Translation.take, cast: Translation.cast, with_entries: Translation.with_entries, array_of: _array_of,
+    take: _Translation.take, cast: _Translation.cast, with_entries: _Translation.with_entries, array_of: _array_of,
     np.where: _where, np.clip: _clip,
     np.sum: _reduced("add"), np.prod: _reduced("multiply"), np.max: _reduced("maximum"), np.amax: _reduced("maximum"),
     np.min: _reduced("minimum"), np.amin: _reduced("minimum"), np.mean: _mean, np.linalg.norm: _norm,
-    np.dot: _product(dot), np.vdot: _product(), np.inner: _product(inner), np.matmul: _product(matmul),
-    np.einsum: einsum, np.tensordot: tensordot,
+    np.dot: _product(_dot), np.vdot: _product(), np.inner: _product(_inner), np.matmul: _product(_matmul),
+    np.einsum: _einsum, np.tensordot: _tensordot,
     np.reshape: _reshape, np.ravel: _reshape, np.squeeze: _reshape, np.expand_dims: _reshape, np.atleast_1d: _reshape,
     np.atleast_2d: _reshape, np.atleast_3d: _reshape,
     **{function: _permuted(function) for function in (np.transpose, np.swapaxes, np.moveaxis)},
@@ -613,6 +589,6 @@ RULES: dict[Any, _Rule] = {
     np.zeros_like: _filled(0.0), np.empty_like: _filled(0.0), np.ones_like: _filled(1.0),
     np.full_like: lambda t, shape, dtype, x, value, *_, **__: t.full(shape, value, dtype),
     np.full: lambda t, shape, dtype, given, value, to: t.full(shape, value, dtype),
-    np.concatenate: Translation.join, np.stack: Translation.stack, np.pad: Translation.pad, np.roll: Translation.roll,
+    np.concatenate: _Translation.join, np.stack: _Translation.stack, np.pad: _Translation.pad, np.roll: _Translation.roll,
     np.diff: _diff, np.split: _split, np.array_split: _split,
 }  # fmt: skip

@@ -1,9 +1,9 @@
-"""`TracedArray`: arrays whose operations are run and recorded, in the first call of a function under `mpiad.jit`.
+"""`TracedArray`: the arrays in the first call of a compiled function. Their operations are run and recorded.
 
-A traced array has a value, computed by NumPy, and a number in the program. So shapes, dtypes, errors and messages of the
-first call are those of the interpreted function. All access to values is intercepted: if the function branches on a value,
-or passes one to code outside NumPy's protocols, the trace fails, and the function runs again on plain arrays. For the rest
-of the library, traced arrays are a kind of array like those on devices.
+A traced array has a value, computed by NumPy, and a number in the trace. So the first call has the same shapes, dtypes,
+errors and communications as the interpreted function. If the function branches on a value, or passes it to code that isn't
+part of NumPy's protocols, the trace fails, and the function runs again on plain arrays. The rest of the library handles
+traced arrays like arrays on devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DECIDES = (
     "it decides by a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or leave this "
     "part out of the jitted function"
 )
-# Functions whose results depend on their arguments' shapes and dtypes only.
+# Functions whose results depend on the shapes and dtypes of the arguments only.
 _STATIC = frozenset(
     {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
 )
@@ -55,7 +55,7 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
     def method(self: TracedArray, other: Any) -> Any:
         if type(other) in _boxes:
             return NotImplemented
-        # NumPy scalars are immutable, so the name is bound to a new value.
+        # A NumPy scalar is immutable: Python assigns the new value to the variable.
         if not isinstance(self.value, np.ndarray):
             return self.recorder.call(ufunc, (self, other), {})
         return self.recorder.write(self, ufunc, (self, other))
@@ -64,16 +64,11 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
 
 
 class TracedArray(Traced):
-    """An array in a function that is being traced.
-
-    `number`: the number of its value in the program. `value`: the value in this call, a NumPy array or scalar.
-    """
+    """An array in a function that is being traced; `value` is a NumPy array or scalar."""
 
     __slots__ = ("__weakref__",)
     __array_priority__ = 50.0
     __hash__ = object.__hash__
-
-    # ---- properties that don't depend on values
 
     @property
     def dtype(self) -> np.dtype:
@@ -93,8 +88,6 @@ class TracedArray(Traced):
 
     def __repr__(self) -> str:
         return f"<traced array of {self.dtype}, shape {self.shape}>"
-
-    # ---- traced operations
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(type(x) in _boxes for x in inputs):
@@ -126,23 +119,23 @@ class TracedArray(Traced):
         self.recorder.set_entries(self, key, value)
 
     def astype(self, dtype: Any, order: str = "K", casting: str = "unsafe", subok: bool = True, copy: bool = True) -> Any:
-        """Return it in another dtype."""
+        """Return the array in another dtype."""
         if np.dtype(dtype) == self.dtype and not copy:
             return self
         return self.recorder.call(cast, (self, np.dtype(dtype)), {})
 
     def reshape(self, *shape: Any, order: str = "C") -> Any:
-        """Return it in another shape."""
+        """Return the array in another shape."""
         new = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)) else shape
         return self.recorder.call(np.reshape, (self, new), {} if order == "C" else {"order": order})
 
     def transpose(self, *axes: Any) -> Any:
-        """Return it with its axes in another order."""
+        """Return the array with its axes in another order."""
         given = axes[0] if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes or None
         return self.recorder.call(np.transpose, (self, given), {})
 
     def view(self, kind: Any = None) -> Any:
-        """Return the array itself, as autograd requires of its results."""
+        """Return the array itself; autograd calls this method of results."""
         return self if kind in (None, np.ndarray) else self._asked(f"it reads traced values as {kind}").view(kind)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +147,7 @@ class TracedArray(Traced):
             return lambda *args, **kwargs: self.recorder.call(_METHODS[name], (self, *args), kwargs)
         raise AttributeError(f"a traced array has no {name!r}")
 
-    # ---- operations that need its values
+    # Operations that need the values, and therefore end the trace in failure.
 
     def _asked(self, reason: str = _DECIDES) -> Any:
         if self.recorder.is_noting():
@@ -180,15 +173,15 @@ class TracedArray(Traced):
         return format(self._asked("it writes a traced value into a text"), spec) if spec else repr(self)
 
     def item(self, *args: Any) -> Any:
-        """Return an entry as a Python number, which ends the trace."""
+        """Return an entry as a Python number."""
         return self._asked().item(*args)
 
     def tolist(self) -> Any:
-        """Return its values as lists, which ends the trace."""
+        """Return the values as nested lists."""
         return self._asked().tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        # Called by numpy.array and numpy.asarray, whose results can't be intercepted.
+        # numpy.array and numpy.asarray call this method, and their results can't be traced arrays.
         return np.asarray(
             self._asked(
                 "it makes an array of NumPy's of traced values (numpy.array, numpy.asarray): put them together by "
@@ -232,18 +225,18 @@ def with_entries(x: Array, key: Index, value: Array) -> Array:
 
 
 def added_at(x: Array, idx: Index, values: Array) -> Array:
-    """Return a copy of x with values added at an index that may hold repeated entries."""
+    """Return a copy of x with values added at an index, in which entries may be repeated."""
     total = x.copy()
     np.add.at(total, idx, values)
     return total
 
 
 def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
-    """Return numpy.array of an argument that may hold traced arrays."""
+    """Return `numpy.array` of an argument; in a trace, the argument holds traced arrays."""
     return np.array(x, *args, **kwargs)
 
 
-# Properties, and methods, that are functions of NumPy.
+# Attributes and methods that are the same as functions of NumPy.
 _PARTS: dict[str, Callable[..., Any]] = {"T": np.transpose, "real": np.real, "imag": np.imag}
 _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
@@ -254,16 +247,14 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 # Support for traced arrays beyond NumPy's protocols.
 #
-# This library needs an `ArrayModule`. autograd.numpy's `array` and `stack` call numpy.array, which has no protocol. While
-# there are traces, the name `numpy` in that module of autograd therefore refers to a replacement whose `array` handles
-# traced arrays.
-
+# `array` and `stack` of autograd.numpy call numpy.array, for which NumPy has no protocol. Therefore, as long as there are
+# traces, the name of NumPy in autograd's module refers to a replacement whose `array` handles traced arrays.
 
 numpy_wrapper: Any = autograd.numpy.numpy_wrapper
 
 
-class TracedArrays:
-    """The `ArrayModule` of one trace."""
+class _TracedArrays:
+    """The `ArrayModule` of the traced arrays of one trace."""
 
     name, kind, device, takes_host_arrays = "traced", TracedArray, 0, True
 
@@ -271,45 +262,39 @@ class TracedArrays:
         self.recorder = recorder
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TracedArrays) and other.recorder is self.recorder
+        return isinstance(other, _TracedArrays) and other.recorder is self.recorder
 
     def __hash__(self) -> int:
         return id(self.recorder)
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
-        """Return an array to be filled; its values are zeros."""
         return self.full(shape, 0, dtype)
 
     def full(self, shape: Shape, value: Array | float, dtype: DTypeLike) -> Array:
-        """Return an array of one number."""
         return self.recorder.call(np.full, (tuple(shape), value, np.dtype(dtype)), {})
 
     def arange(self, stop: int) -> Array:
-        """Return an array of the integers from 0 on."""
         return np.arange(stop)
 
     def add_at(self, x: Any, idx: Index, values: Any) -> None:
-        """Add values to the elements at an index, in place."""
         total = x.recorder.call(added_at, (x, idx, values), {})
         x[...] = total
 
     def contiguous(self, x: Array) -> Array:
-        """Return the array itself, since the memory layout is determined when the program is compiled."""
-        return x
+        return x  # the compiled program determines the memory layout
 
     def copy(self, x: Array) -> Array:
-        """Return a copy."""
         return x.recorder.call(np.copy, (x,), {})
 
-    to_host = to_device = contiguous  # on the device a constant of the trace
+    to_host = to_device = contiguous
 
 
 def _arrays_of(x: Any) -> Any:
     x.recorder.require_open()
-    return TracedArrays(x.recorder)
+    return _TracedArrays(x.recorder)
 
 
-# The protocol's methods for copies between host and device are missing: a trace is given up before they are called.
+# The `ArrayModule` lacks the methods for copies in pieces: a trace ends in failure before they are called.
 register_arrays(TracedArray, _arrays_of)
 
 
@@ -334,5 +319,5 @@ def _traced(x: Any) -> Any:
 
 
 def let_arrays_be_traced(on: bool) -> None:
-    """Switch support for traced arrays in autograd.numpy's `array` on or off."""
+    """Switch the support for traced arrays in `array` of autograd.numpy on or off."""
     numpy_wrapper._np = _NumPy() if on else np
