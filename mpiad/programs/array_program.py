@@ -101,7 +101,7 @@ class ArrayProgram:
         if kind in ("call", "communicate", "item", "input"):
             self.nodes.append(node)
             return len(self.nodes) - 1
-        # 0 differs from -0, and NaN equals itself.
+        # As a key, a float is replaced by its digits: 0 differs from -0, and NaN equals itself.
         mark = (type(data), data.hex()) if isinstance(data, float) else data
         key = (kind, node.inputs, node.shape, node.dtype, mark)
         if key not in self._known:

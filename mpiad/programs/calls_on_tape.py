@@ -85,7 +85,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
             return jitted.fun(*args, **kwargs)
     tape.channels |= entry.channels
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
-    # Arguments that the reverse pass doesn't need are released, unless the function may have to run again.
+    # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
     later = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
     whole = given if entry.may_change else None
 
@@ -111,7 +111,7 @@ def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, b
     form = given.form, tuple(boxed)
     both = jitted.derived(form, lambda: _along(jitted.fun, given.build, boxed))
     leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
-    # An enclosing trace differentiates the value and the tangent.
+    # An enclosing derivative differentiates both the value and the tangent.
     with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (along, _) = map(flatten, made)

@@ -89,7 +89,7 @@ def entry_by_shapes(
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             parts, build = noted(trace)
-            # The trace that runs the function will warn of complex numbers.
+            # Complex numbers need a warning, which the trace that runs the function gives.
             if trace.recorder.complex_line():
                 return None
             return entry_of(trace.recorder, parts, build, watch)

@@ -287,7 +287,7 @@ class Jitted:
         try:
             given = arguments_of(args, kwargs, self._asked)
         except TypeError as error:
-            self._give_up(None, f"an argument can't be compared with that of another call: {error}")
+            self._give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
             return self.fun(*args, **kwargs)
         if tracing.tape is None and not any(type(given.leaves[k]) in _boxes for k in given.traced):
             return self._called(given, args, kwargs)
@@ -406,7 +406,7 @@ class Jitted:
             return
         line = recorder.complex_line()
         if line:
-            self._warn("%s computes with complex numbers: %s: such operations are NumPy's; the rest is compiled.", line)
+            self._warn("%s computes with complex numbers: %s: NumPy runs such operations; the others are compiled.", line)
 
     def _watch(self, key: Any, given: Arguments, args: tuple) -> Watch | None:
         watch = self._read(key, args, given.constants())

@@ -298,7 +298,7 @@ class _LoopBody:
         writer.loads.update(self.loads)
         groups = {"x": len(self.loads), "i": len(loop.shape)}
         program = self.builder.program(groups, outputs)
-        # A variable has one type in the whole kernel, so the two bodies use different names.
+        # The two bodies use different names, since a variable has one type in the whole kernel.
         x, v = ("y", "u") if self.box is None else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
         used = {value for op, _, value in program.instructions if op == "input"}

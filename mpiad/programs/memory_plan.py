@@ -75,7 +75,7 @@ class Scratch:
                     return memory
                 others += [reference] * (memory is not None)
         except IndexError:
-            # Twice the required size, so that larger programs can use it, too; unused pages take no physical memory.
+            # Larger programs can use twice the required size, too; unused pages take no physical memory.
             return aligned(2 * self._size)
         finally:
             self._free.extend(others[::-1])
@@ -92,7 +92,7 @@ class Scratch:
 def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Allocation]:
     """Return the memory of each temporary buffer."""
     spans = spans_of(schedule, texts)
-    # A buffer that overwrites another one is in use from the first use of the other.
+    # If a buffer overwrites another one, both have one allocation, which is in use from the first use of either.
     first = {}
     for text in texts:
         if text is not None and text.over:
@@ -180,7 +180,7 @@ def with_overwriting(schedule: Schedule, texts: Sequence[LoopText | None]) -> li
         for item in step.items:
             b, map = item.place
             several = sum(other.place.buffer == b for other in step.items) > 1
-            # A store writes each entry once, but a fold updates entries repeatedly.
+            # A fold can't overwrite its operand, since it updates entries repeatedly.
             if not isinstance(item, Store) or several or b not in own or spans[b][0] != at:
                 continue
             for c in own & set(text.buffers) - text.written:

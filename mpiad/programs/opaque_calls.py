@@ -96,7 +96,7 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
     places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
     plain = [getval(leaf) for leaf in leaves]
     if any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):
-        recorder.refuse(f"{fun.__name__} is given functions or objects that hold traced values")
+        recorder.refuse(f"{fun.__name__} gets functions or objects that contain traced values")
     if tape is None and not places:
         *values, outcome = recorder.opaque(call, (plain,))
         return outcome.build(values)

@@ -66,7 +66,7 @@ _team = _Team()
 
 def _renew() -> None:
     global _team
-    _team = _Team()  # a child process doesn't inherit its parent's threads
+    _team = _Team()  # a forked process doesn't have its parent's threads
 
 
 if hasattr(os, "register_at_fork"):
@@ -190,14 +190,14 @@ def _inner(
 ) -> list[tuple[int, int]] | None:
     """Return the box in which a loop reads only the block `still` of a buffer; None if the box is unknown."""
     roots = {root_of(schedule.buffers, b) for b in text.written}
-    # If the loop doesn't read the buffer, another buffer may already use the same memory.
+    # If the loop doesn't read the buffer, it may write to another buffer in the same memory.
     if buffer in roots or buffer not in {root_of(schedule.buffers, b) for b, _ in text.loads}:
         return None
     inner = [(0, n) for n in schedule.steps[at].shape]
     for b, map in text.loads:
         if root_of(schedule.buffers, b) != buffer:
             continue
-        if b != buffer:  # an alias in another shape
+        if b != buffer:  # the loop reads the buffer in another shape
             return None
         for (source, stride, offset), (low, high) in zip(map[len(map) - len(still) :], still):
             if source is None:

@@ -180,14 +180,14 @@ class Recorder:
         if isinstance(x, Traced):
             if x.recorder is not self:
                 x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # a value of another trace
+                return self._constant(np.asarray(x.value))  # belongs to another trace
             if x.stale is not None:
-                self.refuse("it reads an array after other names of the same memory were written to")
+                self.refuse("it reads an array whose memory has been changed in place by another name (a view)")
             return Ref(x.number)
         if id(x) in self._objects:
             return Ref(self._objects[id(x)][1])
         if is_device_array(x):
-            self.refuse("it computes with an array on a device, and only NumPy's are compiled yet")
+            self.refuse("it computes with an array on a device, and only computations with NumPy arrays are compiled")
         if type(x) is np.ndarray:
             return self._constant(x)
         return self._constant(np.asarray(x)) if isinstance(x, np.ndarray) else x
@@ -195,8 +195,8 @@ class Recorder:
     def _constant(self, x: Array) -> Constant:
         known = self._constant_of.get(id(x))
         if known is None or not same_bits(self.constants[known[1]], x):
-            stays = x.flags.c_contiguous and x.flags.aligned and not is_writable(x)
-            self.constants.append(x if stays else x.copy())
+            can_stay = x.flags.c_contiguous and x.flags.aligned and not is_writable(x)
+            self.constants.append(x if can_stay else x.copy())
             known = self._constant_of[id(x)] = x, len(self.constants) - 1
         return Constant(known[1])
 
@@ -226,7 +226,9 @@ class Recorder:
         envelopes = envelopes_of(params)
         self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
         if envelopes and self._any_sender and rule is not None and rule[0] == "tangent":
-            self.refuse(f"{operation.__name__} carries a tangent next to a message from any rank, which isn't compiled")
+            self.refuse(
+                f"{operation.__name__} sends or receives a tangent, which isn't compiled after a message from any rank"
+            )
         noted = self._noted(x), params
         if isinstance(params, Request):
             begun = self._objects.pop(id(params), None)
@@ -264,7 +266,7 @@ class Recorder:
         self._any_within |= next(communications) > start + 1
         for x in arrays:
             if not _is_array(x):
-                self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__}, and that isn't an array")
+                self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__} instead of an array")
         results = [self._wrapped(x) for x in arrays]
         outs = *[x.number for x in results], self._number_of_object(rest)
         self._step("opaque", fun, noted, outs, {"expected": [(x.shape, x.dtype) for x in arrays]})
@@ -281,7 +283,7 @@ class Recorder:
         if _package_of(operator) not in _COMPILED_PACKAGES:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
-            self.refuse(f"{operator.__name__} is given functions or objects that hold traced values")
+            self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
         self.channels |= self._channels_of(plain(args), operator.__name__)
         noted = self._noted(args), self._noted(kwargs)
         return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
@@ -298,7 +300,7 @@ class Recorder:
         """End the trace in failure, since a function communicates by other means than recorded operations."""
         _, called = calls.user_frame(sys._getframe(1))
         name = calls.entry(called) or "a function of mpiad's"
-        self.refuse(f"it calls {name}, whose ranks exchange shapes or settings first, and that isn't compiled yet")
+        self.refuse(f"it calls {name}, in which ranks exchange shapes or settings first, and which isn't compiled yet")
 
     @property
     def communications(self) -> int:
@@ -365,7 +367,7 @@ class Recorder:
     def is_noting(self) -> bool:
         """Return whether operations on traced arrays are recorded; an operation in an untraced function ends the trace."""
         if self._inside:
-            reason = "what it calls uses a traced value from around it: hand it on as an argument"
+            reason = "a function that it calls uses a traced value of an enclosing function: pass the value as an argument"
             self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
         self.require_open()
         return self.open and not self._inside
@@ -376,8 +378,8 @@ class Recorder:
         if not self.open and not self.reread:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
-                "attribute or a variable around it); it is a part of that function's program, and unknown outside. Return "
-                "the value from the jitted function, y, kept = f(x), and keep it in the caller of f."
+                "attribute or a variable around it). The value belongs to that function's program, and later calls don't "
+                "update it. Return it from the jitted function, y, kept = f(x), and keep it in the caller of f."
             )
 
     def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
@@ -394,7 +396,7 @@ class Recorder:
             name = getattr(fun, "__name__", repr(fun))
             is_array = isinstance(made, np.ndarray)
             what = f"an array of {made.dtype}s" if is_array else f"{type(made).__name__}, which isn't an array"
-            self.refuse(f"{name} returns {what}, and may depend on traced values")
+            self.refuse(f"{name} returns {what} and may depend on traced values")
         outs = tuple([result.number for result in results])
         self._step(kind, fun, args, outs, kwargs)
         return out

@@ -72,7 +72,7 @@ class Replays:
 
     def take(self) -> Replay:
         """Return an unused replay."""
-        # Prepared communications can't be logged, recorded, observed or interrupted.
+        # Prepared communications can't be logged, recorded, watched or interrupted.
         prepared = self.last_check < 0 and not (calls.is_noting() or is_watched() or FAULT_TOLERANT)
         try:
             return self.free[prepared].pop()
@@ -108,8 +108,8 @@ def _raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
     name = getattr(node.data.fun, "__name__", repr(node.data.fun))
     line = "" if node.site is None else f"{node.site.text}: "
     error = Changed(
-        f"{line}{name} returns an array of shape {np.shape(made)}, and returned one of shape {node.shape} for the same "
-        "arguments when the function was compiled. Leave it out of the jitted function"
+        f"{line}{name} has returned an array of shape {np.shape(made)}, but one of shape {node.shape} when the "
+        "function was compiled for arguments of the same shapes. Call it outside of the jitted function"
     )
     if log is not None:
         error.log = list(log)
@@ -126,7 +126,7 @@ def _is_checked(schedule: Schedule, at: int) -> bool:
     if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
         return node.kind == "communicate"
     fun = node.data.fun
-    if isinstance(fun, Operation):  # ranks may not know the shape of a broadcast array
+    if isinstance(fun, Operation):  # this rank may not know the shape of the broadcast array
         known = fun is not BCAST or node.data.args[1].spec is not None
     else:
         known = fun.in_place is not None or fun.alike
@@ -275,7 +275,7 @@ class _ReplayWriter:
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
-            # The results of communications are logged as long as the run may differ from the trace.
+            # The log has the results of communications, as long as a later result may differ from the trace.
             "log": [], "logged": logged, "changed": _raise_changed,
             "blocks": self._blocks,  # a reference that keeps the memory alive
         }  # fmt: skip

@@ -338,7 +338,7 @@ class _Call:
         self._inputs = [self._values[k] for k in given.traced]
         self._inside = entry.inside
         self._specs = [spec_like(self._values[k]) for k in by.inner]
-        # A single rank may communicate in any order.
+        # A single rank may communicate in any order, and needn't combine messages.
         self._meets_others = entry.communicates and any(channel.size > 1 for channel in live_channels())
         self._pass: _Pass | None = None
         self._run: Any = None
@@ -443,7 +443,7 @@ class _Call:
         if tracing.lane in of.lanes or _is_traced(cs):
             return self._first_played(of, [(tracing.lane, cs)])[0]
         vs = of.vs.pop(tracing.lane, None) or self._conformed([None] * len(self._specs))
-        if vs is not of.ran:  # the part hasn't run, or has run for another lane since
+        if vs is not of.ran:  # the third part hasn't run for this lane, or has run for another lane afterwards
             self._second(of, vs)
         return self._part(3, of.gs, vs, cs)
 

@@ -31,7 +31,7 @@ class Lease:
         self.replays, self.replay = replays, replays.take()
 
     def __del__(self) -> None:
-        if hasattr(self, "replay"):  # an interrupt may prevent the assignment
+        if hasattr(self, "replay"):  # an interrupt may have prevented the assignment
             self.replays.give_back(self.replay)
 
 
@@ -103,7 +103,7 @@ def placed(
     def kept(place: int) -> Callable[[Any], tuple[int]]:
         def keep(g: Any) -> tuple[int]:
             slots.setdefault(tracing.lane, [None] * len(specs))[place] = g
-            return (1,)  # activates the call's node
+            return (1,)  # a cotangent other than None, so that the reverse pass runs the call's node
 
         return keep
 

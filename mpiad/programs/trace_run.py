@@ -151,7 +151,7 @@ class Noting:
         tracing.recorder = None
         self.end(error, trace)
         tracing.contexts, self.around = self.around, None
-        # The function may have caught the exception.
+        # The exception that ended the trace is raised again, since the function may have caught it.
         if error is None and self._recorder.refused is not None:
             raise self._recorder.refused
 

@@ -25,7 +25,7 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 from mpiad.programs.traced_array import array_of, cast, take, with_entries
 
-_MOST_NUMBERS = 2**53  # limit up to which integers are exact as floats
+_MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 _NAMED: dict[str, Callable] = {}
 
 
@@ -80,7 +80,7 @@ class _Translation:
                 program.weak.add(number)
 
     def _taken_apart(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
-        # NumPy computes calls with complex or integer arrays.
+        # Loops don't compute complex or integer arrays.
         if any(dtype not in COMPUTED for _, dtype in specs):
             raise Opaque
         if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
@@ -149,7 +149,7 @@ class _Translation:
         if isinstance(x, (bool, np.bool_)):
             return Value(self.program, self.program.number(bool(x), (), bool))
         if isinstance(x, (int, float, np.integer, np.floating)) and abs(x) < math.inf or isinstance(x, float):
-            # A Python number takes the precision of the array that it is combined with.
+            # A Python number takes the precision of the other operand.
             kind = x.dtype if isinstance(x, np.floating) else dtype if dtype in FLOATS else np.dtype(np.float64)
             return Value(self.program, self.program.number(float(x), (), kind))
         raise Opaque

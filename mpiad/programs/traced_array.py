@@ -112,7 +112,7 @@ class TracedArray(Traced):
         if type(key) is tuple and not key and not self.value.ndim:
             return self
         if any(isinstance(part, Traced) and part.value.dtype == bool for part in (key if type(key) is tuple else (key,))):
-            self._asked("it takes entries by a mask of traced values: write np.where(mask, x, 0)")
+            self._asked("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
         return self.recorder.call(take, (self, key), {})
 
     def __setitem__(self, key: Index, value: Any) -> None:
@@ -136,7 +136,7 @@ class TracedArray(Traced):
 
     def view(self, kind: Any = None) -> Any:
         """Return the array itself; autograd calls this method of results."""
-        return self if kind in (None, np.ndarray) else self._asked(f"it reads traced values as {kind}").view(kind)
+        return self if kind in (None, np.ndarray) else self._asked(f"it views traced values as {kind}").view(kind)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("ndim", "size", "nbytes", "strides", "flags"):
@@ -170,7 +170,7 @@ class TracedArray(Traced):
         return complex(self._asked())
 
     def __format__(self, spec: str) -> str:
-        return format(self._asked("it writes a traced value into a text"), spec) if spec else repr(self)
+        return format(self._asked("it formats a traced value as text"), spec) if spec else repr(self)
 
     def item(self, *args: Any) -> Any:
         """Return an entry as a Python number."""

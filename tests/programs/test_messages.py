@@ -147,7 +147,7 @@ def test_complex_numbers(compiled, rank, caplog):
         assert_same(jitted(x), fun(x), 1e-6 if x.dtype == np.complex64 else 1e-12)
         assert_same(mpiad.value_and_grad(total)(x), mpiad.value_and_grad(real)(x), 1e-6 if x.itemsize == 8 else 1e-12)
     said = [record.getMessage() for record in caplog.records]
-    where = f"test_messages.py:{fun.__code__.co_firstlineno + 1} in fun: such operations are NumPy's"
+    where = f"test_messages.py:{fun.__code__.co_firstlineno + 1} in fun: NumPy runs such operations"
     assert [where in text and "complex" in text for text in said] == [True] * (2 * compiled(rank))
 
 

@@ -175,7 +175,7 @@ def test_a_traced_value_from_around_a_loop_is_refused(caplog):
     jitted = mpiad.jit(fun)
     for x in (X, X * 3, X * 5):
         np.testing.assert_allclose(jitted(x), 8 * x, rtol=1e-14)
-    assert "uses a traced value from around it" in caplog.text
+    assert "uses a traced value of an enclosing function" in caplog.text
 
 
 @pytest.mark.parametrize("used", [(), (0,)], ids=["unused", "used on rank 0"])
