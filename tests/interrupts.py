@@ -867,8 +867,8 @@ NAMED = {
     trace_run: "TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "_Playback.communicate _Playback._next _Playback._untraced",
-    function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced Jitted._noted "
-    "Jitted.entry_or_watch Jitted._run_again Jitted.as_it_is",
+    function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced "
+    "Jitted._trace_parts Jitted.entry_or_watch Jitted._run_again Jitted.interpreted",
     calls_on_tape: "_traced_on_tape",
     entry: "Entry.called Entry.is_current entry_of count",
     recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",

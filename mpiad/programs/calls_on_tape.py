@@ -30,11 +30,11 @@ from mpiad.programs.tape_node import (
     is_above,
     is_gradient_within,
     is_simple,
-    placed,
+    put_on_tape,
     require_of,
     with_tangents,
 )
-from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value
+from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value
 from mpiad.pytrees import flatten
 from mpiad.transport.tracing import tracing
 
@@ -62,17 +62,17 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
         key = "tangent", given.key
         if key in jitted._entries:
-            return jitted.as_it_is(key, args, kwargs)
+            return jitted.interpreted(key, args, kwargs)
         if not jitted.is_followed(key, args):  # values in the function's closure may have tangents, too
             return jitted.fun(*args, **kwargs)
         return _called_with_tangents(jitted, tape, given, [k for k in boxed if given.leaves[k]._trace == tape.number])
     if not simple:
         return jitted.fun(*args, **kwargs)
     key = ("reverse", tuple(boxed), given.key)
-    entry, watch = jitted.entry_or_watch(key, given, args, lambda trace: _noted_by_shapes(jitted.fun, boxed, trace))
+    entry, watch = jitted.entry_or_watch(key, given, args, lambda trace: _trace_by_shapes(jitted.fun, boxed, trace))
     if entry is None:
         if watch is None:
-            return jitted.as_it_is(key, args, kwargs)
+            return jitted.interpreted(key, args, kwargs)
         return _traced_on_tape(jitted, key, given, boxed, args, kwargs, watch)
     values = [getval(given.leaves[k]) for k in given.traced]
     lease = Lease(entry.replays)
@@ -86,39 +86,39 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     tape.channels |= entry.channels
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
     # The reverse pass keeps the arguments that it needs, and all of them if the function may have to run again.
-    later = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
-    whole = given if entry.may_change else None
+    kept_values = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
+    all_arguments = given if entry.may_change else None
 
     def pull(gs: list[Any]) -> list[Any]:
         require_of(None, gs, jitted.__name__)
         count(entry.communications)
         try:
-            found = lease.replay.later[0](*later, *gs)
+            cotangents = lease.replay.later[0](*kept_values, *gs)
         except Changed as change:
-            if whole is None:
+            if all_arguments is None:
                 raise
             with suspended(body=False), jitted._changed(key, change, counts):
-                again = TraceRun(whole).run_backwards(jitted.fun, boxed, whole.values())
-                return backwards(again, entry.inside, gs, specs)
-        return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
+                second_run = TraceRun(all_arguments).run_backwards(jitted.fun, boxed, all_arguments.values())
+                return backwards(second_run, entry.inside, gs, specs)
+        return [conform(g, *spec) for g, spec in zip(cotangents, specs, strict=True)]
 
     places = [given.leaves[k]._node.index for k in boxed]
-    return entry.build(placed(tape, entry.leaves(made), entry.inside, places, pull, entry.communicates))
+    return entry.build(put_on_tape(tape, entry.leaves(made), entry.inside, places, pull, entry.communicates))
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
     """Call a separate compiled function, which computes the value and its tangent."""
     form = given.form, tuple(boxed)
-    both = jitted.derived(form, lambda: _along(jitted.fun, given.build, boxed))
+    both = jitted.derived(form, lambda: _value_and_tangent_of(jitted.fun, given.build, boxed))
     leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
     # An enclosing derivative differentiates both the value and the tangent.
     with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
-    (values, build), (along, _) = map(flatten, made)
-    return build(with_tangents(tape, values, along))
+    (values, build), (tangents, _) = map(flatten, made)
+    return build(with_tangents(tape, values, tangents))
 
 
-def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
+def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     """Return a function of the leaves and of tangents of some of them, which returns the value and tangent of `fun`."""
 
     def both(leaves: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
@@ -129,16 +129,16 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     return both
 
 
-def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
+def _trace_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
     """Trace a function and its reverse pass; return the leaves of each, and the function that assembles the result."""
     with suspended(body=False):
-        with trace.noting():
+        with Noting(trace.recorder):
             run = trace.run_backwards(fun, boxed)
         specs = [spec_like(getval(trace.given.leaves[k])) for k in boxed]
-        with trace.noting(1):
+        with Noting(trace.recorder, 1):
             seeds = [trace.recorder.input(like(spec_like(x.value))) for x in run.values if isinstance(x, Traced)]
-            found = backwards(run, in_program(run.values), seeds, specs)
-    return [run.values, found], run.build
+            cotangents = backwards(run, in_program(run.values), seeds, specs)
+    return [run.values, cotangents], run.build
 
 
 def _traced_on_tape(
@@ -147,12 +147,12 @@ def _traced_on_tape(
     """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
     tape, trace = tracing.tape, TraceRun(given)
     try:
-        with suspended(body=False), trace.noting():
+        with suspended(body=False), Noting(trace.recorder):
             run = trace.run_backwards(jitted.fun, boxed)
     except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
         return jitted._run_again(trace, key, error, args, kwargs)
     tape.channels |= run.recording.channels  # type: ignore[union-attr]
-    jitted._under_way[key] = trace
+    jitted._pending[key] = trace
     inside = in_program(run.values)
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
     done = False
@@ -165,20 +165,20 @@ def _traced_on_tape(
                 with PlayingBack([], reread=trace.recorder):
                     return backwards(run, inside, gs, specs)
             done = True
-            jitted._under_way.pop(key, None)
+            jitted._pending.pop(key, None)
             try:
-                with trace.noting(1):
+                with Noting(trace.recorder, 1):
                     seeds = [trace.recorder.input(as_value(g)) for g in gs]
-                    found = backwards(run, inside, seeds, specs)
+                    cotangents = backwards(run, inside, seeds, specs)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
                 trace.raise_own(error)
                 jitted._give_up(key, error)
                 with trace.playing_back():
-                    again = trace.run_backwards(jitted.fun, boxed, given.values())
-                    return backwards(again, inside, gs, specs)
-        jitted._compile(key, trace.recorder, [run.values, found], run.build, watch)
-        return [own(g) for g in found]
+                    second_run = trace.run_backwards(jitted.fun, boxed, given.values())
+                    return backwards(second_run, inside, gs, specs)
+        jitted._compile(key, trace.recorder, [run.values, cotangents], run.build, watch)
+        return [own(g) for g in cotangents]
 
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
-    return run.build(placed(tape, out, inside, places, pull, trace.recorder.communicates))
+    return run.build(put_on_tape(tape, out, inside, places, pull, trace.recorder.communicates))

@@ -44,8 +44,8 @@ class Entry(NamedTuple):
     @property
     def may_change(self) -> bool:
         """Whether shapes or dtypes may differ in a run from those in the trace (see `Changed`)."""
-        replays = self.replays
-        return replays.last_check >= 0 or any(node.kind == "call" for node in replays.schedule.program.nodes)
+        nodes = self.replays.schedule.program.nodes
+        return self.replays.last_check >= 0 or any(node.kind == "call" for node in nodes)
 
     def called(self, values: Sequence[Any]) -> Any:
         """Run the program, and return the function's result."""
@@ -76,19 +76,19 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, wat
 
 
 def entry_by_shapes(
-    given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...]], watch: Watch, small: bool = False
+    given: Arguments, trace_parts: Callable[[TraceRun], tuple[Any, ...]], watch: Watch, small: bool = False
 ) -> Entry | None:
     """Compile a function from the shapes of its arguments, without running it; return None if that fails.
 
-    Return None also if all arguments are small, unless `small` is true. `noted(trace)` traces the function, and returns
-    the arguments `parts` and `build` of `entry_of`.
+    Return None also if all arguments are small, unless `small` is true. `trace_parts(trace)` traces the function, and
+    returns the arguments `parts` and `build` of `entry_of`.
     """
     if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-            parts, build = noted(trace)
+            parts, build = trace_parts(trace)
             # Complex numbers need a warning, which the trace that runs the function gives.
             if trace.recorder.complex_line():
                 return None

@@ -34,7 +34,7 @@ from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.schedule import Loop
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
-from mpiad.programs.trace_run import PlayingBack, TraceRun
+from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun
 from mpiad.pytrees import flatten
 from mpiad.transport import calls
 from mpiad.transport.channels import communications, is_watched
@@ -68,7 +68,9 @@ class Listing:
         for n in self._replays.schedule.program.needed():
             node = self._nodes[n]
             what = f"{_name_of(node)}({', '.join(f'%{x}' for x in node.inputs)})"
-            lines.append(f"{f'%{n}: {node.dtype}{list(node.shape)} = {what}':72}  {_line(node)}".rstrip())
+            lines.append(
+                f"{f'%{n}: {node.dtype}{list(node.shape)} = {what}':72}  {getattr(node.site, 'text', '')}".rstrip()
+            )
         return "\n".join(lines)
 
     @property
@@ -80,11 +82,13 @@ class Listing:
                 made = ", ".join(f"%{item.node}{' (copy)' * item.copies}" for item in step.items)
                 loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
                 read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]
-                where = " in place" * bool(text.over)  # type: ignore[union-attr]
+                where = " in place" * bool(text.overwrites)  # type: ignore[union-attr]
                 lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}{where}")
             else:
                 node = self._nodes[step.node]
-                lines.append(f"{_name_of(node)} -> %{step.node}{' in place' * step.in_place}  {_line(node)}")
+                lines.append(
+                    f"{_name_of(node)} -> %{step.node}{' in place' * step.in_place}  {getattr(node.site, 'text', '')}"
+                )
         return "\n".join(lines)
 
     @property
@@ -98,10 +102,6 @@ class Listing:
 
     def __str__(self) -> str:
         return f"program of {self._name}\n{self.operations}\n\n{self.loops}"
-
-
-def _line(node: Node) -> str:
-    return "" if node.site is None else f"{node.site.text}"
 
 
 def _name_of(node: Node) -> str:
@@ -125,7 +125,7 @@ MISSED: Any = object()
 _PLAIN = (np.ndarray, float, np.float64)
 
 
-def short_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
+def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
     """Return a fast call for positional arguments with the signature of `args`, None if there can't be one.
 
     `made`: outputs of the program.
@@ -180,7 +180,7 @@ def _result(entry: Entry, made: Any) -> str:
 
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
-_SHORT = 4
+_MOST_FAST_CALLS = 4
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
@@ -245,7 +245,7 @@ class Jitted:
         functools.update_wrapper(self, fun, updated=())
         self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
         self._entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
-        self._short: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
+        self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._reasons: dict[Any, str] = {}
         self._warned = False
         self._traces = 0
@@ -253,7 +253,7 @@ class Jitted:
         self._asked: set[Any] = set()
         self._derived: dict[Any, Jitted] = {}  # such as the compiled function of value and tangent
         self._plain_closure: Watch | None = None  # for calls with tangents; None if the closure had traced values
-        self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
+        self._pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
 
     def __repr__(self) -> str:
         return f"<jit of {self.__name__}>"
@@ -265,7 +265,7 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         if not kwargs and tracing.tape is None and tracing.recorder is None:
-            for entry, call in self._short:
+            for entry, call in self._fast_calls:
                 made = call(args)
                 if made is not MISSED:
                     if tracing.channels is not None:
@@ -342,10 +342,10 @@ class Jitted:
         return self._plain_closure is not None
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
-        entry, watch = self.entry_or_watch(given.key, given, args, self._noted)
+        entry, watch = self.entry_or_watch(given.key, given, args, self._trace_parts)
         if entry is not None:
             return self._replayed(entry, given, args, kwargs)
-        return self.as_it_is(given.key, args, kwargs) if watch is None else self._traced(given, args, kwargs, watch)
+        return self.interpreted(given.key, args, kwargs) if watch is None else self._traced(given, args, kwargs, watch)
 
     def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None
@@ -356,30 +356,30 @@ class Jitted:
         except Changed as change:
             with self._changed(given.key, change, counts):
                 return self.fun(*args, **kwargs)
-        if not kwargs and all(known is not entry for known, _ in self._short):
-            call = short_call(entry, args, made)
+        if not kwargs and all(known is not entry for known, _ in self._fast_calls):
+            call = fast_call(entry, args, made)
             if call is not None:
-                self._short = [(entry, call), *self._short[: _SHORT - 1]]
+                self._fast_calls = [(entry, call), *self._fast_calls[: _MOST_FAST_CALLS - 1]]
         return made
 
     def _traced(self, given: Arguments, args: tuple, kwargs: dict, watch: Watch) -> Any:
         trace = TraceRun(given)
         try:
-            parts, build = self._noted(trace)
+            parts, build = self._trace_parts(trace)
         except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
             return self._run_again(trace, given.key, error, args, kwargs)
         self._compile(given.key, trace.recorder, parts, build, watch)
         # Results of a trace may be views of arguments and of each other, and are therefore copied.
         return build([own(leaf) for leaf in parts[0]])
 
-    def _noted(self, trace: TraceRun) -> tuple:
-        with trace.noting():
+    def _trace_parts(self, trace: TraceRun) -> tuple:
+        with Noting(trace.recorder):
             args, kwargs = trace.given.build(trace.leaves())
             leaves, build = flatten(self.fun(*args, **kwargs))
         return [leaves], build
 
     def entry_or_watch(
-        self, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
+        self, key: Any, given: Arguments, args: tuple, trace_parts: Callable[[TraceRun], tuple]
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by `entry_by_shapes` if possible, and None or the closure's watch.
 
@@ -389,8 +389,8 @@ class Jitted:
         if entry is None or entry is not UNKNOWN and entry.is_current():
             return entry, None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
-        watch = None if key in self._under_way else self._watch(key, given, args)
-        entry = None if watch is None else entry_by_shapes(given, noted, watch)
+        watch = None if key in self._pending else self._watch(key, given, args)
+        entry = None if watch is None else entry_by_shapes(given, trace_parts, watch)
         if entry is not None:
             self._entries[key] = entry
         return entry, watch
@@ -476,7 +476,7 @@ class Jitted:
             self._warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.__name__, reason)
 
-    def as_it_is(self, key: Any, args: tuple, kwargs: dict) -> Any:
+    def interpreted(self, key: Any, args: tuple, kwargs: dict) -> Any:
         """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
         made = self.fun(*args, **kwargs)
         if self.strict and key in self._reasons:

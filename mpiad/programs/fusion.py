@@ -36,7 +36,7 @@ class Fusion:
         self._waiting = deque(sorted(self._kept - self._decision.anchored))
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}
-        self._placed: dict[int, list[int]] = {}  # the nodes stored in each buffer
+        self._nodes_in: dict[int, list[int]] = {}  # the nodes stored in each buffer
         self.copies: dict[int, tuple[int, Place]] = {}
         self.since: dict[int, int] = {}
         self.steps: list[Loop | Run] = []
@@ -83,7 +83,7 @@ class Fusion:
 
     def _place(self, n: int, place: Place) -> None:
         self.places[n] = place
-        self._placed.setdefault(self._root(place.buffer), []).append(n)
+        self._nodes_in.setdefault(self._root(place.buffer), []).append(n)
 
     def _own(self, n: int, buffer: int) -> None:
         self._place(n, Place(buffer, identity(len(self.nodes[n].shape))))
@@ -104,9 +104,9 @@ class Fusion:
     def _run(self, n: int) -> None:
         """Append loops that compute the operands of a cut, and the Python call."""
         node = self.nodes[n]
-        placed = working_in_place(node)
-        if placed is not None:
-            self._run_in_place(n, placed)
+        operator = working_in_place(node)
+        if operator is not None:
+            self._run_in_place(n, operator)
             return
         missing = [x for x in dict.fromkeys(node.inputs) if self._whole(x) is None]
         places = {x: self._anywhere(x) for x in missing}
@@ -117,23 +117,23 @@ class Fusion:
         for made in items or ([n] if n in self._users or n in self.program.outputs else []):
             self._own(made, self._buffer("result", self.nodes[made].shape, self.nodes[made].dtype, made))
 
-    def _run_in_place(self, n: int, placed: Any) -> None:
+    def _run_in_place(self, n: int, operator: Any) -> None:
         node = self.nodes[n]
         (x,) = node.inputs
         rest = node.data.args[1:]
         given = self.nodes[x].shape
-        lead = (0,) * (len(given) - len(placed.given(*rest)))
-        buffer = self._buffer("temporary", given[: len(lead)] + tuple(placed.shape(*rest)), node.dtype)
-        place = Place(buffer, beginning_at(lead + tuple(placed.given(*rest))))
+        lead = (0,) * (len(given) - len(operator.given(*rest)))
+        buffer = self._buffer("temporary", given[: len(lead)] + tuple(operator.shape(*rest)), node.dtype)
+        place = Place(buffer, beginning_at(lead + tuple(operator.given(*rest))))
         # If the operator changes its argument and other nodes read the argument, these read a copy.
-        shared = placed.changes_given and self._decision.is_shared(x)
+        shared = operator.changes_given and self._decision.is_shared(x)
         wanted: list[tuple[int, Place | None, bool]] = [(x, None, True)] * shared
         before = len(self.steps)
-        self._compute([*wanted, (x, place, not placed.changes_given)], n)
-        if not placed.changes_given:
+        self._compute([*wanted, (x, place, not operator.changes_given)], n)
+        if not operator.changes_given:
             self._note_copies(buffer, self.steps[before:])
         self.steps.append(Run(n, (buffer,), True))
-        self._place(n, Place(buffer, beginning_at(lead + tuple(placed.result(*rest)))))
+        self._place(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
         """Record which arguments of the program have been copied to places in a buffer that its operator doesn't change."""
@@ -156,9 +156,9 @@ class Fusion:
         `wanted`: triples of a node, the place for it (None for a new buffer), and whether it may be read from there later.
         """
         items: list[Store | Fold] = []
-        for n, place, lasts in wanted:
+        for n, place, is_readable in wanted:
             if place is not None:
-                self._put(n, place, lasts, items)
+                self._put(n, place, is_readable, items)
             elif n not in self.places:
                 self._keep(n, items)
         # The order is that of the program, so that the memory of operands can be reused.
@@ -184,15 +184,15 @@ class Fusion:
                     stack.extend(self.nodes[n].inputs)
         self._group(items)
 
-    def _put(self, n: int, place: Place, lasts: bool, items: list[Store | Fold]) -> None:
-        """Append the items that store a node at a place; `lasts`: whether the node may be read from there later."""
+    def _put(self, n: int, place: Place, is_readable: bool, items: list[Store | Fold]) -> None:
+        """Append the items that store a node at a place; `is_readable`: whether the node may be read from there later."""
         node = self.nodes[n]
         copies = n in self.places
         is_whole = place.map == identity(len(node.shape)) and self.buffers[place.buffer].shape == node.shape
         if not copies and node.kind in ("reduce", "reshape") and not is_whole:
             self._keep(n, items)
             copies = True
-        if lasts and not copies:
+        if is_readable and not copies:
             self._place(n, place)
         if not copies and node.kind in ("reduce", "reshape"):
             (x,) = node.inputs
@@ -203,14 +203,14 @@ class Fusion:
                 items.append(Fold(n, x, reads, name, Place(place.buffer, kept)))
             else:
                 alias = self._buffer("alias", shape, node.dtype, place.buffer)
-                self._put(x, Place(alias, identity(len(shape))), lasts, items)
+                self._put(x, Place(alias, identity(len(shape))), is_readable, items)
             return
         # A join is stored part by part. If it is copied within one buffer, so are its parts: a copy of the whole join would
         # wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             start = 0
             for x in node.inputs:
-                self._put(x, place._replace(map=moved(place.map, node.data, start)), lasts, items)
+                self._put(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
                 start += self.nodes[x].shape[node.data]
             return
         # If the view contains all entries of its source, the source is stored in the order of the view. If the view is in
@@ -218,7 +218,7 @@ class Fusion:
         if node.kind == "view" and copies == (node.inputs[0] in self.places):
             back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
             if back is not None:
-                self._put(node.inputs[0], Place(place.buffer, composed(place.map, back)), lasts, items)
+                self._put(node.inputs[0], Place(place.buffer, composed(place.map, back)), is_readable, items)
                 return
         reads = to_long(node.shape)
         items.append(Store(n, reads, Place(place.buffer, composed(place.map, reads)), copies))
@@ -245,12 +245,12 @@ class Fusion:
         written = {self._root(item.place.buffer) for item in pending}
         # A read of a node that isn't an item itself, such as a join or a reshaped array, waits for all stores to its
         # buffer.
-        wholes = {n for buffer in written for n in self._placed.get(buffer, ()) if n not in computed}
+        wholes = {n for buffer in written for n in self._nodes_in.get(buffer, ()) if n not in computed}
         # But a read of an item's node in another shape waits for that item only.
         shapes = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
-        named = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}
-        wholes -= named.keys()
-        reads = {id(item): self._needs(item, computed.keys() | wholes, named) for item in pending}
+        sources = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}
+        wholes -= sources.keys()
+        reads = {id(item): self._needs(item, computed.keys() | wholes, sources) for item in pending}
         while pending:
             loop: list[Store | Fold] = []
             inside: dict[int, IndexMap] = {}
@@ -258,23 +258,23 @@ class Fusion:
             buffers = {self._root(item.place.buffer) for item in pending}
             waiting |= {n for n in wholes if self._root(self.places[n].buffer) in buffers}
             shape: Shape | None = None
-            precision, alone = None, False
+            precision, has_partial_fold = None, False
             for item in pending:
                 partial = isinstance(item, Fold) and not item.is_full
-                mine, exact = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
-                if shape is not None and (mine != shape or partial or alone):
+                own_shape, own_precision = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
+                if shape is not None and (own_shape != shape or partial or has_partial_fold):
                     continue
-                if exact is not None and precision is not None and exact != precision:
+                if own_precision is not None and precision is not None and own_precision != precision:
                     continue  # a loop computes in one precision, and wouldn't round results to the other
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
-                    shape, precision, alone = mine, precision or exact, partial
+                    shape, precision, has_partial_fold = own_shape, precision or own_precision, partial
                     if isinstance(item, Store) and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:
                 raise AssertionError(f"no order of loops for {pending}")
             pending = [item for item in pending if item not in loop]
-            for n in (*inside, *(n for n, x in named.items() if x in inside)):
+            for n in (*inside, *(n for n, x in sources.items() if x in inside)):
                 self.since[n] = len(self.steps)
             self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))
             # The next loops may read a buffer after all stores to it.
@@ -297,7 +297,7 @@ class Fusion:
             n = x
         return None
 
-    def _needs(self, item: Store | Fold, written: set[int], named: dict[int, int]) -> set[tuple[int, IndexMap]]:
+    def _needs(self, item: Store | Fold, written: set[int], sources: dict[int, int]) -> set[tuple[int, IndexMap]]:
         """Return the nodes that an item reads from memory and that are in `written`, with their index maps."""
         found: set[tuple[int, IndexMap]] = set()
         if item.copies:
@@ -309,7 +309,7 @@ class Fusion:
         seen = set(stack)
         while stack:
             n, map = stack.pop()
-            if n in self.places and n not in named:
+            if n in self.places and n not in sources:
                 if n in written:
                     found.add((n, map))
                 continue

@@ -51,7 +51,7 @@ class LoopText(NamedTuple):
     loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, each with a map from the loop's indices to its own
     divisible: bool  # whether parts of the boxes may be computed separately
     # (b, c) if buffer b overwrites the memory of buffer c, () otherwise
-    over: tuple[int, ...] = ()
+    overwrites: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:

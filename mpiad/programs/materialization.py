@@ -150,10 +150,10 @@ class Materialization:
                 own = self.program.precision(n)
                 forced.update(x for x in node.inputs if self.program.precision(x) not in (None, own))
             elif node.kind in _CUTS:
-                placed = working_in_place(node)
+                operator = working_in_place(node)
                 for x in node.inputs:
                     self._force(x, self.anchored)
-                    if placed is None or not placed.changes_given or self.is_shared(x):
+                    if operator is None or not operator.changes_given or self.is_shared(x):
                         self._force(x, forced)
         for n in self.program.outputs:
             self._force(n, forced)
@@ -179,7 +179,7 @@ class Materialization:
 def _times(shape: Shape, uses: Collection[_Use]) -> int:
     """Return the number of times that loops compute an entry of an array that isn't kept."""
     short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
-    whole, apart = 0, Counter[tuple[int, ...]]()
+    whole, fixed = 0, Counter[tuple[int, ...]]()
     for use in uses:
         places = [use.map[k] for k in short]
         if not short or any(axis.source is not None for axis in places):
@@ -187,8 +187,8 @@ def _times(shape: Shape, uses: Collection[_Use]) -> int:
             continue
         along = {axis.source for axis in use.map}
         # An entry is computed for each index along axes of the loop that the array doesn't have.
-        apart[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
-    return min(len(uses), whole + max(apart.values(), default=0))
+        fixed[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
+    return min(len(uses), whole + max(fixed.values(), default=0))
 
 
 def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]]:

@@ -95,8 +95,8 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
     # If a buffer overwrites another one, both have one allocation, which is in use from the first use of either.
     first = {}
     for text in texts:
-        if text is not None and text.over:
-            b, c = text.over
+        if text is not None and text.overwrites:
+            b, c = text.overwrites
             first[b] = first.get(c, c)
             spans[first[b]] += spans.pop(b)
     layouts = _layouts(schedule, spans, first)
@@ -179,23 +179,23 @@ def with_overwriting(schedule: Schedule, texts: Sequence[LoopText | None]) -> li
             continue
         for item in step.items:
             b, map = item.place
-            several = sum(other.place.buffer == b for other in step.items) > 1
+            has_other_items = sum(other.place.buffer == b for other in step.items) > 1
             # A fold can't overwrite its operand, since it updates entries repeatedly.
-            if not isinstance(item, Store) or several or b not in own or spans[b][0] != at:
+            if not isinstance(item, Store) or has_other_items or b not in own or spans[b][0] != at:
                 continue
             for c in own & set(text.buffers) - text.written:
                 # A later part of the program may run again, and then needs the buffers of an earlier part once more.
                 same_part = schedule.part(spans[c][0]) == schedule.part(at)
-                alike = schedule.buffers[b] == schedule.buffers[c]
-                if alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:
-                    made[at] = text = _over(text, b, c)
+                is_alike = schedule.buffers[b] == schedule.buffers[c]
+                if is_alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:
+                    made[at] = text = _overwriting(text, b, c)
                     break
-            if text.over:
+            if text.overwrites:
                 break
     return made
 
 
-def _over(text: LoopText, b: int, c: int) -> LoopText:
+def _overwriting(text: LoopText, b: int, c: int) -> LoopText:
     """Return a loop in which buffer c is replaced by buffer b."""
     place = text.buffers.index(c)
     old, new = text.arguments[place][0], text.arguments[text.buffers.index(b)][0]
@@ -204,5 +204,5 @@ def _over(text: LoopText, b: int, c: int) -> LoopText:
         arguments=text.arguments[:place] + text.arguments[place + 1 :],
         buffers=text.buffers[:place] + text.buffers[place + 1 :],
         loads=frozenset((b if x == c else x, map) for x, map in text.loads),
-        over=(b, c),
+        overwrites=(b, c),
     )

@@ -51,7 +51,7 @@ class MessageNumbers:
         # A message from any rank may have another sender than in the trace.
         return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, made)
 
-    def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
+    def with_copies(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return parameters with copies of the envelopes, and the copies that need a new number in each run."""
         known = set(self._made)
         params, given = self.addressed(params), envelopes_of(params)

@@ -20,7 +20,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.steps import Traced as TracedArray
 from mpiad.programs.steps import hides_traced
-from mpiad.programs.tape_node import backwards, is_simple, placed, with_tangents
+from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangents
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.channels import communications
@@ -60,8 +60,8 @@ class _Call:
         variables = Variables(leaves, places, self._build)
         with suspended(body=False):
             if tangents is not None:
-                (values, build), (along, _) = map(flatten, trace_forwards(self._called, variables, tangents))
-                return *map(_as_array, values), *map(_as_array, along), _Outcome(build, None)
+                (values, build), (result_tangents, _) = map(flatten, trace_forwards(self._called, variables, tangents))
+                return *map(_as_array, values), *map(_as_array, result_tangents), _Outcome(build, None)
             start = next(communications)
             made = trace_backwards(self._called, variables)
         if made.problem is not None:
@@ -120,7 +120,7 @@ def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: l
         return [conform(g, *like) for g, like in zip(found, likes)]
 
     return outcome.build(
-        placed(tape, values, [True] * len(values), [node.index for node in nodes], pull, outcome.communicates)
+        put_on_tape(tape, values, [True] * len(values), [node.index for node in nodes], pull, outcome.communicates)
     )
 
 

@@ -124,34 +124,34 @@ def is_divided(schedule: Schedule, at: int) -> bool:
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
         return False
-    waits = at not in (0, *schedule.cuts) and _still(schedule, at - 1) is not None
+    waits = at not in (0, *schedule.cuts) and _unchanged_block(schedule, at - 1) is not None
     return waits or math.prod(step.shape) >= LARGE
 
 
 def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: bool) -> list[Action]:
     """Return the actions of a program in order; `overlaps`: whether loops may run while messages are in flight."""
     actions: list[Action] = []
-    late: list[Action] = []
+    remaining: list[Action] = []
     for at, text in enumerate(texts):
         if text is None:
             parts = _parts(schedule, at, texts[at + 1]) if overlaps and at + 1 < len(texts) else None
             if parts is None:
                 actions.append(Action("call", at))
             else:
-                now, afterwards = parts
+                before, after = parts
                 entries = math.prod(schedule.steps[at + 1].shape)
-                actions += [Action("begin", at), Action("loop", at + 1, shares_of(now, entries)), Action("end", at)]
-                late = [Action("loop", at + 1, (afterwards,))]
-        elif late:
-            actions += late
-            late = []
+                actions += [Action("begin", at), Action("loop", at + 1, shares_of(before, entries)), Action("end", at)]
+                remaining = [Action("loop", at + 1, (after,))]
+        elif remaining:
+            actions += remaining
+            remaining = []
         else:
             shares = shares_of(text.boxes, math.prod(schedule.steps[at].shape)) if text.divisible else (text.boxes,)
             actions.append(Action("loop", at, shares))
     return actions
 
 
-def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
+def _unchanged_block(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
     """Return the block of the buffer, a range along each of the last axes, that an exchange doesn't change.
 
     Return None if the step isn't an exchange, or sends nothing.
@@ -170,25 +170,25 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
     """
     if text is None or not text.divisible or at + 1 in schedule.cuts:
         return None
-    still, buffer = _still(schedule, at), schedule.steps[at].inputs[0]
-    inner = None if still is None else _inner(schedule, at + 1, text, buffer, still)
+    unchanged, buffer = _unchanged_block(schedule, at), schedule.steps[at].inputs[0]
+    inner = None if unchanged is None else _inner(schedule, at + 1, text, buffer, unchanged)
     if inner is None or 2 * _size(inner) < math.prod(schedule.steps[at + 1].shape):
         return None
-    now, afterwards = [], []
+    before, after = [], []
     for boxes in text.boxes:
         inside: list[Box] = []
         outside: list[Box] = []
         for row in boxes.tolist():
             cut(list(zip(row[::2], row[1::2])), inner, inside, outside)
-        now.append(as_rows(inside, boxes.shape[1]))
-        afterwards.append(as_rows(outside, boxes.shape[1]))
-    return tuple(now), tuple(afterwards)
+        before.append(as_rows(inside, boxes.shape[1]))
+        after.append(as_rows(outside, boxes.shape[1]))
+    return tuple(before), tuple(after)
 
 
 def _inner(
-    schedule: Schedule, at: int, text: LoopText, buffer: int, still: Sequence[tuple[int, int]]
+    schedule: Schedule, at: int, text: LoopText, buffer: int, unchanged: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """Return the box in which a loop reads only the block `still` of a buffer; None if the box is unknown."""
+    """Return the box in which a loop reads only the block `unchanged` of a buffer; None if the box is unknown."""
     roots = {root_of(schedule.buffers, b) for b in text.written}
     # If the loop doesn't read the buffer, it may write to another buffer in the same memory.
     if buffer in roots or buffer not in {root_of(schedule.buffers, b) for b, _ in text.loads}:
@@ -199,7 +199,7 @@ def _inner(
             continue
         if b != buffer:  # the loop reads the buffer in another shape
             return None
-        for (source, stride, offset), (low, high) in zip(map[len(map) - len(still) :], still):
+        for (source, stride, offset), (low, high) in zip(map[len(map) - len(unchanged) :], unchanged):
             if source is None:
                 if not low <= offset < high:
                     return None

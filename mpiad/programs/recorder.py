@@ -97,8 +97,8 @@ class Recorder:
         self.inputs: list[int] = []  # the numbers of the arguments
         self.weak: set[int] = set()  # the numbers of values that are Python scalars
         self.steps: list[Step] = []
-        self.open = True  # whether operations are still recorded
-        self.reread = False  # whether arrays of the trace may be used as constants after its end
+        # Whether operations are still recorded, and whether arrays of the trace may be used as constants after its end.
+        self.open, self.reread = True, False
         self.part = 0  # the part of the program to which steps are appended
         self.logged = 0  # the number of parts of the program whose communications a replay logs
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
@@ -173,10 +173,10 @@ class Recorder:
             self._holders.setdefault(id(_root(value)), WeakSet()).add(made)
         return made
 
-    def _noted(self, x: Any) -> Any:
+    def _referenced(self, x: Any) -> Any:
         """Return the arguments of a call with `Ref` and `Constant` instead of arrays."""
         if type(x) in (tuple, list, dict, slice):
-            return mapped(x, self._noted)
+            return mapped(x, self._referenced)
         if isinstance(x, Traced):
             if x.recorder is not self:
                 x.recorder.is_noting()
@@ -217,7 +217,7 @@ class Recorder:
         reason = _reason_against(fun, args, kwargs)
         if reason:
             self.refuse(f"it calls {fun.__name__}, {reason}")
-        noted = self._noted(tuple(args)), self._noted(kwargs)
+        noted = self._referenced(tuple(args)), self._referenced(kwargs)
         return self._recorded("call", fun, *noted, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
@@ -229,7 +229,7 @@ class Recorder:
             self.refuse(
                 f"{operation.__name__} sends or receives a tangent, which isn't compiled after a message from any rank"
             )
-        noted = self._noted(x), params
+        noted = self._referenced(x), params
         if isinstance(params, Request):
             begun = self._objects.pop(id(params), None)
             if begun is None:
@@ -254,14 +254,14 @@ class Recorder:
 
     def settle(self, fun: Callable, args: tuple) -> Any:
         """Run and record a function whose result determines how a call continues; replays compare their result with it."""
-        noted = self._noted(args)
+        noted = self._referenced(args)
         made = self._run(fun, *plain(args))
         self._step("settle", fun, noted, (), {"expected": made})
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
         """Run and record a function that isn't traced, and that returns arrays followed by one other object."""
-        noted, start = self._noted(args), next(communications)
+        noted, start = self._referenced(args), next(communications)
         *arrays, rest = self._run(fun, *plain(args))
         self._any_within |= next(communications) > start + 1
         for x in arrays:
@@ -285,7 +285,7 @@ class Recorder:
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
         self.channels |= self._channels_of(plain(args), operator.__name__)
-        noted = self._noted(args), self._noted(kwargs)
+        noted = self._referenced(args), self._referenced(kwargs)
         return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
 
     def _channels_of(self, args: tuple, call: str) -> set[Used]:
@@ -410,7 +410,7 @@ class Recorder:
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
-        noted = self._noted(tuple(args))
+        noted = self._referenced(tuple(args))
         self._check_writing(target)
         if fun(*[np.zeros((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
@@ -428,16 +428,16 @@ class Recorder:
             return
         # For total[key] += values, Python first changes the view total[key] in place, and then assigns the view to
         # total[key].
-        mended = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
-        if mended:
+        is_written = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
+        if is_written:
             target.stale = None
-        noted = self._noted(target), self._noted(key), self._noted(value)
+        noted = self._referenced(target), self._referenced(key), self._referenced(value)
         self._check_writing(target)
-        if not mended:
+        if not is_written:
             self._put(target.value, place, new)
         number = self._number(target.value)
         self._step("call", with_entries, noted, (number,))
-        self._written(target, number, value if mended else None)
+        self._written(target, number, value if is_written else None)
 
 
 def _rule() -> tuple[str, str, Site] | None:

@@ -285,7 +285,7 @@ class _ReplayWriter:
         self._as_memory = {
             root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
         }
-        self._preparable, numbered = prepared_steps(self.schedule, self._made, self._is_large, self._as_memory)
+        self._preparable, numbered = prepared_steps(self.schedule, self._result_buffers, self._is_large, self._as_memory)
         self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
         self._renumbers = bool(numbered - self._preparable)
 
@@ -294,7 +294,7 @@ class _ReplayWriter:
         schedule, steps = self.schedule, self.schedule.steps
         uses = self.replays.uses
         # Arrays that calls return in one part of the program, and that a later part uses, are global variables.
-        made = {b: schedule.part(at) for at in range(len(steps)) for b in self._made(at)}
+        made = {b: schedule.part(at) for at in range(len(steps)) for b in self._result_buffers(at)}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
         has_scratch = any(allocation.is_scratch for allocation in self.replays.allocations.values())
@@ -325,7 +325,7 @@ class _ReplayWriter:
         exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
         return [self.names[f"part{k}"] for k in range(len(parts))]
 
-    def _made(self, at: int) -> list[int]:
+    def _result_buffers(self, at: int) -> list[int]:
         """Return the result buffers of a step that is a call."""
         step = self.schedule.steps[at]
         return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
@@ -412,8 +412,7 @@ class _ReplayWriter:
 
     def _result(self, b: int) -> str:
         """Return the expression of an output: a new array, or a NumPy scalar."""
-        found = self.schedule.buffers[b]
-        name = self._arrays[b]
+        found, name = self.schedule.buffers[b], self._arrays[b]
         if found.kind == "result" and name != f"b{b}":
             return f"r{b}"
         if not found.shape:
@@ -480,7 +479,7 @@ class _ReplayWriter:
             args += [f"{key}={self._argument(step, x)}" for key, x in call.kwargs.items()]
             call_text = self._owned(step, f"f{at}({', '.join(args)})")
             self._lines.append(f"v{at} = {call_text}")
-        for b in self._made(at):
+        for b in self._result_buffers(at):
             made = self.nodes[self.schedule.buffers[b].data]
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
 
@@ -520,10 +519,10 @@ class _ReplayWriter:
 
     def _prepared(self, at: int, step: Run) -> None:
         """Append the lines of a prepared communication from one buffer into another."""
-        node, (made,) = self.nodes[step.node], self._made(at)
+        node, (made,) = self.nodes[step.node], self._result_buffers(at)
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
-            params, renewed = self._prepared_numbers.kept(params)
+            params, renewed = self._prepared_numbers.with_copies(params)
         for k, envelope in enumerate(renewed):
             self.names[f"e{at}_{k}"] = envelope.renew
             self._lines.append(f"e{at}_{k}()")

@@ -45,8 +45,8 @@ from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
-from mpiad.programs.tape_node import Lease, apart, backwards, conformed, is_simple, placed, require_of
-from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value
+from mpiad.programs.tape_node import Lease, backwards, conformed, is_simple, put_on_tape, require_of, without_tape
+from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value
 from mpiad.pytrees import is_variable
 from mpiad.transport.channels import live_channels
 from mpiad.transport.tracing import tracing
@@ -58,7 +58,7 @@ _boxes = Box.types
 
 
 def _entry_by_shapes(
-    jitted: Jitted, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
+    jitted: Jitted, key: Any, given: Arguments, args: tuple, trace_parts: Callable[[TraceRun], tuple]
 ) -> Entry | None:
     """Return the entry of a signature; None if the function is interpreted."""
     entry = jitted._entries.get(key, UNKNOWN)
@@ -73,7 +73,7 @@ def _entry_by_shapes(
     except Unfollowed:
         watch = None
     jitted._traces += 1
-    entry = entry_by_shapes(given, noted, watch, True) if watch is not None and jitted._traces <= MAX_TRACES else None
+    entry = entry_by_shapes(given, trace_parts, watch, True) if watch is not None and jitted._traces <= MAX_TRACES else None
     # A program isn't used if its runs may differ from the trace: they would have to be continued by interpretation, in the
     # middle of up to four passes.
     jitted._entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
@@ -85,13 +85,15 @@ def called_with_tangents_of_gradients(
 ) -> Any:
     """Call a compiled function on the tape of a gradient, around which a tape propagates tangents."""
     tape: Any = tracing.tape
-    variables, leaves, along = apart(given, boxed)
-    key = "tangents of gradients", tuple(variables), tuple(along), given.key
-    entry = _entry_by_shapes(jitted, key, given, args, partial(_noted_with_tangents, jitted.fun, variables, along, leaves))
+    variables, leaves, outer_leaves = without_tape(given, boxed)
+    key = "tangents of gradients", tuple(variables), tuple(outer_leaves), given.key
+    trace_parts = partial(_trace_with_tangents, jitted.fun, variables, outer_leaves, leaves)
+    entry = _entry_by_shapes(jitted, key, given, args, trace_parts)
     if entry is None:
         return jitted.fun(*args, **kwargs)
     places = [given.leaves[k]._node.index for k in variables]
-    inputs = [getval(leaves[k]) for k in given.traced] + [_parted(leaves[k], tape.outer)[1] for k in along]
+    tangents = [_value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
+    inputs = [*(getval(leaves[k]) for k in given.traced), *tangents]
     return entry.build(_run(jitted.__name__, entry, places, [getval(leaves[k]) for k in variables], inputs))
 
 
@@ -112,44 +114,44 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
 
     def pull(gs: list[Any]) -> list[Any]:
         require_of(outer, gs, name)
-        seeds = [_parted(g, outer) for g in gs]
+        seeds = [_value_and_tangent(g, outer) for g in gs]
         count(entry.communications)
         found = lease.replay.later[0](*inputs, *[g for g, _ in seeds], *[g for _, g in seeds])
         return [
-            _joined(outer, conform(g, *spec), conform(tangent, *spec))
+            _with_tangent(outer, conform(g, *spec), conform(tangent, *spec))
             for g, tangent, spec in zip(found, found[len(specs) :], specs)
         ]
 
     values = [
-        _joined(outer, x, tangent) if is_in and is_variable(x) else x
+        _with_tangent(outer, x, tangent) if is_in and is_variable(x) else x
         for x, tangent, is_in in zip(made, made[half:], inside)
     ]
-    return placed(tape, values, inside, places, pull, entry.communicates)
+    return put_on_tape(tape, values, inside, places, pull, entry.communicates)
 
 
-def _noted_with_tangents(
-    fun: Function, variables: Sequence[int], along: Sequence[int], leaves: Sequence[Any], trace: TraceRun
+def _trace_with_tangents(
+    fun: Function, variables: Sequence[int], outer_leaves: Sequence[int], leaves: Sequence[Any], trace: TraceRun
 ) -> tuple:
     """Trace a function and its reverse pass, both with tangents; return their leaves, and `Record.build`."""
     recorder = trace.recorder
-    with suspended(body=False), trace.noting(), TangentTape() as tape:
+    with suspended(body=False), Noting(trace.recorder), TangentTape() as tape:
         given = trace.leaves()
-        for k in along:
+        for k in outer_leaves:
             tangent = conform(leaves[k]._node.g, *spec_like(leaves[k]._value))
-            given[k] = _joined(tape, given[k], recorder.input(as_value(tangent)))
+            given[k] = _with_tangent(tape, given[k], recorder.input(as_value(tangent)))
         run = trace.run_backwards(fun, variables, given)
-        values = [_parted(x, tape) for x in run.values]
+        values = [_value_and_tangent(x, tape) for x in run.values]
         recorder.part = 1
         likes = [spec_like(x.value).zeros() for x, _ in values if isinstance(x, Traced)]
         seeds, tangents = ([recorder.input(as_value(g)) for g in likes] for _ in range(2))
-        seeds = [_joined(tape, *pair) for pair in zip(seeds, tangents)]
+        seeds = [_with_tangent(tape, *pair) for pair in zip(seeds, tangents)]
         specs = [spec_like(getval(given[k])) for k in variables]
-        found = [_parted(g, tape) for g in backwards(run, in_program([x for x, _ in values]), seeds, specs)]
+        found = [_value_and_tangent(g, tape) for g in backwards(run, in_program([x for x, _ in values]), seeds, specs)]
     tape.close()
     return [[x for x, _ in part] + [tangent for _, tangent in part] for part in (values, found)], run.build
 
 
-def _parted(x: Any, tape: TangentTape) -> tuple[Any, Any]:
+def _value_and_tangent(x: Any, tape: TangentTape) -> tuple[Any, Any]:
     """Return a value and its tangent on a tape; zeros if it has none."""
     if type(x) in _boxes and x._trace == tape.number:
         spec = spec_like(x._value)
@@ -157,7 +159,7 @@ def _parted(x: Any, tape: TangentTape) -> tuple[Any, Any]:
     return x, spec_like(x).zeros() if is_variable(x) else x
 
 
-def _joined(tape: Any, value: Any, tangent: Any) -> Any:
+def _with_tangent(tape: Any, value: Any, tangent: Any) -> Any:
     return new_box(value, tape.number, TangentNode.placed(tape, tangent))
 
 
@@ -223,14 +225,14 @@ def _recorded(
             given[k] = _variable(tape, given[k])
         with contexts[0]:
             run = trace.run_backwards(fun, by.inner, given)
-        values, end = [_lowered(x, tape) for x in run.values], len(tape.record)
+        values, end = [_value_and_node(x, tape) for x in run.values], len(tape.record)
         gs = [None if g is None else _variable(tape, g) for g in seeds([x for x, _ in values])]
         start = len(tape.record)
         with contexts[1]:
             pairs = [(place, g) for place, g in zip(run.places, gs) if place >= 0 and g is not None]
             found = run_backward(run.recording, pairs, len(by.inner), True)
             specs = [spec_like(getval(leaves[k])) for k in by.inner]
-            cotangents = [_lowered(conformed(g, spec), tape) for g, spec in zip(found, specs)]
+            cotangents = [_value_and_node(conformed(g, spec), tape) for g, spec in zip(found, specs)]
     return _Record(tape.close().nodes, values, cotangents, end, start, run.build)
 
 
@@ -240,14 +242,14 @@ def _variable(tape: Any, x: Any) -> Any:
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
-def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
+def _value_and_node(x: Any, tape: Any) -> tuple[Any, int]:
     """Return a value without its box of this tape, and the index of its node on the tape, -1 for a constant."""
     if type(x) in _boxes and x._trace == tape.number:
         return x._value, x._node.index
     return x, -1
 
 
-def _noted_parts(fun: Function, by: _By, trace: TraceRun) -> tuple:
+def _trace_all_parts(fun: Function, by: _By, trace: TraceRun) -> tuple:
     """Trace the parts of a program; return their leaves, and the function that assembles the result.
 
     The inputs of the program are the arguments, for the second part the cotangents of the results, for the third part the
@@ -267,7 +269,7 @@ def _noted_parts(fun: Function, by: _By, trace: TraceRun) -> tuple:
     def cotangents(lane: Lane, places: Iterable[int], of: list[Any]) -> list[Any]:
         return [conformed(lane.totals[place], spec_like(x)) for place, x in zip(places, of)]
 
-    with suspended(body=False), trace.noting():
+    with suspended(body=False), Noting(trace.recorder):
         leaves = trace.leaves()
         record = _recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
         inside = [(x, place) for x, place in record.values if isinstance(x, Traced)]
@@ -295,17 +297,17 @@ def called_with_reverse_differentiated(
     Return the result in a tuple, or None if the function must be interpreted.
     """
     tape: Any = tracing.tape
-    variables, leaves, along = apart(given, boxed)
-    by = _By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
-    key = "reverse over reverse", by.parts, tuple(variables), tuple(along), given.key
-    entry = _entry_by_shapes(jitted, key, given, args, partial(_noted_parts, jitted.fun, by))
+    variables, leaves, outer_leaves = without_tape(given, boxed)
+    by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
+    key = "reverse over reverse", by.parts, tuple(variables), tuple(outer_leaves), given.key
+    entry = _entry_by_shapes(jitted, key, given, args, partial(_trace_all_parts, jitted.fun, by))
     if entry is None:
         return None
     call = _Call(jitted, entry, given, by, tape.outer)
-    values = call.first([leaves[k]._node.index for k in along])
+    values = call.first([leaves[k]._node.index for k in outer_leaves])
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
-    return (entry.build(call.placed(tape, values, entry.inside, places, call.pull, together)),)
+    return (entry.build(call.put_on_tape(tape, values, entry.inside, places, call.pull, together)),)
 
 
 class _Played(NamedTuple):
@@ -354,14 +356,14 @@ class _Call:
         if outer is None:
             return values
         self._place = len(outer.record)
-        return self.placed(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
+        return self.put_on_tape(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
 
-    def placed(
+    def put_on_tape(
         self, tape: Any, values: list[Any], inside: list[bool], places: list[int], pull: Callable, together: Callable | None
     ) -> list[Any]:
-        """Record values on a tape; see `tape_node.placed`, whose parameter `pull_all` is `together`."""
+        """Record values on a tape; see `tape_node.put_on_tape`, whose parameter `pull_all` is `together`."""
         tape.channels |= self._entry.channels
-        return placed(
+        return put_on_tape(
             tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
         )
 
@@ -398,7 +400,7 @@ class _Call:
             self._pass = of
             places.append(self._place)  # the function's node, which `_pull_second` activates
         pull, together = partial(self._pull_second, of, boxed), partial(self._second_played, of, boxed, together=True)
-        return self.placed(tape, found, [True] * len(found), places, pull, together)
+        return self.put_on_tape(tape, found, [True] * len(found), places, pull, together)
 
     def pull_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
         run = self._interpreted()

@@ -58,7 +58,7 @@ def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
     return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
 
 
-def apart(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
+def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
     """Separate the variables of the current tape from those of the outer tape.
 
     Return the positions of the current tape's variables, all leaves without their boxes of this tape, and the positions of
@@ -72,12 +72,12 @@ def apart(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any],
 def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Return the results of a call as values of a tape that propagates tangents."""
     return [
-        new_box(x, tape.number, TangentNode.placed(tape, along)) if is_variable(x) else x
-        for x, along in zip(values, tangents, strict=True)
+        new_box(x, tape.number, TangentNode.placed(tape, tangent)) if is_variable(x) else x
+        for x, tangent in zip(values, tangents, strict=True)
     ]
 
 
-def placed(
+def put_on_tape(
     tape: Any, values: Sequence[Any], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable, communicates: bool,
     pull_all: Callable | None = None,
 ) -> list[Any]:  # fmt: skip

@@ -75,18 +75,15 @@ class _Playback:
 
     # Operations that would end a trace are allowed.
 
-    def refuse(self, reason: str) -> None:
-        pass
+    def refuse(self, reason: str) -> None: ...
 
-    def looked_up(self, call: str) -> None:
-        pass
+    def looked_up(self, call: str) -> None: ...
 
     def entered_body(self) -> None:
         # This ends the playback, since the log contains operations before the body only.
         tracing.recorder = None
 
-    def communicated_by_itself(self) -> None:
-        pass
+    def communicated_by_itself(self) -> None: ...
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
         return False
@@ -112,10 +109,6 @@ class TraceRun:
             leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
         return leaves
 
-    def noting(self, part: int = 0) -> Noting:
-        """Return a context in which operations on traced arrays are recorded, in the given part of the program."""
-        return Noting(self.recorder, part)
-
     def raise_own(self, error: BaseException) -> None:
         """Raise `error` if it comes from a communication, the user's function or a signal handler.
 
@@ -132,9 +125,9 @@ class TraceRun:
 
 
 class Noting:
-    """A context in which operations on traced arrays are recorded."""
+    """A context in which operations on traced arrays are recorded, in a part of the program."""
 
-    def __init__(self, recorder: Recorder, part: int):
+    def __init__(self, recorder: Recorder, part: int = 0):
         self._recorder, self._part = recorder, part
 
     def __enter__(self) -> None:

@@ -399,16 +399,16 @@ class _Contraction:
 
     def made(self) -> int:
         self.t.program.contracts = True
-        return self._put_together(0, {})
+        return self._assembled(0, {})
 
-    def _put_together(self, axis: int, at: dict[Hashable, int]) -> int:
+    def _assembled(self, axis: int, at: dict[Hashable, int]) -> int:
         """Return the part of the result at given indices of the unrolled axes before `axis`."""
         if axis == len(self.out):
             return self._summed(at)
         label = self.out[axis]
         if label not in self.written:
-            return self._put_together(axis + 1, at)
-        parts = [self._put_together(axis + 1, {**at, label: k}) for k in range(self.lengths[label])]
+            return self._assembled(axis + 1, at)
+        parts = [self._assembled(axis + 1, {**at, label: k}) for k in range(self.lengths[label])]
         return self.t.program.components(parts, axis)
 
     def _summed(self, at: dict[Hashable, int]) -> int:

@@ -112,7 +112,7 @@ class TracedArray(Traced):
         if type(key) is tuple and not key and not self.value.ndim:
             return self
         if any(isinstance(part, Traced) and part.value.dtype == bool for part in (key if type(key) is tuple else (key,))):
-            self._asked("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
+            self._required_value("it selects entries with a mask of traced values: write np.where(mask, x, 0)")
         return self.recorder.call(take, (self, key), {})
 
     def __setitem__(self, key: Index, value: Any) -> None:
@@ -136,7 +136,7 @@ class TracedArray(Traced):
 
     def view(self, kind: Any = None) -> Any:
         """Return the array itself; autograd calls this method of results."""
-        return self if kind in (None, np.ndarray) else self._asked(f"it views traced values as {kind}").view(kind)
+        return self if kind in (None, np.ndarray) else self._required_value(f"it views traced values as {kind}").view(kind)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("ndim", "size", "nbytes", "strides", "flags"):
@@ -149,41 +149,41 @@ class TracedArray(Traced):
 
     # Operations that need the values, and therefore end the trace in failure.
 
-    def _asked(self, reason: str = _DECIDES) -> Any:
+    def _required_value(self, reason: str = _DECIDES) -> Any:
         if self.recorder.is_noting():
             self.recorder.ask(self, reason)
         return self.value
 
     def __bool__(self) -> bool:
-        return bool(self._asked())
+        return bool(self._required_value())
 
     def __float__(self) -> float:
-        return float(self._asked())
+        return float(self._required_value())
 
     def __int__(self) -> int:
-        return int(self._asked())
+        return int(self._required_value())
 
     def __index__(self) -> int:
-        return self._asked().__index__()
+        return self._required_value().__index__()
 
     def __complex__(self) -> complex:
-        return complex(self._asked())
+        return complex(self._required_value())
 
     def __format__(self, spec: str) -> str:
-        return format(self._asked("it formats a traced value as text"), spec) if spec else repr(self)
+        return format(self._required_value("it formats a traced value as text"), spec) if spec else repr(self)
 
     def item(self, *args: Any) -> Any:
         """Return an entry as a Python number."""
-        return self._asked().item(*args)
+        return self._required_value().item(*args)
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""
-        return self._asked().tolist()
+        return self._required_value().tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         # numpy.array and numpy.asarray call this method, and their results can't be traced arrays.
         return np.asarray(
-            self._asked(
+            self._required_value(
                 "it makes an array of NumPy's of traced values (numpy.array, numpy.asarray): put them together by "
                 "np.concatenate or np.stack of autograd.numpy"
             ),

@@ -45,7 +45,7 @@ def test_fields_are_written_over_those_that_nobody_needs_any_more(size):
     for last, fields in ((lambda x: x, 2), (lambda x: x[::-1], 3)):
         plain = lambda u, s, last=last: wave(domain, last, u, s)  # noqa: E731
         replays = replays_of(plain, *given)
-        assert any(text is not None and text.over for text in replays.texts) == (fields == 2)
+        assert any(text is not None and text.overwrites for text in replays.texts) == (fields == 2)
         padded = {b for b, found in enumerate(replays.schedule.buffers) if found.shape[:1] == (11,)}
         assert len({allocation.memory for b, allocation in replays.allocations.items() if b in padded}) == fields
         jitted = mpiad.jit(plain, strict=True)
