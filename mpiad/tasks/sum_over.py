@@ -116,8 +116,8 @@ def _problem_with(count: object, size: int) -> Exception | None:
 
 _CALL = "tasks.sum_over"
 _REASON = (
-    f"an item of {_CALL} is evaluated by one group of ranks (fun communicates on its argument comm), and the other ranks "
-    "take no part"
+    f"an item of {_CALL} is evaluated by one group of ranks (in fun, communicate on its argument comm), and the other "
+    "ranks take no part"
 )
 
 

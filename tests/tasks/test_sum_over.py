@@ -211,7 +211,7 @@ mpiad.tasks.sum_over(range(3), failing, groups=1)
 @pytest.mark.skipif(WORLD.size == 1, reason="one rank may communicate with itself")
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_communication_of_all_ranks_inside_an_item_raises_at_once(schedule):
-    text = "an item of tasks.sum_over is evaluated by one group of ranks .*on the comm that fun is given"
+    text = "an item of tasks.sum_over is evaluated by one group of ranks .*on its argument comm"
     with pytest.raises(WorkerError, match=text):
         sum_over([1.0, 2.0, 3.0], lambda x, comm: mpiad.mpi_allreduce(x), groups=WORLD.size, schedule=schedule)
     found = sum_over([1.0, 2.0, 3.0], lambda x, comm: mpiad.mpi_allreduce(x), groups=1, schedule=schedule)
