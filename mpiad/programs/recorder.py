@@ -379,7 +379,7 @@ class Recorder:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
                 "attribute or a variable around it). The value belongs to that function's program, and later calls don't "
-                "update it. Return it from the jitted function, y, kept = f(x), and keep it in the caller of f."
+                "update it. Return the value from the jitted function, y, kept = f(x), and keep it in the caller of f."
             )
 
     def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
