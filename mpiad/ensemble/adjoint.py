@@ -80,13 +80,6 @@ class Cotangents:
     # Shape (slots, N). Cotangents of the given times at which events act.
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
-    def add_to_leaf(self, place: int, part: Array, ids: Array | None) -> None:
-        """Add the contribution of the trajectories `ids` to the cotangent of a leaf; `ids`: None if the leaf is shared."""
-        if ids is None:
-            self.leaves[place] = self.leaves[place] + part
-        else:
-            self.leaves[place][..., ids] += part
-
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of a run's inputs: of states, the leaves at `places` and, if `timed`, times."""
@@ -171,7 +164,10 @@ class _BackwardSweep:
             found.start[ids] = self._start
             found.end[ids] += self._end
         for place, part in self._parts.items():
-            found.add_to_leaf(place, part, ids if varies[place] else None)
+            if varies[place]:
+                found.leaves[place][..., ids] += part
+            else:
+                found.leaves[place] = found.leaves[place] + part
 
     def _pull(self, visit: Visit) -> None:
         width = len(visit.t)

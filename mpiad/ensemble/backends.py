@@ -116,7 +116,7 @@ _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class EnsembleGPU(EnsembleAlgorithm):
+class EnsembleGPU(EnsembleVectorized):
     """All trajectories on a GPU, each in a thread that runs its whole solve in registers.
 
     The kernel is generated from f and compiled at the first solve. If f can't be traced, `EnsembleVectorized` computes with
@@ -162,10 +162,6 @@ class EnsembleGPU(EnsembleAlgorithm):
         """The options of NVRTC."""
         exact = ("--std=c++14", f"--fmad={str(self.contract).lower()}")
         return (*exact, "--use_fast_math") if self.fast_math else exact
-
-    def run(self, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of a batch by arrays, when kernels can't."""
-        return EnsembleVectorized().run(batch, settings)
 
 
 def device_for(batch: Batch, together: bool) -> ArrayModule:

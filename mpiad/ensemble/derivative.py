@@ -146,7 +146,7 @@ class MatrixDerivative(Derivative):
     def _one(self, u: Array, p: Tree, t: Array, j: int) -> Array:
         column = np.ascontiguousarray(u[:, j]) if type(u) is np.ndarray else u[:, j]
         state = locked(column.reshape(self.shape))
-        value: Any = self.f(state, self.column(p, j), t[j])
+        value: Any = self.f(state, p.column(j) if isinstance(p, Columns) else p, t[j])
         if isinstance(value, (list, tuple)) and is_device_array(u):
             value = array(value)
         value = value if isbox(value) or is_device_array(value) else np.asarray(value)
@@ -155,11 +155,6 @@ class MatrixDerivative(Derivative):
         if value.shape != self.shape:
             raise ValueError(f"solve: f returned shape {value.shape} for u of shape {self.shape}; they must be equal.")
         return value.reshape(-1)
-
-    @staticmethod
-    def column(p: Tree, j: int) -> Tree:
-        """Return the parameters of column j."""
-        return p.column(j) if isinstance(p, Columns) else p
 
 
 class Columns:

@@ -43,18 +43,19 @@ class Tracing:
         This is a function of a cotangent of shape (d, n), which returns those of u, of the leaves and, if `timed`, of t,
         None for zero ones. It may be called once, or with `keep` repeatedly.
         """
-        whole = False
 
         def called(variables: list[Any]) -> Sequence[Any]:
-            nonlocal whole
             variables = list(map(shortened, variables))
-            rows = self._field.rows(variables[0], self._filled(leaves, variables[1:]), variables[-1] if self._timed else t)
-            whole = is_whole(rows, out.shape)
-            return rows
+            return self._field.rows(variables[0], self._filled(leaves, variables[1:]), variables[-1] if self._timed else t)
 
         given = [u, *[leaves[place] for place in self._places]]
         values, places, recording = trace_list(called, given + [t] if self._timed else given)
-        _write(out, values, whole)
+        whole = is_whole(values, out.shape)
+        if whole:
+            np.copyto(out, values[0], casting="same_kind")
+        else:
+            for i, value in enumerate(values):
+                out[i] = value
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
         # The memory is released before the reverse pass, which needs only the specs.
         del values
@@ -141,14 +142,6 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
         raise TypeError(
             f"solve: f can't be differentiated ({error}). Write it with the functions of autograd.numpy instead of numpy."
         ) from error
-
-
-def _write(out: Array, values: Sequence[Any], whole: bool) -> None:
-    if whole:
-        np.copyto(out, values[0], casting="same_kind")
-    else:
-        for i, value in enumerate(values):
-            out[i] = value
 
 
 def _seed(part: Array, spec: Spec) -> Any:

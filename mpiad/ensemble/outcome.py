@@ -96,17 +96,13 @@ class ConvergenceCode(NamedCode):
     """Steps became too small, because longer ones led to where the solve fails, or f says nothing."""
 
 
-# The names begin with different letters, whose comparison is faster.
-_BY_LETTER = np.zeros(128, np.int8)
-_BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(ReturnCode))
 # The codes of failures come last.
 _FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 
 
 def codes_of(names: Array) -> Array:
     """Return the numbers of the names in an array, the inverse of `ReturnCode.names_of`."""
-    names = np.ascontiguousarray(names, str)
-    return _BY_LETTER[names.view(np.uint32)[:: names.itemsize // 4]]
+    return (np.asarray(names)[:, None] == ReturnCode._member_names_).argmax(axis=1)
 
 
 def came_through(codes: Array) -> Array:

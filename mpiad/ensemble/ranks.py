@@ -22,7 +22,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
-from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile, root, squared_distance, summary
+from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
@@ -110,22 +110,8 @@ class ShardedSolution(EnsembleSolution):
     def _over(self) -> Comm:
         return present(self.comm, "EnsembleSolution", "Set sol.comm to one of the same ranks, on all of them.")
 
-    def _mean_of(self, values: Array) -> Array:
-        there = ~np.isnan(getval(values))
-        # Sums and counts, since ranks have different numbers of survivors.
-        total = mpi_allreduce(anp.sum(anp.where(there, values, 0.0), axis=0), comm=self._over)
-        # Counted per entry, without failed trajectories and times that weren't reached.
-        count = mpi_allreduce(there.sum(axis=0), comm=self._over)
-        with np.errstate(invalid="ignore"):  # NaN if there are no survivors
-            return total / count
-
-    def mean(self) -> Array:
-        """Return the mean over all ranks' survivors at each saved time, shape (n_saved, d)."""
-        return self._mean_of(self._surviving())
-
-    def std(self) -> Array:
-        """Return the standard deviation over all ranks' survivors, shape (n_saved, d)."""
-        return root(self._mean_of(squared_distance(self._surviving(), self.mean())))
+    def _sum(self, values: Array) -> Array:
+        return mpi_allreduce(super()._sum(values), comm=self._over)
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over all ranks' survivors, which are gathered; see `EnsembleSolution.quantile`."""

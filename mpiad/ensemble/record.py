@@ -107,12 +107,9 @@ class Steps:
 
     def trajectory(self, i: int) -> tuple[Array, Array, Array]:
         """Return times (n,), signed sizes (n,) and states (d, n) before the n steps of a trajectory, first to last."""
-        count = int(self.counts[i])
-        sweeps = np.arange(count - 1, -1, -1)
-        # In a sweep's block the component c begins c widths after the first.
-        place = self._offsets[sweeps] + self.rank[i]
-        rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self.widths[sweeps] + self.rank[i]
-        return self._t[place], self._h[place], self._u[rows]
+        numbers = np.arange(self.counts[i])
+        ids = np.full(len(numbers), i)
+        return *self.times(ids, numbers), self.states(ids, numbers)
 
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
         """Return times before, and signed sizes of, steps of the trajectories `ids`, by their numbers from 0."""
@@ -122,6 +119,7 @@ class Steps:
     def states(self, ids: Array, numbers: Array) -> Array:
         """Return the states before steps of the trajectories `ids`, shape (d, len(ids)), by their numbers from 0."""
         sweeps = self.counts[ids] - numbers - 1
+        # In the block of a sweep, each component is stored `width` entries after the one before.
         rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self.widths[sweeps] + self.rank[ids]
         return self._u[rows]
 
@@ -129,17 +127,13 @@ class Steps:
         """Return the steps of the trajectories in a mask; the others have none."""
         if keep.all():
             return self
-        steps = self._those(keep)
-        steps.every, steps.kept = self.every, self.kept and self.kept.chosen(keep)
-        return steps
-
-    def _those(self, keep: Array) -> Steps:
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
         for s in range(len(self)):
             sweep = self.sweep(s)
             columns = np.flatnonzero(keep[sweep.ids])
             ids = sweep.ids[columns]
             steps.fill(ids, self.counts[ids] - 1 - s, sweep.t[columns], sweep.h[columns], sweep.u[:, columns])
+        steps.every, steps.kept = self.every, self.kept and self.kept.chosen(keep)
         return steps
 
     def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:

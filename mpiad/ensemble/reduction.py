@@ -54,15 +54,12 @@ def combined(problem: EnsembleProblem, parts: list[Any], count: int) -> Any:
 def _output(problem: EnsembleProblem, sol: EnsembleSolution, i: int, number: int, solved: Callable) -> Any:
     if problem.output_func is None:
         return sol[i]
-    output, again = _pair(problem.output_func(sol[i], number), "output_func", "(output, rerun)")
-    repeat = 1
-    while again:
-        repeat += 1
-        if repeat > _MOST_REPEATS:
-            raise ValueError(f"solve: output_func asked to solve trajectory {number} again {_MOST_REPEATS} times.")
-        trial = solved(range(number, number + 1), repeat)[0]
-        output, again = _pair(problem.output_func(trial, number), "output_func", "(output, rerun)")
-    return output
+    for repeat in range(1, _MOST_REPEATS + 1):
+        one = sol[i] if repeat == 1 else solved(range(number, number + 1), repeat)[0]
+        output, again = _pair(problem.output_func(one, number), "output_func", "(output, rerun)")
+        if not again:
+            return output
+    raise ValueError(f"solve: output_func asked to solve trajectory {number} again {_MOST_REPEATS} times.")
 
 
 def _pair(value: object, name: str, expected: str) -> tuple[Any, Any]:

@@ -19,34 +19,19 @@ from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
 from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.device_arrays import arrays_of
 
 # Statistics over the trajectories of an ensemble, summary and plot.
 
 
-def mean(u: Array) -> Array:
-    """Return the mean over the first axis, ignoring NaN."""
-    if isbox(u) or is_device_array(u):
-        known = ~np.isnan(getval(u))
-        return anp.sum(anp.where(known, u, 0.0), axis=0) / known.sum(axis=0)
-    return np.nanmean(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
-
-
-def standard_deviation(u: Array) -> Array:
-    """Return the standard deviation over the first axis, ignoring NaN."""
-    if isbox(u) or is_device_array(u):
-        return root(mean(squared_distance(u, mean(u))))
-    return np.nanstd(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
-
-
-def squared_distance(u: Array, center: Array) -> Array:
+def _squared_distance(u: Array, center: Array) -> Array:
     """Return |u - center|², NaN if u is NaN; in that case the derivative with respect to the center is zero."""
     known = ~np.isnan(getval(u))
     # NaN is replaced inside, too: otherwise the derivative, zero times NaN, would be NaN.
     return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
 
 
-def root(x: Array) -> Array:
+def _root(x: Array) -> Array:
     """Return the square root, with derivative 0 at x = 0, where all trajectories are equal."""
     still = getval(x) == 0
     # For x = 0 the root of 1 is computed instead, since the infinite derivative at 0, times zero, would be NaN.
@@ -59,15 +44,11 @@ def quantile(u: Array, q: float | list[float]) -> Array:
     A cotangent flows to the two trajectories between which a quantile lies, with their interpolation weights; the choice of
     these trajectories is considered constant.
     """
-    if (isbox(u) or is_device_array(u)) and len(u):
-        return _between(u, np.asarray(q, float))
-    return np.nanquantile(u, q, axis=0) if len(u) else np.full((*np.shape(q), *u.shape[1:]), np.nan)
-
-
-def _between(u: Array, q: np.ndarray) -> Array:
-    """Return quantiles by NumPy's method "linear", for states that are traced or on a device."""
-    if q.size and not (q.min() >= 0 and q.max() <= 1):
-        raise ValueError(f"quantile: q must lie between 0 and 1, but got {q.tolist()}.")
+    wanted = np.asarray(q, float)
+    if not len(u):
+        return np.full((*wanted.shape, *u.shape[1:]), np.nan)
+    if wanted.size and not (wanted.min() >= 0 and wanted.max() <= 1):
+        raise ValueError(f"quantile: q must lie between 0 and 1, but got {q}.")
     values = getval(u)
     if values.dtype.kind == "c":
         raise TypeError(f"quantile: the states must be real, but are {values.dtype}: complex numbers have no order.")
@@ -78,13 +59,13 @@ def _between(u: Array, q: np.ndarray) -> Array:
     arrays = arrays_of(values)
     each = np.arange(columns.shape[1]) if arrays is None else arrays.arange(columns.shape[1])
     found = []
-    for part in q.ravel().tolist():  # as numbers, since an array would have to be copied to the device
+    for part in wanted.ravel().tolist():  # as numbers, since an array would have to be copied to the device
         place = part * last
         below = np.floor(place).astype(int)
         ends = (np.take_along_axis(order, end[None], 0)[0] for end in (below, np.minimum(below + 1, last)))
         lower, upper = (rows[end, each] for end in ends)
         found.append(lower + (upper - lower) * (place - below).astype(values.dtype))
-    return anp.reshape(stack(found), (*q.shape, *values.shape[1:]))
+    return anp.reshape(stack(found), (*wanted.shape, *values.shape[1:]))
 
 
 def summary(sol: EnsembleSolution) -> str:
@@ -100,7 +81,7 @@ def summary(sol: EnsembleSolution) -> str:
         )
     if alive.any():
         ends = to_host(getval(sol.u_end))[alive]
-        lines.append(f"final state over {len(ends)}: mean {_numbers(mean(ends))}, std {_numbers(standard_deviation(ends))}")
+        lines.append(f"final state over {len(ends)}: mean {_numbers(ends.mean(axis=0))}, std {_numbers(ends.std(axis=0))}")
     return "\n".join(lines)
 
 
@@ -341,13 +322,24 @@ class EnsembleSolution(FactorizationCounts):
             )
         return self.u[self.survivors if arrays is None else arrays.to_device(np.flatnonzero(self.survivors))]
 
+    def _sum(self, values: Array) -> Array:
+        return anp.sum(values, axis=0)
+
+    def _mean_of(self, values: Array) -> Array:
+        """Return the mean over trajectories, counted per entry, without NaN: of times that weren't reached."""
+        known = ~np.isnan(getval(values))
+        total, count = self._sum(anp.where(known, values, 0.0)), self._sum(known)
+        with np.errstate(invalid="ignore"):  # NaN if there are no survivors
+            return total / count.astype(getval(values).real.dtype)
+
     def mean(self) -> Array:
         """Return the mean over the survivors at each saved time, shape (n_saved, d)."""
-        return mean(self._surviving())
+        return self._mean_of(self._surviving())
 
     def std(self) -> Array:
         """Return the standard deviation (divided by the count) over the survivors, shape (n_saved, d)."""
-        return standard_deviation(self._surviving())
+        u = self._surviving()
+        return _root(self._mean_of(_squared_distance(u, self._mean_of(u))))
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over the survivors, shape (n_saved, d), with an additional first axis if q is a list.

@@ -37,6 +37,7 @@ from mpiad.ensemble.solve_options import SolveOptions, check_place_of, checked_o
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.primitives import mpi_allgather
+from mpiad.primitives.cotangents import conform
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
@@ -76,7 +77,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     flat = [flatten(skeleton) for skeleton in skeletons]
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
-    mine = [_as(anp.ravel(number), dtype) for number in numbers]
+    mine = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
     # The empty array gives ranks without numbers the same dtype.
     everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
     trees, at = [], 0
@@ -85,16 +86,10 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
         for part in parts:
             if isinstance(part, _Place):
                 piece, at = everything[at : at + part.size], at + part.size
-                part = _as(anp.reshape(piece, part.shape), part.dtype) if part.shape else _as(piece[0], part.dtype)
+                part = conform(anp.reshape(piece, part.shape)[()], part.shape, part.dtype)  # [()]: no array of shape ()
             filled.append(part)
         trees.append(make(filled))
     return trees
-
-
-def _as(x: Array, dtype: np.dtype) -> Any:
-    if x.dtype == dtype:
-        return x
-    return anp.real(x) if x.dtype.kind == "c" and dtype.kind != "c" else x.astype(dtype)
 
 
 _log = logging.getLogger("mpiad")
