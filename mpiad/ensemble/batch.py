@@ -46,8 +46,12 @@ class Parameters(NamedTuple):
         """Return the parameters of some trajectories as f takes them; `one_by_one`: whether f is called per trajectory."""
         if not any(self.varies):
             return self.build(self.leaves)
-        taken = [locked(np.take(leaf, ids, axis=-1)) if own else leaf for leaf, own in zip(self.leaves, self.varies)]
+        taken = [locked(leaf) if own else leaf for leaf, own in zip(self.taken(ids), self.varies)]
         return self.of_columns(taken, one_by_one)
+
+    def taken(self, ids: Array) -> list[Any]:
+        """Return copies of the leaves of some trajectories, in C order."""
+        return [np.take(leaf, ids, axis=-1) if own else leaf for leaf, own in zip(self.leaves, self.varies)]
 
     def of_columns(self, leaves: list[Any], one_by_one: bool) -> Tree:
         """Return the parameters of some trajectories as f takes them, given their leaves."""
@@ -115,7 +119,7 @@ def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
         return batch.both_ends()
     start, end, count = batch.start, batch.end, batch.size
     saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
-    if count and start.strides == end.strides == (0,):  # one tspan for all trajectories
+    if batch.one_span:
         start, end = start[:1], end[:1]
     times = np.asarray(saveat)
     if times.dtype.kind not in "iuf":

@@ -14,17 +14,17 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.differentiation.bundles import Bundle
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleVectorized
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import is_on_device, save_times, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.levenberg_marquardt import Evaluation, Minima, Stopping, minimize_each, scaled_factor
+from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each, scaled_factor
 from mpiad.ensemble.members import master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.sensitivity import Generator, SensitivitySolve, States, unit_tangents
-from mpiad.ensemble.solve_options import SolveOptions, checked_options, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, options_of_states, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
@@ -117,13 +117,6 @@ class FitResult:
                 found = found * np.where(excess > 0, 2 * self.cost / excess, np.nan)[:, None, None]
         found[~self.success] = np.nan
         return found
-
-
-def fits_of(minima: Minima, indices: Array, residuals: int, tries: Array) -> FitResult:
-    """Return the result of some fits."""
-    x, cost, optimality, mask, nfev, njev, codes, factor = minima
-    retcode, counts = ConvergenceCode.names_of(codes), np.full(len(x), residuals)
-    return FitResult(x, cost, optimality, mask, nfev, njev, retcode, indices, factor, counts, tries)
 
 
 def joined_fits(parts: Sequence[FitResult]) -> FitResult:
@@ -290,11 +283,11 @@ def planned(given: FitArguments) -> FitPlan:
     """
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
-    solve_like = {name: getattr(given, name) for name in SolveOptions._fields if hasattr(given, name)}
-    options = checked_options(SolveOptions(problem=ensemble, trajectories=len(start), gradient="tangent", **solve_like))
-    _check_functions(given, ensemble)
-    if isinstance(options.backend, EnsembleGPU):
-        raise NotImplementedError("fit: EnsembleGPU can't fit; take EnsembleVectorized() or EnsembleThreads().")
+    options = options_of_states("fit", given, problem=ensemble, trajectories=len(start), gradient="tangent")
+    if not callable(given.residuals):
+        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {given.residuals!r:.60}.")
+    if given.prob_generator is not None and not callable(given.prob_generator):
+        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {given.prob_generator!r:.60}.")
     for leaf in flatten(given.data)[0]:
         _check_plain("data", leaf)
         if leaf is not None and np.shape(leaf)[:1] != (len(start),):
@@ -318,18 +311,6 @@ def planned(given: FitArguments) -> FitPlan:
         raise ValueError(f"fit: max_nfev must be an integer above zero, but got {most!r}.")
     stopping = Stopping(float(given.ftol), float(given.xtol), float(given.gtol), int(most))
     return FitPlan(options, start, lower, upper, scale, stopping)
-
-
-def _check_functions(given: FitArguments, ensemble: EnsembleProblem) -> None:
-    if not callable(given.residuals):
-        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {given.residuals!r:.60}.")
-    if given.prob_generator is not None and not callable(given.prob_generator):
-        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {given.prob_generator!r:.60}.")
-    if ensemble.output_func is not None or ensemble.reduction is not None:
-        raise ValueError(
-            "fit: the ensemble has an output_func or a reduction, which a fit doesn't use: residuals(u, p, data) gets "
-            "the saved states. Leave them out: remake(ensemble, output_func=None, reduction=None)."
-        )
 
 
 def _check_plain(name: str, x: Array) -> None:
@@ -542,5 +523,6 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
         return misfit.evaluated(x, states, ids)
 
     scale = None if plan.scale is None else plan.scale[rows]
-    found = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
-    return fits_of(found, np.arange(numbers.start, numbers.stop), misfit.count, tries)
+    minima = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
+    indices, counts = np.array(numbers, int), np.full(len(numbers), misfit.count)
+    return FitResult(*minima[:6], ConvergenceCode.names_of(minima.codes), indices, minima.factor, counts, tries)

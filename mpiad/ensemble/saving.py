@@ -17,11 +17,7 @@ def times_of(t: Array, count: int | None) -> Array:
 
     Raises a NotImplementedError if t is traced; a TypeError or ValueError if it isn't numbers, or has another shape.
     """
-    if isbox(t) or (isinstance(t, (list, tuple)) and any(map(isbox, t))):
-        raise NotImplementedError(
-            "sol(t): t is traced, but states have no derivative here by the times at which they are looked at. Pass "
-            "mpiad.stop_gradient(t), or let tspan end at the time that moves: u_end has a derivative by it."
-        )
+    refuse_traced_times("sol(t): t", t)
     times = np.asarray(t)
     if times.dtype.kind not in "iuf":
         raise TypeError(f"sol(t): t must be a number or numbers, but got {t!r}.")
@@ -29,6 +25,15 @@ def times_of(t: Array, count: int | None) -> Array:
         rows = "" if count is None else f", or (N, n) with N = {count}"
         raise ValueError(f"sol(t): t must be a number, or have shape (n,){rows}, but has shape {times.shape}.")
     return np.atleast_1d(times.astype(float))
+
+
+def refuse_traced_times(what: str, times: Array) -> None:
+    """Raise a NotImplementedError if times at which states are requested are traced; `what` begins the message."""
+    if any(map(isbox, times if isinstance(times, (list, tuple)) else [times])):
+        raise NotImplementedError(
+            f"{what} is traced, but derivatives with respect to saved times aren't supported. Apply "
+            "mpiad.stop_gradient, or end tspan at the traced time: u_end has a derivative with respect to that."
+        )
 
 
 class SavePoints:

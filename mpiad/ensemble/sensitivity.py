@@ -198,7 +198,6 @@ def _any(tangents: Sequence[Any]) -> bool:
 
 
 def _chosen(batch: Batch, ids: Array) -> Batch:
-    leaves = [np.take(leaf, ids, axis=-1) if own else leaf for leaf, own in zip(*batch.p[:2])]
     spans = (np.broadcast_to(t[:1], len(ids)) if batch.one_span else t[ids] for t in (batch.start, batch.end))
     u0 = np.take(batch.u0, ids, axis=1)
-    return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=leaves), *spans)
+    return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=batch.p.taken(ids)), *spans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +12,15 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import is_complex
-from mpiad.ensemble.backends import EnsembleAlgorithm
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
+from mpiad.ensemble.saving import refuse_traced_times
 from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.pytrees import flatten
 from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_device_array, named
@@ -86,7 +89,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     count = _trajectories(options)
     saveat = options.saveat
     if saveat is not None:
-        _check_untraced(saveat)
+        refuse_traced_times("solve: saveat", saveat)
         if is_device_array(saveat):
             raise TypeError(
                 f"solve: saveat must be times on the host, but got {named(saveat)} of shape {saveat.shape}. "
@@ -98,6 +101,20 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     # The same bound as in SciPy; for smaller tolerances the error estimate consists of rounding errors.
     rtol = max(options.rtol, _LEAST_RTOL)
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
+
+
+def options_of_states(call: str, given: SimpleNamespace, **others: Any) -> SolveOptions:
+    """Return the checked options of the solves in `fit` or `steady_state`, whose arguments are `given`."""
+    names = [name for name in SolveOptions._fields if hasattr(given, name)]
+    options = checked_options(SolveOptions(**{name: getattr(given, name) for name in names}, **others))
+    if any(getattr(options.problem, name, None) is not None for name in ("output_func", "reduction")):
+        raise ValueError(
+            f"{call}: the ensemble has an output_func or a reduction, which {call} doesn't call. Leave them out: "
+            "remake(ensemble, output_func=None, reduction=None)."
+        )
+    if isinstance(options.backend, EnsembleGPU):
+        raise NotImplementedError(f"{call}: EnsembleGPU isn't supported; take EnsembleVectorized() or EnsembleThreads().")
+    return options
 
 
 def settings_of(
@@ -181,15 +198,6 @@ def _mass_of(options: SolveOptions) -> Array | None:
     return mass
 
 
-def _check_untraced(saveat: Array) -> None:
-    parts = saveat if isinstance(saveat, (list, tuple)) else [saveat]
-    if any(map(isbox, parts)):
-        raise NotImplementedError(
-            "solve: saveat is traced, but states have no derivative here by the times at which they are saved. Pass "
-            "mpiad.stop_gradient(saveat), or let tspan end at the time that moves: u_end has a derivative by it."
-        )
-
-
 def _check_kinds(options: SolveOptions) -> None:
     # Types are checked first, since the following checks use attributes of these objects.
     expected = {"problem": (ODEProblem, EnsembleProblem), "alg": (Algorithm,), "ensemblealg": (EnsembleAlgorithm,)}
@@ -262,8 +270,6 @@ def _trajectories(options: SolveOptions) -> int:
 
 def _check_rows(problem: EnsembleProblem) -> None:
     """Raise a ValueError if rows of p= have other shapes than the problem's own p, if it has one."""
-    from mpiad.pytrees import flatten
-
     if problem.p is None or problem.problem.p is None:
         return
     own, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
@@ -275,8 +281,6 @@ def _check_rows(problem: EnsembleProblem) -> None:
 
 
 def _length(tree: Array) -> int:
-    from mpiad.pytrees import flatten
-
     leaves, _ = flatten(tree)
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1: without rows
     if len(lengths) != 1 or -1 in lengths:

@@ -14,7 +14,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleVectorized
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -26,7 +26,7 @@ from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
-from mpiad.ensemble.solve_options import SolveOptions, checked_options, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, options_of_states, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
@@ -65,9 +65,7 @@ class Equations:
 
     def columns(self, ids: Array) -> tuple[list, Array]:
         """Return the parameters' leaves and the times of some trajectories."""
-        p = self._batch.p
-        leaves = [np.take(leaf, ids, axis=-1) if varies else leaf for leaf, varies in zip(p.leaves, p.varies)]
-        return leaves, self._batch.end[ids].astype(self._batch.u0.dtype)
+        return self._batch.p.taken(ids), self._batch.end[ids].astype(self._batch.u0.dtype)
 
     def values(self, u: Array, ids: Array) -> Array:
         """Return f, shape (d, n), for states of this shape."""
@@ -496,17 +494,9 @@ def _first(found: SteadyStateSolution) -> SteadyStateSolution:
 
 
 def _checked(given: _Given) -> SolveOptions:
-    like_solve = {name: getattr(given, name) for name in SolveOptions._fields if hasattr(given, name)}
-    options = checked_options(SolveOptions(**like_solve))
+    options = options_of_states("steady_state", given)
     if not isinstance(given.max_iters, Integral) or given.max_iters < 1:
         raise ValueError(f"steady_state: max_iters must be an integer above zero, but got {given.max_iters!r}.")
-    if getattr(given.problem, "output_func", None) is not None or getattr(given.problem, "reduction", None) is not None:
-        raise ValueError(
-            "steady_state: the ensemble has an output_func or a reduction, but steady states are returned as they are. "
-            "Leave them out: remake(ensemble, output_func=None, reduction=None)."
-        )
-    if isinstance(options.backend, EnsembleGPU):
-        raise NotImplementedError("steady_state: EnsembleGPU can't search; take EnsembleVectorized() or EnsembleThreads().")
     return options
 
 

@@ -26,10 +26,6 @@ from mpiad.transport.tracing import restoring_state
 # derivatives of W and ∂f/∂t: see `stage_systems`.
 
 
-# Number of columns up to which step sizes are repeated for each entry.
-_FEW = 1024
-
-
 class TangentStep:
     """The stages of a step with their tangents, each of shape (1 + m, d, n).
 
@@ -46,8 +42,6 @@ class TangentStep:
         self.u, self._argument, self._end, self._term = (np.empty_like(like, shape=shape, order="C") for _ in range(4))
         self._stages = coefficients.stages(shape, self.u)
         self.k: list[Array] = []
-        # For few columns h is repeated for each entry, which avoids broadcasting in each product.
-        self._few = np.empty_like(self.u, dtype=coefficients.real) if shape[2] <= _FEW else None
         self._new: Array | None = None
 
     def take(self, visit: Visit, tangents: Array) -> None:
@@ -55,11 +49,7 @@ class TangentStep:
         u, h = self.u, visit.h
         u[0], u[1:] = visit.u, tangents
         self._times = self._coefficients.times(visit.t, h)
-        if self._few is None:
-            self._h = h.astype(self._coefficients.real, copy=False)
-        else:
-            self._few[...] = h
-            self._h = self._few
+        self._h = h.astype(self._coefficients.real, copy=False)
         self._new, self.k = None, []
         for i in range(self.last):
             self._evaluate(self._sum(i, self._argument) if i else u)

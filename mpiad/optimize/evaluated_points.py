@@ -121,7 +121,7 @@ class Points:
         self.best: Point | None = None
         self._first: Point | None = None
         self.iterate: Point | None = None
-        self.interruptible = self._begun = False
+        self.interruptible = False
         self._least = math.inf
 
     @property
@@ -140,10 +140,6 @@ class Points:
         """Return whether a value or gradient wasn't finite at the last points."""
         known = [thing for point in self._recent for thing in (point.value, point.gradient) if thing is not None]
         return not all(np.all(np.isfinite(thing)) for thing in known)
-
-    def value(self, x: np.ndarray) -> float:
-        """Return the objective at x, shape (n,)."""
-        return self.shown(self.valued(x))
 
     def valued(self, x: np.ndarray) -> Point:
         """Return the point x with a known objective. The user's function gets x itself, and may overwrite it."""
@@ -211,12 +207,11 @@ class Points:
         return self._recent[-1]
 
     def _ask(self, kind: int, point: Point, x: np.ndarray) -> None:
-        if kind != GRADIENT and self.exhausted and self._begun:
+        if kind != GRADIENT and self.exhausted and self._first is not None:
             raise self.limit_reached()
         if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise Left(INTERRUPTED)
         self._first = self._first or point
-        self._begun = True
         value, gradient = self._carry_out(kind, x)
         self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, consumes the forward pass
         point.gradient = point.gradient if gradient is None else gradient

@@ -190,9 +190,7 @@ def _agree_on_arguments(
                     f"minimize: method {method!r} doesn't support constraints, but got {arguments.constraints!r:.60}. "
                     "Use 'SLSQP' or 'trust-constr'."
                 )
-            start = piece_of(
-                str(method), as_variables(x0), arguments.bounds, arguments.tol, arguments.options, arguments.checkpoint
-            )
+            start = piece_of(str(method), as_variables(x0), arguments)
             settings = f", {start.settings}"
             if arguments.callback is not None and not callable(arguments.callback):
                 kind = type(arguments.callback).__name__

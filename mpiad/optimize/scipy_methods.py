@@ -17,8 +17,7 @@ import scipy
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
 from mpiad.optimize.constraints import box_of, constraints_of
-from mpiad.optimize.evaluated_points import STOPPED, Counts, Ending, Left, Point, Points
-from mpiad.optimize.history import History
+from mpiad.optimize.evaluated_points import STOPPED, Ending, Left, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.root_driven import Leader
@@ -94,7 +93,8 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
     if not result.success:
         result.message += points.not_finite_at_start()
     iterates.keep(ended=True)
-    return outcome_of(result, iterates.record.history(), points.counts)
+    result.x, evaluations = np.array(result.x, dtype=float), dict(points.counts)
+    return {**result, "history": iterates.record.history(), "evaluations": evaluations}
 
 
 def _run_out(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
@@ -214,8 +214,3 @@ def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, succe
     if result.success and not success:
         result.success, result.status = False, 2
     result.message = f"{result.message} But {reason}"
-
-
-def outcome_of(result: scipy.optimize.OptimizeResult, history: History, counts: Counts) -> dict[str, Any]:
-    """Return the part of SciPy's result that the root sends to the other ranks."""
-    return {**result, "x": np.array(result["x"], dtype=float), "history": history, "evaluations": dict(counts)}

@@ -242,7 +242,7 @@ REFUSED = {
     ),
     "generator": ({"prob_generator": lambda problem, x: x}, TypeError, "prob_generator must return its problem"),
     "sum in it": ({"prob_generator": lambda one, x: remake(one, p=[anp.sum(x), x[1]])}, ValueError, "np.sum.x, axis=0"),
-    "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU can't fit"),
+    "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU isn't supported"),
     "output_func": ({"ensemble": EnsembleProblem(DECAY, output_func=lambda sol, i: (0, False))}, ValueError, "output_func"),
 }  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_other_states_on_another_rank():
 REFUSED = {
     "max_iters": ({"max_iters": 0}, ValueError, "max_iters must be an integer above zero, but got 0"),
     "rtol": ({"rtol": 0.0}, ValueError, "rtol must be above zero"),
-    "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU can't search"),
+    "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU isn't supported"),
     "reduction": ({"problem": EnsembleProblem(LOGISTIC, p=P, output_func=print)}, ValueError, "output_func"),
     "complex": ({"problem": EnsembleProblem(remake(LOGISTIC, u0=[1j]), p=P)}, NotImplementedError, "complex states"),
     "shape": ({"problem": EnsembleProblem(remake(LOGISTIC, f=lambda u, p, t: [u[0], u[0]]), p=P)}, ValueError, "shape"),

@@ -157,12 +157,10 @@ def _function(name: str, value: object) -> Any:
 
     For an object with methods, such as a prior, it is `cost` for the regularizer, and `solve` for the other options.
     """
-    solves = getattr(value, "solve", None)
-    if name != "regularizer" and callable(solves):
-        return solves
-    if name == "regularizer" and callable(getattr(value, "cost", None)):
-        return value.cost  # type: ignore[attr-defined]
+    method = "cost" if name == "regularizer" else "solve"
+    if callable(found := getattr(value, method, None)):
+        return found
     if value is not None and not callable(value):
-        wanted = "callable, or have a method " + ("`cost`" if name == "regularizer" else "`solve`")
-        raise TypeError(f"minimize: option {name} must be {wanted}, but got {type(value).__name__} {value!r:.60}.")
+        got = f"{type(value).__name__} {value!r:.60}"
+        raise TypeError(f"minimize: option {name} must be callable, or have a method `{method}`, but got {got}.")
     return value

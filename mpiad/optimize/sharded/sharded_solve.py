@@ -18,6 +18,7 @@ from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, LocalPacking, local_packing
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_protocol import Totals
+from mpiad.optimize.scipy_methods import MethodArguments
 from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, settings_of
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
@@ -48,17 +49,11 @@ class Piece(NamedTuple):
         }
 
 
-def piece_of(
-    method: str,
-    start: Tree,
-    bounds: object,
-    tol: float | None,
-    options: dict | None,
-    checkpoint: CheckpointFile | None = None,
-) -> Piece:
+def piece_of(method: str, start: Tree, given: MethodArguments) -> Piece:
     """Check this rank's arguments; raise a ValueError if one is invalid."""
     packing = local_packing(start)
-    return Piece(start, packing, box_of(bounds, packing.size), settings_of(method, tol, options), checkpoint)
+    settings = settings_of(method, given.tol, given.options)
+    return Piece(start, packing, box_of(given.bounds, packing.size), settings, given.checkpoint)
 
 
 class Sharded(Solve):
@@ -90,7 +85,9 @@ class Sharded(Solve):
                 box = Box(*map(packing.xp.to_device, box.limits))
             solve = NewtonCG(derivatives, iterates, files, box)
             point, ending = solve.run(start)
-            return self._result(point, point.gradient, ending, (solve.count, derivatives.products), iterates)
+            result = self._result(point, point.gradient, ending, solve.count, iterates)
+            result.nhev = result.evaluations["product"] = derivatives.products
+            return result
         ring = Ring(settings.maxcor)
         if isinstance(packing, DevicePacking):
             vectors = DeviceVectors(ring.height, packing.size, box, packing.xp)
@@ -99,7 +96,7 @@ class Sharded(Solve):
         memory = LimitedMemory(ring, vectors, self._totals)
         trials = Trials(self._evaluation, packing, self._totals, memory)
         point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
-        return self._result(point, memory.gradient(point), ending, (trials.count, 0), iterates)
+        return self._result(point, memory.gradient(point), ending, trials.count, iterates)
 
     def _identity(self, start: Array) -> Identity:
         piece, comm = self._piece, self._used.data
@@ -124,18 +121,13 @@ class Sharded(Solve):
         return Box(np.full(size, -np.inf), np.full(size, np.inf)) if bounded and box is None else box
 
     def _result(
-        self,
-        point: Point | NewtonPoint,
-        gradient: Array,
-        ending: Ending,
-        counts: tuple[int, int],
-        iterates: ShardedIterates,
+        self, point: Point | NewtonPoint, gradient: Array, ending: Ending, count: int, iterates: ShardedIterates
     ) -> scipy.optimize.OptimizeResult:
-        history, message, (count, products) = iterates.record.history(), ending.message, counts
+        history, message = iterates.record.history(), ending.message
         if ending is NOT_FINITE:
             self._evaluation.at_start.note("entries of the gradient", to_host(gradient))
             message += self._evaluation.not_finite_at_start()
-        result = scipy.optimize.OptimizeResult(
+        return scipy.optimize.OptimizeResult(
             x=self._piece.packing.unpack(point.x),
             fun=point.value,
             jac=self._piece.packing.unpack_gradient(gradient),
@@ -146,8 +138,5 @@ class Sharded(Solve):
             nfev=count,
             njev=count,
             history=history,
-            evaluations={"value": 0, "gradient": 0, "both": count, "product": products},
+            evaluations={"value": 0, "gradient": 0, "both": count, "product": 0},
         )
-        if isinstance(point, NewtonPoint):
-            result.nhev = products
-        return result
