@@ -35,23 +35,8 @@ class Entrants(NamedTuple):
     k: Array
 
 
-class Joint:
-    """Concatenates old and new columns: `joined(old, new)`.
-
-    - `order`: indices of the next working set's columns in the old columns followed by the new ones.
-    - `in_place`: whether new columns overwrite old ones. `order` has then the indices of the overwritten columns.
-    """
-
-    def __init__(self, order: Array, in_place: bool = False):
-        self._order, self._in_place = order, in_place
-
-    def __call__(self, old: Array, new: Array) -> Array:
-        """Return the next working set's array."""
-        if self._in_place:
-            # New columns replace ended ones: nothing else is copied.
-            old[..., self._order] = new
-            return old
-        return np.take(np.concatenate([old, new], axis=-1), self._order, axis=-1)
+# ``joined(old, new)`` returns an array of the next working set, given that of the current one and that of the entrants.
+Joint: TypeAlias = Callable[[Array, Array], Array]
 
 
 class Initialization:

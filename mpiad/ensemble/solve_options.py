@@ -204,7 +204,7 @@ def _check_kinds(options: SolveOptions) -> None:
     for name, kinds in expected.items():
         value = getattr(options, name)
         if not isinstance(value, kinds):
-            hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
+            hint = " Write RK45() with brackets." if isinstance(value, type) else ""
             names = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"solve: {name} must be an {names}, but got {value!r}.{hint}")
 

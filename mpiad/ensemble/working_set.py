@@ -198,13 +198,9 @@ class WorkingSet(Turns):
         count = len(keep) + len(new.ids)
         if not count:
             return False
-        if count == before and len(keep):
-            # If as many trajectories enter as have ended, they are written into those columns.
-            joined = Joint(np.flatnonzero(~self.live), in_place=True)
-        else:
-            order = np.concatenate([keep, np.arange(before, before + len(new.ids))])
-            joined = Joint(np.repeat(order, 2) if count == 1 else order)
-        self._join(new, joined)
+        order = np.concatenate([keep, np.arange(before, before + len(new.ids))])
+        order = np.repeat(order, 2) if count == 1 else order
+        self._join(new, lambda old, new: np.take(np.concatenate([old, new], axis=-1), order, axis=-1))
         self._alive = count
         if count == 1:
             self._retire(np.array([1]))

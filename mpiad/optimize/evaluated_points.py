@@ -63,12 +63,11 @@ class Counts(dict):
 class Point:
     """A point with its known value and gradient."""
 
-    __slots__ = ("_bits", "_first", "gradient", "value", "x")
+    __slots__ = ("_bits", "gradient", "value", "x")
 
     def __init__(self, x: np.ndarray, value: float | None = None):
         self.x = x.copy()  # SciPy's methods and the user's function may overwrite x
         self._bits = self.x.view(np.int64)  # compared by bits, so that NaN equals NaN
-        self._first = self._bits[0] if x.size else 0
         self.value = value
         self.gradient: np.ndarray | None = None
 
@@ -82,9 +81,8 @@ class Point:
     def lies_at(self, x: np.ndarray) -> bool:
         """Return whether this is the point x."""
         bits = x.view(np.int64)
-        if x.size and self._first != bits[0]:  # different points mostly differ in the first entry
-            return False
-        return bool((self._bits == bits).all())
+        # Different points mostly differ in the first entry.
+        return bool((self._bits[:1] == bits[:1]).all() and (self._bits == bits).all())
 
 
 class Points:
