@@ -1,7 +1,7 @@
-"""Reverse mode of a solve: the adjoint of its accepted steps, from the last to the first.
+"""Reverse mode of a solve: the adjoint of its accepted steps, from the last step to the first.
 
-The columns are processed in blocks that fit into the cache. The cotangents of a trajectory depend only on that trajectory;
-only those of shared parameters are summed over columns.
+Trajectories are columns, which are processed in blocks that fit into the cache. Cotangents are computed separately for each
+trajectory; only the cotangents of shared parameters are summed over the trajectories.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent, StepSweep, Visit
 from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots, transposed_steps
 
-# The adjoint of an event, whose time depends on the trajectory.
+# The adjoint of an event.
 #
-# The condition g vanishes on the interpolant U of the step, at the fraction x of the step. By the implicit function
-# theorem, a change δ of all other variables changes x by -(δg + g_u δU) / (g_u U' + g_t h). For a terminal event this
-# changes the end of the trajectory; for others only the time of the event.
+# The condition g of an event vanishes on the interpolant U of the step, at the fraction x of the step. By the implicit
+# function theorem, a change δ of all other variables changes x by -(δg + g_u δU) / (g_u U' + g_t h). If the event is
+# terminal, the final state changes with x; otherwise only the time of the event changes.
 
 
 def pull_event(
     run: Run, located: LocatedEvent, totals: StepCotangents, leaves: Sequence[Any], end: Array | None, time: Array | float
 ) -> Inside:
-    """Return the cotangent of the states at an event: at a constant fraction of the step if terminal, else constant time.
+    """Return the cotangents of the interpolated states at an event in m columns of a step.
 
-    - `totals`: accumulates the cotangents of parameters and, for terminal events, of times; its step has the last stage.
-    - `leaves`: the parameters of the step's columns.
-    - `end`: shape (d, m); cotangents of the states at a terminal event; None for others.
-    - `time`: shape (m,); cotangents of the event's times.
+    `totals` accumulates the cotangents of parameters and, for terminal events, of times. `end`, shape (d, m), are the
+    cotangents of the final states if the event is terminal, else None; `time`, shape (m,), those of the event's times.
     """
     step, columns, x = totals.step, located.columns, located.x
     h = step.h[columns]
@@ -61,7 +59,7 @@ def pull_event(
 def transposed_condition(
     run: Run, located: LocatedEvent, places: Sequence[int], leaves: Sequence[Any], states: Array
 ) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of an event's condition at its roots, for (n,): see `transposed_columns`."""
+    """Return the transposed derivative of an event's condition at its n roots: see `transposed_columns`."""
     time, condition = located.time, run.settings.events[located.event].written
     own, field = run.columns(leaves, located.columns), Field(run.batch._replace(f=condition))
     pull = transposed_columns(field, places, True, np.empty_like(time)[None], states, own, time)
@@ -73,16 +71,15 @@ class Cotangents:
     """Cotangents of the inputs of a solve."""
 
     u0: Array  # shape (d, N)
-    # `start`, `end`: shape (N,).
-    start: Array
-    end: Array
-    leaves: dict[int, Array]  # by index of the leaf, in its shape
-    # Shape (slots, N). Cotangents of the given times at which events act.
+    start: Array  # shape (N,)
+    end: Array  # shape (N,)
+    leaves: dict[int, Array]  # from the index of a leaf of the parameters to its cotangent
+    # Shape (times, N); cotangents of the times given by the user at which events act.
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of a run's inputs: of states, the leaves at `places` and, if `timed`, times."""
+    """Return the cotangents of initial states, of the leaves of parameters at `places` and, if `timed`, of tspan."""
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
@@ -94,7 +91,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
         for sweep in run.sweeps(backwards=True):
             backward.sweep(sweep)
     if timed and seeds.reached is not None:
-        # If no event ended the trajectory, the time that was reached is the end of tspan.
+        # The final time of a trajectory is the end of tspan, unless an event ended the trajectory.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     if seeds.saved is not None:
         run.add_saved(found.u0, seeds.saved, at_start=True)
@@ -104,7 +101,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
 
 
 def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
-    """Return the jumps of a run, after `note_ends`; None if there are none."""
+    """Call `note_ends` and return the linearized jumps of a run; None if it has no jumps."""
     if run.jumps is None:
         return None
     note_ends(run, seeds, found, timed)
@@ -112,11 +109,10 @@ def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], time
 
 
 def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
-    """Add the contributions of final states and times to the cotangents of ends, after events that acted."""
+    """Add the contributions of final states and final times to the cotangents of tspan, for a run with jumps."""
     if seeds.reached is not None:
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
-    # If an event at the end of tspan has changed the state, the derivative with respect to the end is that of the new
-    # state.
+    # If an event at the end of tspan has changed the state, the final state moves with the rate of the changed state.
     ids = np.flatnonzero(run.cut & ~run.terminated)
     if timed and ids.size:
         drift = (found.u0[:, ids] * rates(run, ids, run.outcome.u_end[:, ids], run.batch.end[ids])).real.sum(axis=0)
@@ -125,7 +121,7 @@ def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
 
 
 def to_start(found: Cotangents, jumps: LinearJumps) -> None:
-    """Propagate cotangents back over events at the start; add those of leaves and given times from all events."""
+    """Propagate cotangents back over events at the start; add the contributions of all events to leaves and given times."""
     for rows, ids in reversed(jumps.at_start):
         found.u0[:, ids], found.start[ids] = jumps.pull(rows, found.u0[:, ids], found.start[ids])
     jumps.add_leaves(found.leaves)
@@ -141,7 +137,7 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
 
 
 class _BackwardSweep:
-    """The backward sweep over the steps of a run, block by block of columns."""
+    """The backward sweep over the steps of a run, one block of columns after the other."""
 
     def __init__(
         self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, timed: bool, jumps: LinearJumps | None
@@ -154,7 +150,7 @@ class _BackwardSweep:
         found, ids, varies = self._found, sweep.ids, self._run.batch.p.varies
         self._sweep, self._leaves = sweep, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        # Cotangents of the start times of the steps processed so far.
+        # Cotangents of the times at which the steps begin that come next in the backward sweep.
         self._start, self._end = found.start[ids], self._run.numbers(len(ids))
         self._cotangent = found.u0[:, ids]
         for visit in sweep.backwards():
@@ -186,13 +182,13 @@ class _BackwardSweep:
         located = self._sweep.located(visit)
         crossed = self._seeds.crossed
         passing = [one for one in located if not one.terminal and crossed is not None]
-        if type(crossed) is np.ndarray:  # on a device, reading would synchronize
+        if type(crossed) is np.ndarray:  # on a device, the host would have to wait for the values
             passing = [one for one in passing if crossed[one.row].any()]
         inside += [self._event(one, totals, leaves) for one in passing]
         if self._timed and self._jumps is None:
             totals.note_saved(inside)
         elif self._timed:
-            # A value saved at the time of an event that acts is the state after it, whenever that is.
+            # A value saved at the time of an event that acts is the state after the event, and doesn't depend on its time.
             totals.note_saved([part._replace(value=part.value * (part.x != 0)) for part in inside])
         inside += [self._event(one, totals, leaves, cotangent) for one in located if one.terminal]
         if self._timed:
@@ -204,7 +200,7 @@ class _BackwardSweep:
         self._cotangent[:, :width] = cotangent[:, :width]
         if self._timed:
             totals.h_bar += step.by_size
-            # Step sizes are constant, except for that of the last step, which ends at the end of tspan or at an event.
+            # Step sizes are constant, except for steps that end at the end of tspan or at an event.
             moves = np.where(self._sweep.moves(visit), totals.h_bar[:width], 0.0)
             self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
@@ -213,17 +209,20 @@ class _BackwardSweep:
                 self._start[own] -= jumps.lengthened(rows, totals.h_bar[own])
 
     def _saved(self, visit: Visit, step: TransposedStep, cotangent: Array) -> tuple[list[Inside], list[Arrival]]:
-        """Add cotangents of values saved at the end of the step; return those of values inside or in the step before."""
+        """Add the cotangents of values saved at the end of a step; return those of values saved inside it.
+
+        Also return contributions to the first stage of values saved in the step before, of which it is the last stage.
+        """
         saved, inside = self._seeds.saved, []
         if saved is None:
             return [], []
-        there = self._sweep.saved(visit)
-        for part in there.at_end:
+        values = self._sweep.saved(visit)
+        for part in values.at_end:
             cotangent[:, part.columns] += over_slots(part.seeds(saved))
-        handed = there.handed_on
-        arrivals = [Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}) for part in handed]
-        for part in there.inside:
-            # Otherwise the last stage is the first one of the next step, which has added its contribution.
+        earlier = values.handed_on
+        arrivals = [Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}) for part in earlier]
+        for part in values.inside:
+            # In other cases the last stage is the first stage of the next step, which has added its contribution.
             if self._timed or part.whole is None or part.whole.any():
                 step.add_last_stage()
             inside.append(Inside(part.columns, part.seeds(saved), part.x, part.weights, part.whole))
@@ -232,7 +231,7 @@ class _BackwardSweep:
     def _event(
         self, located: LocatedEvent, totals: StepCotangents, leaves: list[Any], cotangent: Array | None = None
     ) -> Inside:
-        """Add the contributions of an event's times, and of the states of trajectories that it ended."""
+        """Add the contributions of an event's times and, with `cotangent`, of the final states of ended trajectories."""
         totals.step.add_last_stage()
         columns, crossed = located.columns, self._seeds.crossed
         end, time = None, crossed

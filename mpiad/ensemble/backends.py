@@ -41,7 +41,7 @@ class EnsembleSerial(EnsembleAlgorithm):
     """
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of a batch."""
+        """Solve all trajectories of a batch, one after the other."""
         _require_host(self, batch)
         return _by_shares(batch, settings, [slice(i, i + 1) for i in range(batch.size)], map)
 
@@ -94,7 +94,7 @@ class EnsembleThreads(EnsembleAlgorithm):
 
 
 def _require_host(backend: EnsembleAlgorithm, batch: Batch) -> None:
-    # A single trajectory is one share, which is solved on the device of its arrays.
+    # A single trajectory is solved by `EnsembleVectorized`, on the device of its arrays.
     if is_on_device(batch) and batch.size > 1:
         raise NotImplementedError(
             f"solve: {type(backend).__name__} runs on the host, but the states or parameters are device arrays. Take "
@@ -109,9 +109,6 @@ def _by_shares(batch: Batch, settings: Settings, shares: list[slice], each) -> O
     return Outcome.joined(list(parts))
 
 
-# `EnsembleGPU`: an ensemble on a GPU, each trajectory a thread of a compiled kernel.
-
-
 _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 
 
@@ -120,8 +117,8 @@ class EnsembleGPU(EnsembleVectorized):
     """All trajectories on a GPU, each in a thread that runs its whole solve in registers.
 
     The kernel is generated from f and compiled at the first solve. If f can't be traced, `EnsembleVectorized` computes with
-    arrays on the device; the reason is logged once. Initial states or parameters on a device give results there; host
-    arrays give results on the host, and only these arrays are transferred.
+    arrays on the device, and the reason is logged once. If initial states or parameters are on a device, the results are on
+    that device; otherwise they are on the host, and only inputs and results are transferred.
 
     Parameters
     ----------
@@ -165,9 +162,9 @@ class EnsembleGPU(EnsembleVectorized):
 
 
 def device_for(batch: Batch, together: bool) -> ArrayModule:
-    """Return the device that solves plain arrays: their own, else this rank's if ranks solve `together`, else the current.
+    """Return the device of a batch's arrays; for host arrays this rank's, if ranks solve `together`, else the current one.
 
-    Raises an ImportError without CuPy, a RuntimeError without a GPU.
+    Raises an ImportError without CuPy, and a RuntimeError without a GPU.
     """
     for x in (batch.u0, *batch.p.leaves):
         arrays = arrays_of(x)

@@ -1,4 +1,4 @@
-"""`Batch`: the trajectories of one solve as columns of arrays, and their saved times; the input of every backend."""
+"""`Batch`: the trajectories of one solve as columns of arrays, which every backend solves; and the times of `saveat`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 def same_for_all(x: Array) -> bool:
     """Return whether all trajectories have the same number in an array of shape (N,)."""
-    # Arrays that were broadcast from a single number needn't be compared.
+    # An array that was broadcast from one number has a stride of zero.
     return len(x) < 2 or x.strides == (0,) or bool((x == x[0]).all())
 
 
@@ -32,13 +32,12 @@ def on_device_of(values: np.ndarray, like: Array) -> Array:
 class Parameters(NamedTuple):
     """The parameters of all trajectories."""
 
-    leaves: list[Any]  # arrays and numbers
-    # Whether the last axis of each leaf counts trajectories; other leaves are passed to f unchanged.
-    varies: list[bool]
-    build: Callable[[Any], Tree]  # assembles the parameters from their leaves
+    leaves: list[Any]  # the arrays and numbers of the pytree
+    varies: list[bool]  # per leaf: whether its last axis counts trajectories; other leaves are passed to f unchanged
+    build: Callable[[Any], Tree]  # returns the pytree with given leaves
 
     def chosen(self, which: Any, leaves: Sequence[Any] | None = None) -> list[Any]:
-        """Return the leaves of some trajectories; `which`: index of the last axis, `leaves`: by default those of all."""
+        """Return the leaves at an index `which` of the trajectories; `leaves` are those of all, by default the own ones."""
         leaves = self.leaves if leaves is None else leaves
         return [leaf[..., which] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
 
@@ -65,9 +64,8 @@ class Batch(NamedTuple):
     shape: Shape  # of one state
     u0: Array  # shape (d, N); the flattened initial states
     p: Parameters
-    # `start`, `end`: shape (N,); tspan.
-    start: Array
-    end: Array
+    start: Array  # shape (N,)
+    end: Array  # shape (N,)
 
     @property
     def size(self) -> int:
@@ -76,11 +74,11 @@ class Batch(NamedTuple):
 
     @property
     def one_span(self) -> bool:
-        """Whether all trajectories are known to have the same tspan, without comparisons."""
+        """Whether tspan was given once for all trajectories: see the strides in `members`."""
         return self.size > 0 and self.start.strides == self.end.strides == (0,)
 
     def both_ends(self) -> Array:
-        """Return start and end of tspan, shape (2,) if they are the same for all trajectories, else (N, 2)."""
+        """Return start and end of tspan, shape (2,) if all trajectories have the same tspan, else (N, 2)."""
         start, end = self.start, self.end
         if self.size and same_for_all(start) and same_for_all(end):
             return np.array([start[0], end[0]])
@@ -92,7 +90,7 @@ class Batch(NamedTuple):
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
 
     def own(self) -> Batch:
-        """Return the batch with copies of shared arrays, which may otherwise be the user's."""
+        """Return the batch with copies of the shared parameters, which may be arrays of the user."""
         leaves = [leaf.copy() if type(leaf) is np.ndarray and not varies else leaf for leaf, varies in zip(*self.p[:2])]
         return self._replace(p=self.p._replace(leaves=leaves))
 
@@ -110,10 +108,10 @@ class Batch(NamedTuple):
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
-    """Return the times of `saveat`, shape (n_saved,) or (N, n_saved), for N trajectories from the row `first` on.
+    """Return the times of `saveat`, shape (n_saved,) or (N, n_saved); `first` is the index of the first trajectory.
 
-    A number is an interval from the start on, with the end saved, too; None means both ends. Raises a TypeError or
-    ValueError if a time lies outside tspan, or times aren't in the order of the solve.
+    A number means multiples of this interval, and the end; None means both ends. Raises a TypeError or ValueError if a time
+    lies outside tspan, or times aren't in the order of the solve.
     """
     if saveat is None:
         return batch.both_ends()
@@ -128,10 +126,7 @@ def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
     if times.ndim == 0:
         return _every(float(times), start, end)
     if times.ndim > 2 or (times.ndim == 2 and len(times) != count):
-        raise ValueError(
-            f"solve: saveat must be a number, a list of times, or an array of shape (N, n_saved) with N = {count}, "
-            f"but has shape {times.shape}."
-        )
+        raise ValueError(f"solve: saveat must be a number, a list, or of shape ({count}, n_saved), but has {times.shape}.")
     _check(times, start, end)
     return times
 
@@ -144,11 +139,11 @@ def _every(interval: float, start: Array, end: Array) -> Array:
     if (start != start[0]).any() or (end != end[0]).any():
         i = int(np.argmax((start != start[0]) | (end != end[0])))
         raise ValueError(
-            f"solve: saveat as an interval needs one tspan for all trajectories, but got ({start[0]}, {end[0]}) and "
-            f"({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
+            "solve: with a number as saveat all trajectories must have the same tspan, but got "
+            f"({start[0]}, {end[0]}) and ({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
         )
     span = float(end[0] - start[0])
-    # With a margin, since the last multiple may differ from the end by rounding.
+    # With a tolerance, since the last multiple of the interval may differ from the end by rounding.
     count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
     times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
     if abs(times[-1] - end[0]) <= 1e-9 * interval:
@@ -163,19 +158,14 @@ def _check(times: Array, start: Array, end: Array) -> None:
     outside = ~((rows >= low) & (rows <= high))
     if outside.any():
         i, j = np.argwhere(outside)[0]
-        own = min(i, len(start) - 1)  # one tspan for all has one row
-        raise ValueError(
-            f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
-            f"({start[own]}, {end[own]})."
-        )
+        time, own = np.broadcast_to(rows, outside.shape)[i, j], min(i, len(start) - 1)  # one tspan for all has one row
+        raise ValueError(f"solve: saveat must lie in tspan, but {time} lies outside of ({start[own]}, {end[own]}).")
     back = (rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0
     if back.any():
         i, j = np.argwhere(back)[0]
         earlier, later = np.broadcast_to(rows, (len(back), rows.shape[1]))[i, j : j + 2]
-        raise ValueError(
-            "solve: the times of saveat must be in the order of the solve, from the start of tspan on, but got "
-            f"{later} after {earlier}. Sort them."
-        )
+        order = "in the order of the solve, from the start of tspan to its end"
+        raise ValueError(f"solve: saveat must be {order}, but got {later} after {earlier}. Sort the times.")
 
 
 def is_on_device(batch: Batch) -> bool:
@@ -183,8 +173,8 @@ def is_on_device(batch: Batch) -> bool:
     return is_device_array(batch.u0) or any(map(is_device_array, batch.p.leaves))
 
 
-def placed(batch: Batch) -> Batch:
-    """Return a batch with the initial states moved to the device of the parameters, if these are on one."""
+def with_states_on_device(batch: Batch) -> Batch:
+    """Return a batch with the initial states on the device of the parameters, if these are on a device."""
     xp = next((arrays_of(leaf) for leaf in batch.p.leaves if is_device_array(leaf)), None)
     if xp is None or is_device_array(batch.u0):
         return batch
@@ -195,20 +185,20 @@ def check_place(batch: Batch) -> None:
     """Raise a TypeError if the parameters and the states aren't on the same device."""
     xp = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
-        # Numbers can be on the host.
+        # A number may be on the host.
         array = is_device_array(leaf) or np.ndim(leaf) > 0
         if array and arrays_of(leaf) != xp:
             raise TypeError(
-                f"solve: u0 is {_place(batch.u0)}, but part {place} of p is {_place(leaf)}, of shape {np.shape(leaf)}. "
-                "Bring both to one place first, with mpiad.device.to_device or mpiad.device.to_host."
+                f"solve: u0 is {_device_of(batch.u0)}, but part {place} of p is {_device_of(leaf)}, of shape "
+                f"{np.shape(leaf)}. Apply mpiad.device.to_device or mpiad.device.to_host."
             )
 
 
-def _place(x: Array) -> str:
+def _device_of(x: Array) -> str:
     found = arrays_of(x)
     return "on the host" if found is None else f"on device {found.device} ({found.name})"
 
 
 def two_at_least(count: int) -> Array:
-    """Return the indices of `count` columns, a single one twice, for calls of the user's functions: see `controller`."""
+    """Return the indices of `count` columns, twice the index of a single column: see `controller` for the reason."""
     return np.arange(count) if count > 1 else np.zeros(2, int)

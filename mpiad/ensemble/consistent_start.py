@@ -1,12 +1,12 @@
 """Initial states that satisfy the algebraic equations of M u' = f with a singular M.
 
-With the null vectors N of M and L of Mᵀ the algebraic equations are Lᵀ f(u, p, t) = 0. The start is u0 + N z with unknown
-z, which leaves M u0 unchanged. If the system has index 1, A = Lᵀ J N is invertible, and Newton's method finds z for each
-trajectory independently.
+Let the columns of N and L be bases of the null spaces of M and Mᵀ, and let J = ∂f/∂u. The algebraic equations are
+Lᵀ f(u, p, t) = 0. The initial state is u0 + N z with unknown z, which leaves M u0 unchanged. If the system has index 1,
+A = Lᵀ J N is invertible, and Newton's method finds z for each trajectory independently.
 
-Two more steps with the last A, u - N A⁻¹ Lᵀ f(u, p, t), which are ordinary traced arithmetic, propagate the derivatives:
-each step squares the error in the response to a change of p, so the first derivatives are those of the implicit function
-theorem, and the second ones are correct, too.
+Afterwards, two steps u - N A⁻¹ Lᵀ f(u, p, t) with the last A are computed in traced arithmetic, for the derivatives. The
+first step gives the correct first derivatives, those of the implicit function theorem, and the second step the correct
+second derivatives.
 """
 
 from __future__ import annotations
@@ -24,32 +24,28 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
 
 _MOST_STEPS, _TRACED_STEPS = 30, 2
-# The iteration ends with a correction of this fraction of the tolerance: the next one would be of the order of its square.
+# The iteration ends when a correction is at most this fraction of the tolerance; the next one would be much smaller.
 _CLOSE = 1e-3
 
 
 class ConsistentStart(NamedTuple):
     """A batch with consistent initial states."""
 
-    batch: Batch  # NaN if no such state was found
-    failed: Array  # bool, shape (N,)
+    batch: Batch
+    failed: Array  # bool, shape (N,); whether no consistent state was found, and the initial state is NaN
 
 
 def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
-    """Return a batch, which may be traced, with initial states that satisfy the algebraic equations.
-
-    `given` is on the host; `mass` has shape (d, d), None for the identity, and `atol` is a number or of shape (d, 1).
-    """
+    """Return a batch on the host, possibly traced, with initial states that satisfy the algebraic equations."""
     free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
         return ConsistentStart(given, np.zeros(given.size, bool))
     equations = null_vectors(mass.T)
     plain = given.plain()
-    # At least two columns wherever f is called.
     ids = two_at_least(given.size)
     with np.errstate(all="ignore"):
         u, gain, found = _solved(plain, ids, free, equations, rtol, atol)
-    # Failures must leave no NaN in the derivatives of others.
+    # NaN of failed trajectories would otherwise spread to the derivatives with respect to shared parameters.
     gain, shift = np.where(found, gain, 0), np.where(found, u - plain.u0[:, ids], 0)
     found = found[: given.size]
     u0 = anp.where(found, _moved(given, ids, shift, gain), np.nan)
@@ -68,7 +64,7 @@ def null_vectors(matrix: Array) -> Array:
 def _solved(
     batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
-    """Return states, the gains N A⁻¹ Lᵀ there, shape (d, d, n), and which converged."""
+    """Return the states after Newton's method, the matrices N A⁻¹ Lᵀ, shape (d, d, n), and a mask of convergence."""
     u, p = batch.u0[:, ids].copy(), batch.p.columns(ids, len(batch.shape) > 1)
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)
@@ -80,12 +76,12 @@ def _solved(
         jacobian.write(matrices, u, p, t)
         derivative.write(k, u, p, t)
         new = gains(matrices, free, equations)
-        # If all equations hold, nothing is to be done, whatever the index of the system.
+        # If all equations hold, the state is consistent, whatever the index of the system.
         holds = np.all(_products(equations.T, k) == 0, axis=0)
         change = np.where(holds, 0, applied(new, k))
         gain[:, :, ~found] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~found]
         u = np.where(found, u, u - change)
-        # With a zero tolerance, a zero change still counts as zero.
+        # A change of zero counts as zero even if the tolerance is zero.
         size = np.where(change == 0, 0, np.abs(change) / (atol + rtol * np.abs(u))).max(axis=0)
         found |= size <= _CLOSE
         if found.all():
@@ -94,7 +90,7 @@ def _solved(
 
 
 def gains(jacobian: Array, free: Array, equations: Array) -> Array:
-    """Return N A⁻¹ Lᵀ of columns."""
+    """Return the matrices N A⁻¹ Lᵀ of n columns, shape (d, d, n), given their Jacobians and the bases N and L."""
     inner = _products(equations.T, np.swapaxes(_products(free.T, np.swapaxes(jacobian, 0, 1)), 0, 1))
     lu, d, n = ColumnLU(inner), len(jacobian), jacobian.shape[-1]
     gain = np.empty((d, d, n), jacobian.dtype)
@@ -106,7 +102,7 @@ def gains(jacobian: Array, free: Array, equations: Array) -> Array:
 
 
 def _products(matrix: Array, x: Array) -> Array:
-    """Return a constant matrix times x of shape (d, ..., n), summed term by term: columns don't depend on each other."""
+    """Return a constant matrix times x, shape (d, ..., n), by elementwise operations, which keep columns independent."""
     total = np.zeros((len(matrix), *x.shape[1:]), x.dtype)
     for i, j in np.argwhere(matrix).tolist():
         total[i] += np.array(matrix[i, j], x.dtype) * x[j]
@@ -114,7 +110,7 @@ def _products(matrix: Array, x: Array) -> Array:
 
 
 def applied(gain: Array, k: Array) -> Array:
-    """Return the products of the matrices and vectors of columns; k may be traced."""
+    """Return the matrix-vector product of each column; k may be traced."""
     total = gain[:, 0] * k[0]
     for j in range(1, len(gain)):
         total = total + gain[:, j] * k[j]
@@ -122,7 +118,7 @@ def applied(gain: Array, k: Array) -> Array:
 
 
 def _moved(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
-    """Return the initial states as functions of traced values: shifted, with further Newton steps."""
+    """Return the shifted initial states after the Newton steps in traced arithmetic."""
     real, field, leaves = given.plain().u0.real.dtype, Field(given), given.p.chosen(ids)
     u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
     with np.errstate(all="ignore"):

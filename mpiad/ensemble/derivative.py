@@ -1,7 +1,7 @@
-"""The user's f, called with columns: checked at its first call, and called without checks afterwards.
+"""The user's f, called with columns: the first call is checked, later ones aren't.
 
-f sees read-only arrays, so an f that writes into its arguments is rejected. Its return value is copied, so it may keep and
-reuse its own buffers.
+f gets read-only arrays, so an f that writes into its arguments raises. The result of f is copied, so f may return the same
+array each time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mpiad.device.assembly import array
 from mpiad.transport.device_arrays import is_device_array
 
 COUPLED = (
-    "It is called with columns, u of shape (d, n) and t of shape (n,); it is usually a sum or a product over all of u "
-    "(np.sum(u), np.dot(u, u)), or a constant array, that must be written for columns (np.sum(u, axis=0)). Of t, and of "
-    "parameters of which each trajectory has one number, p[0] and t[0] are the first trajectory's: write p and t."
+    "f is called with columns, u of shape (d, n) and t of shape (n,). Write sums and products over the components as "
+    "np.sum(u, axis=0) instead of np.sum(u) or np.dot(u, u), and give constant arrays an axis for the trajectories. If "
+    "each trajectory has one number as t or p, write t and p: t[0] and p[0] are those of the first trajectory."
 )
 
 
@@ -26,7 +26,6 @@ def locked(array: Array) -> Array:
     """Return a read-only view; arrays on a device are returned unchanged."""
     if type(array) is not np.ndarray:
         return array
-    # A view, so that the array itself stays writable for its owner.
     view = array.view()
     view.flags.writeable = False
     return view
@@ -45,17 +44,17 @@ class Derivative:
         if kind is np.ndarray or (kind is not list and is_device_array(value)):
             if value.shape != out.shape:
                 raise ValueError(self._mismatch(value.shape, out.shape))
-            # If f returns complex numbers for real states, this raises instead of dropping the imaginary part.
+            # Raises if f returns complex numbers for real states.
             np.copyto(out, value, casting="same_kind")
         else:
             for i, component in enumerate(value):
                 out[i] = component
 
     def check(self, u: Array, p: Tree, t: Array) -> None:
-        """Call f once and check all assumptions of `write`.
+        """Call f once and raise an error if `write` can't use it.
 
-        Raises a NotImplementedError if f uses a traced value from an enclosing function; a TypeError or ValueError if it
-        writes into its arguments, or returns an invalid derivative of u.
+        Raises a NotImplementedError if f reads a traced value from an enclosing function; a TypeError or ValueError if f
+        writes into its arguments, or returns an invalid derivative.
         """
         try:
             value = self.called(u, p, t)
@@ -67,10 +66,10 @@ class Derivative:
         self._check_value(value, u)
 
     def _explained(self, kind: type[Exception], text: str, shape: Shape) -> Exception | None:
-        """Return an error that explains to the user why f raised one of this kind and text; None if that is unknown."""
+        """Return an error with advice, given the type and text of an exception in f; None if its cause isn't known."""
         if kind is TypeError and "Python scalars" in text:
             return TypeError(
-                f"solve: f takes an array for a number ({text}). It sees columns, u of shape {shape} here: "
+                f"solve: f uses an array as a number ({text}). f is called with columns, here with u of shape {shape}: "
                 "write np.sin(u[0]) instead of math.sin(u[0])."
             )
         if kind is TypeError:
@@ -81,14 +80,14 @@ class Derivative:
                 "components, or a new array."
             )
         explanations = {
-            "inhomogeneous": "f makes an array of components of different shapes: a constant among them has no column. "
-            "Return a list of the components, or write the constant as 0 * u[0] + c.",
-            "broadcast": f"f can't compute with columns ({text}): u has shape {shape} here, one column for each "
-            f"trajectory. Give constants of f an axis for them: c[:, None] * u instead of c * u, c of shape {self.shape}.",
-            "truth value": f"f decides by an array ({text}). It is called with columns, u of shape {shape} here: "
-            "write np.where(u[0] > 0, ...) instead of if u[0] > 0.",
+            "inhomogeneous": "f makes an array of components of different shapes: constants have no axis of trajectories. "
+            "Return a list of the components, or write a constant as 0 * u[0] + c.",
+            "broadcast": f"f can't compute with columns ({text}): u has shape {shape} here, one column per trajectory. "
+            f"Give constants an axis for trajectories: c[:, None] * u instead of c * u, for c of shape {self.shape}.",
+            "truth value": f"f uses an array as a condition ({text}). f is called with columns, here with u of shape "
+            f"{shape}: write np.where(u[0] > 0, ...) instead of if u[0] > 0.",
         }
-        return next((ValueError(f"solve: {said}") for part, said in explanations.items() if part in text), None)
+        return next((ValueError(f"solve: {advice}") for part, advice in explanations.items() if part in text), None)
 
     def called(self, u: Array, p: Tree, t: Array) -> Any:
         """Return the value of f."""
@@ -98,7 +97,7 @@ class Derivative:
         parts = value if isinstance(value, (list, tuple)) else [value]
         if any(map(isbox, parts)):
             raise NotImplementedError(
-                "solve: f closes over a traced value, through which no derivative can flow. Pass it as p."
+                "solve: f closes over a traced value, with respect to which it isn't differentiated. Pass it as p."
             )
         shape = (len(value), *u.shape[1:]) if isinstance(value, (list, tuple)) else np.shape(value)
         if shape != u.shape:
@@ -108,7 +107,7 @@ class Derivative:
                 raise ValueError(self._mismatch(np.shape(part), u.shape[1:], "each component must be a number or "))
             dtype = part.dtype if is_device_array(part) else np.asarray(part).dtype
             if not np.can_cast(dtype, u.dtype, casting="same_kind"):
-                raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype that the derivative has.")
+                raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype of the derivative.")
 
     def _mismatch(self, got: Shape, expected: Shape, what: str = "") -> str:
         return f"solve: f returned shape {got}, but {what}of shape {expected} was expected. {COUPLED}"
@@ -133,7 +132,7 @@ class MatrixDerivative(Derivative):
         """Write the derivative of each column, a flattened state, into `out`."""
         hosted = type(u) is np.ndarray and not isinstance(p, Columns)
         for j in range(u.shape[1]):
-            # A single state is doubled, because the working set has at least two columns.
+            # A single state was duplicated, because the working set has at least two columns.
             if j and hosted and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
                 out[:, j] = out[:, 0]
             else:
@@ -158,7 +157,7 @@ class MatrixDerivative(Derivative):
 
 
 class Columns:
-    """Parameters of several columns of matrix states, accessed one by one."""
+    """The parameters of several trajectories, for an f that is called with one trajectory at a time."""
 
     def __init__(self, leaves: list, varies: list[bool], build: Function):
         self.leaves, self._varies, self._build = leaves, varies, build
@@ -169,7 +168,7 @@ class Columns:
 
 
 def derivative_of(f: Function, shape: Shape) -> Derivative:
-    """Return an object that calls f for states of a shape."""
+    """Return the `Derivative` for states of a shape."""
     if len(shape) == 1:
         return Derivative(f, shape)
     return NumberDerivative(f, shape) if not shape else MatrixDerivative(f, shape)

@@ -1,7 +1,7 @@
-"""The derivatives of a solve by NumPy or a CPU kernel, as one operator: see `solve_operator`.
+"""The derivatives of a solve that NumPy or a CPU kernel has computed, as one differentiable operator: `solve_operator`.
 
-For plain arrays the derivatives are computed by an adjoint or tangents, by a kernel if possible. If an outer trace
-differentiates these derivatives, the steps are replayed by traceable functions.
+For plain arrays the derivatives are computed by an adjoint or by tangents, in a kernel if possible. If these derivatives
+are differentiated again, traceable functions repeat ("replay") the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
-from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
+from mpiad.ensemble.directions import Number, contracted, numbers, numbers_of, product_per_trajectory, pushed
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.field_jacobian import derived, second_adjoint_program
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
@@ -31,21 +31,20 @@ from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.device_arrays import is_device_array
 
-# A solve as one differentiable function: from initial states, tspan and parameters to final and saved states.
+# A solve as one differentiable function, from initial states, tspan and parameters to final and saved states.
 #
-# All results form one vector, so its cotangent is known completely before the sweep of the reverse mode. The solve has been
-# run on plain arrays before; a trace then records this operator with the known value. Its derivatives depend on how the
-# solve was run: by NumPy or a CPU kernel (`differentiable`), or by a kernel on a GPU (`compiled.cuda.gpu_derivatives`).
-# Steady states are also represented in this way (`steady_state`).
+# All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed on
+# plain arrays; afterwards a trace records this operator, whose value is known. Its derivatives are implemented in this file
+# for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for GPUs, and in `steady_state`.
 
 
-# The first arguments of a solve, including the given times at which events act; the leaves of the parameters follow.
+# Positions of arguments: initial states, tspan, the given times at which events act, and the leaves of the parameters.
 U0, START, END, DUE, LEAVES = range(5)
 NO_TIMES = np.empty((0, 0))
 
 
 class DifferentiableSolve(Protocol):
-    """The results of a solve and their derivatives; arguments are identified by their positions."""
+    """The results of a solve and their derivatives; `argnums` are positions of arguments."""
 
     @property
     def vector(self) -> Array:
@@ -53,11 +52,11 @@ class DifferentiableSolve(Protocol):
         ...
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> Mapping[int, Any]:
-        """Return the cotangents of arguments, given that of the vector; for plain arrays."""
+        """Return the cotangents of arguments, given the cotangent g of the vector; for plain arrays."""
         ...
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        """Return the tangent of the vector, given those of arguments; for plain arrays."""
+        """Return the tangent of the vector, given the tangents of arguments; for plain arrays."""
         ...
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
@@ -71,7 +70,7 @@ class DifferentiableSolve(Protocol):
 
 @primitive
 def solve_operator(*args: Any, solved: DifferentiableSolve) -> Array:
-    """Return the known results of a solve, or of a search for steady states."""
+    """Return the results of a solve, or of a search for steady states."""
     return solved.vector
 
 
@@ -100,7 +99,7 @@ defjvp_argnums(solve_operator, _jvp)
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
-    """Return a solution with plain arrays as one whose states are functions of the traced `batch`."""
+    """Return a solution whose states and times are functions of the traced `batch`, given the plain one."""
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
     u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch)
@@ -120,15 +119,15 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
     """Return the results of a run as functions of a traced batch.
 
-    These are `saved`, (N, n_saved, d), `u_end`, (N, d), and with events the times at which trajectories ended, (N,), and
-    those of events, (m,). `due`: the given times at which events act, (slots, N), possibly traced.
+    These are `saved`, (N, n_saved, d), `u_end`, (N, d), and with events the final times, (N,), and the times of events,
+    (m,). `due`, (times, N), are the given times at which events act.
     """
     solved = _SolvedRun(run, saved, u_end)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
 
 
 class _SolvedRun:
-    """A run, and its results as one vector: saved and final states, and with events their times."""
+    """A run, and its results as one vector: saved states, final states, and with events the final times and event times."""
 
     def __init__(self, run: Run, u: Array, u_end: Array):
         self._run, self._asked = run, run.settings
@@ -138,7 +137,7 @@ class _SolvedRun:
 
     @property
     def _untraced(self) -> bool:
-        """Whether only a replay can differentiate the steps: those of a Rosenbrock method without a program of f."""
+        """Whether only a replay can differentiate the steps: for a Rosenbrock method, if f can't be traced to a program."""
         return self._run.tableau.implicit and isinstance(derived(second_adjoint_program, self._run.batch), str)
 
     # ---- reverse mode
@@ -171,22 +170,23 @@ class _SolvedRun:
         asked, run = self._asked, self._run
         if asked.gradient is not None:
             return asked.gradient == "tangent"
-        # Independently of whether an event occurred, since results mustn't depend on other trajectories.
+        # Whether events occurred doesn't matter, since results mustn't depend on other trajectories. If the times of steps
+        # depend on the inputs, tangents need a replay per direction, which is slow.
         if timed or run.settings.events:
-            return False  # with variable times, tangents would come from a replay, one direction after the other
+            return False
         if run.outcome.solver is not None:
             return run.outcome.carried is not None
         return len(numbers_of(run, by_u0, places)) <= run.few
 
     def _carried(self, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return, for each number, the products of cotangents with a kernel's tangents, summed per trajectory, or None."""
+        """Return the same as `pushed`, if a kernel has propagated the tangents, else None."""
         run, solver = self._run, self._run.outcome.solver
         found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
         if found is None:
             return None
         end, saved = found
         seeds = seeds._replace(end=run.masked(seeds.end))
-        parts = [in_common(seeds, end[j], None if saved is None else saved[j]) for j in range(len(end))]
+        parts = [product_per_trajectory(seeds, end[j], None if saved is None else saved[j]) for j in range(len(end))]
         return list(zip(numbers_of(run, by_u0, places), parts))
 
     def _replayed_tangents(self, argnums: Sequence[int], args: Sequence[Any], seeds: Seeds) -> dict[int, Array]:
@@ -201,8 +201,8 @@ class _SolvedRun:
                 direction = np.zeros_like(args[k])
                 direction[index] = unit
                 u, end, *times = self.layout.parts(self.push_traced((k,), args, [direction]))
-                moved, crossed = times or (None, None)
-                part = in_common(seeds, np.swapaxes(end, 0, 1), u, moved, crossed, run)
+                final, crossed = times or (None, None)
+                part = product_per_trajectory(seeds, np.swapaxes(end, 0, 1), u, final, crossed, run)
                 part = part if unit == 1.0 else -1j * part
                 part = part if varies else part.sum()
                 total[index] += part if is_device_array(args[k]) else run.on_host(part)
@@ -235,9 +235,9 @@ class _SolvedRun:
         return self.layout.vector(replayed(self._run, u0, start, end, leaves, due))
 
 
-def _padded(met: Array, due: Array) -> Array:
-    """Return the cotangents of all given times: `met` without its last row, padded with zeros."""
+def _padded(cotangents: Array, due: Array) -> Array:
+    """Return the cotangents of all given times: those of an adjoint without the last row, padded with zeros."""
     found = np.zeros_like(due)
-    if len(met):
-        found[: len(met) - 1] = met[:-1]
+    if len(cotangents):
+        found[: len(cotangents) - 1] = cotangents[:-1]
     return found

@@ -1,7 +1,7 @@
-"""The gradient of a solve from tangents: one per number with respect to which a trajectory is differentiated.
+"""The gradient of a solve by tangents: one per number with respect to which a trajectory is differentiated.
 
-With d initial values and m parameters per trajectory there are d + m directions, whatever the number of trajectories: if
-they are few, that costs less than an adjoint, whose cost doesn't depend on their number.
+With d initial values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. Few
+directions cost less than an adjoint, whose cost doesn't depend on the number of directions.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-# Number of directions propagated at once: each takes as much memory as the states and stages of all columns.
-_AT_ONCE = 8
+# Number of directions propagated together. Each takes as much memory as the states and stages of all columns.
+_GROUP = 8
 
 
 class Number(NamedTuple):
     """One of the real numbers with respect to which a trajectory is differentiated."""
 
-    place: int | None  # index of a leaf; None: the initial state
-    index: Any  # index in that array
-    unit: complex
+    place: int | None  # index of a leaf of the parameters; None for the initial state
+    index: Any  # index of an entry of the leaf or the state
+    unit: complex  # 1 for the real part of the entry, 1j for its imaginary part
 
 
 def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> list[Number]:
@@ -39,17 +39,14 @@ def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> list[Number]:
 
 
 def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
-    """Return the indices of one trajectory's numbers in an array, with 1, and if complex again with 1j.
-
-    `varies` says whether the last axis of x counts trajectories.
-    """
+    """Return index and unit of each `Number` in an array; `varies`: whether its last axis counts trajectories."""
     shape = np.shape(x)[:-1] if varies else np.shape(x)
     units = (1.0, 1j) if np.iscomplexobj(x) else (1.0,)
     return [(index, unit) for index in np.ndindex(*shape) for unit in units]
 
 
-def _nothing(leaf: Array) -> Any:
-    """Return zeros like a leaf, which may be a number of the host with states on a device."""
+def _zeros_like(leaf: Array) -> Any:
+    """Return zeros like a leaf; for states on a device it may be a number on the host."""
     return np.zeros_like(leaf) if np.ndim(leaf) or is_device_array(leaf) else np.result_type(leaf).type(0)
 
 
@@ -65,35 +62,37 @@ def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Dir
             leaves[place][j][index] = unit
         else:
             leaf = batch.p.leaves[place]
-            leaves[place][j] = _nothing(leaf) + np.result_type(leaf).type(unit)
+            leaves[place][j] = _zeros_like(leaf) + np.result_type(leaf).type(unit)
     return Directions(u0, leaves)
 
 
 def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterator[tuple[Number, Array]]:
-    """Yield each number with the products of the results' cotangents and tangents along it, summed per trajectory."""
+    """Yield each number, and per trajectory the sum of products of the results' cotangents and tangents along it."""
     found, seeds = numbers_of(run, by_u0, places), seeds._replace(end=run.masked(seeds.end))
-    for first in range(0, len(found), _AT_ONCE):
-        group = found[first : first + _AT_ONCE]
+    for first in range(0, len(found), _GROUP):
+        group = found[first : first + _GROUP]
         directions = _directions(run, group, places)
         if seeds.saved is None or run.keeps_tangents:
             kept = None if seeds.saved is None else SavedTangents(run, directions)
             end = push_run(run, directions, kept)
-            parts = [in_common(seeds, end[j], None if kept is None else kept.saved[j]) for j in range(len(group))]
+            parts = [
+                product_per_trajectory(seeds, end[j], None if kept is None else kept.saved[j]) for j in range(len(group))
+            ]
         else:
-            weighed = _Weighed(run, seeds.saved, len(group))
-            parts = weighed.total + _sum_of_products(seeds.end, push_run(run, directions, weighed))
+            products = _SavedProducts(run, seeds.saved, len(group))
+            parts = products.total + _sum_of_products(seeds.end, push_run(run, directions, products))
         yield from ((number, parts[j]) for j, number in enumerate(group))
 
 
 def contracted(
     run: Run, by_u0: bool, places: Sequence[int], parts: Iterable[tuple[Number, Array]]
 ) -> tuple[Array | None, dict[int, Array]]:
-    """Return the cotangents of the initial states, if `by_u0`, and of the leaves, from those of single numbers."""
+    """Return the cotangents of the initial states, if `by_u0`, and of the leaves, given the results of `pushed`."""
     batch = run.batch
     u0 = np.zeros_like(batch.u0) if by_u0 else None
-    leaves: dict[int, Any] = {place: _nothing(batch.p.leaves[place]) for place in places}
+    leaves: dict[int, Any] = {place: _zeros_like(batch.p.leaves[place]) for place in places}
     for (place, index, unit), part in parts:
-        # For a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
+        # In autograd's convention the gradient with respect to a + ib is ∂/∂a - i ∂/∂b.
         value = part if unit == 1.0 else -1j * part
         value = value if place is None or batch.p.varies[place] else value.sum()
         if place is None:
@@ -105,35 +104,34 @@ def contracted(
     return u0, leaves
 
 
-class _Weighed(SavedTangents):
-    """Sums up the products of saved states' tangents and cotangents, without keeping the tangents."""
+class _SavedProducts(SavedTangents):
+    """Sums the products of the tangents and cotangents of saved states, without storing the tangents."""
 
     def __init__(self, run: Run, saved: Array, count: int):
         self._run, self._cotangents = run, saved
         self.total = np.zeros_like(saved.real, shape=(count, len(saved)))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Add the products of one step."""
-        # Over the components, and over several values of each column.
+        """Add the products of one step, summed over components and the values of each column."""
         self.total[:, part.ids] += np.sum(_sum_of_products(part.seeds(self._cotangents), states), axis=1)
 
     add = take
 
     def close(self, start: Array, end: Array) -> None:
-        """Add the products of initial and final states."""
+        """Add the products of saved values that are initial or final states."""
         for states, at_start in ((start, True), (end, False)):
             bars = np.zeros_like(self._cotangents, shape=states.shape[1:])
             self._run.add_saved(bars, self._cotangents, at_start)
             self.total += _sum_of_products(bars, states)
 
 
-def in_common(
+def product_per_trajectory(
     seeds: Seeds, end: Array, saved: Array, times: Array = None, crossed: Array = None, run: Run | None = None
 ) -> Array:
-    """Return the products of each trajectory's cotangents and tangents of its results, summed to shape (N,).
+    """Return the sum of products of cotangents and tangents of all results of each trajectory, shape (N,).
 
-    The tangents are those of final states, shape (d, N), of saved ones, (N, n_saved, d), of times, (N,), and of a run's
-    events, (m,): all but the first only if there are cotangents of them.
+    Tangents are needed for results with cotangents: of final states, shape (d, N), saved states, (N, n_saved, d), final
+    times, (N,), and event times, (m,).
     """
     part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:
@@ -146,7 +144,7 @@ def in_common(
 
 
 def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
-    """Return the sums of values per trajectory, which may have several."""
+    """Return the sum of the values of each trajectory; `ids` are the trajectories of the values."""
     xp = arrays_of(like)
     if xp is None:
         return np.bincount(ids, values, len(like))
@@ -156,11 +154,11 @@ def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
 
 
 def _sum_of_products(a: Array, b: Array) -> Array:
-    """Return the real part of the sum of products over the second to last axis, row after row.
+    """Return the real part of the sum of products over the second to last axis.
 
-    So a column's sum doesn't depend on other columns, and no array is larger than a row, which stays in the cache.
+    The rows are added one after the other: so no sum depends on other columns, and temporary arrays fit into the cache.
     """
-    if type(b) is not np.ndarray:  # on a device the order isn't fixed, and each call is costly
+    if type(b) is not np.ndarray:  # on a device each operation has a large overhead
         return np.sum((a * b).real, axis=-2)
     total = np.zeros(a.shape[1], a.real.dtype)
     for x, y in zip(a, b):

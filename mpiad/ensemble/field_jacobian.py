@@ -1,7 +1,9 @@
-"""The exact Jacobian of f, for many trajectories at once: a program if f can be traced, otherwise by tangents.
+"""The exact Jacobian of f for many trajectories: by a program if f can be traced, otherwise by tangents.
 
 The program (`jacobian_program`) computes only the entries that aren't structurally zero, so a sparse Jacobian costs little
 more than f. Tangents need one direction per component of the state.
+
+The derivatives of this program, for tangents and adjoints of Rosenbrock methods, are also in this file.
 """
 
 from __future__ import annotations
@@ -28,18 +30,15 @@ from mpiad.pytrees import flatten
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restoring_state
 
-# Derivatives of f's program for Rosenbrock methods: the Jacobian, and second derivatives for tangents and adjoints.
-
-
 _MOST_PROGRAMS = 32
 
 
 class JacobianProgram(NamedTuple):
     """The entries of the Jacobian that aren't structurally zero."""
 
-    program: Program  # its outputs are the entries, followed by the derivatives with respect to time
+    program: Program  # its outputs are the entries, followed by derivatives of components with respect to time
     places: tuple[tuple[int, int], ...]  # row and column of each entry
-    slopes: tuple[int, ...]  # the components that have derivatives with respect to time
+    slopes: tuple[int, ...]  # the components whose derivatives with respect to time aren't structurally zero
 
 
 @lru_cache(_MOST_PROGRAMS)
@@ -54,27 +53,27 @@ def jacobian_program(program: Program) -> JacobianProgram:
 
 
 def second_tangent_program(program: Program) -> Program:
-    """Return the program of the tangent of f's directional derivative along a direction of state and time.
+    """Return a program for the tangent of the derivative of f along a direction.
 
-    It has two additional groups of inputs: "direction" (the state's components, then time) and "tangent" (the state's
-    components, then the parameters). It has one output per component of f.
+    Its additional groups of inputs are "direction" (components of the state, then time) and "tangent" (components of the
+    state, then parameters). It has one output per component of f.
     """
     along = simplify(jvp(program, {"state": None, "time": None}, seeds="direction"))
     return simplify(jvp(along, {"state": None, "parameter": None}, seeds="tangent"))
 
 
 def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Program:
-    """Return the program of the derivative of f's vector-Jacobian product along a direction of state and time.
+    """Return a program for the derivative of the vector-Jacobian product of f along a direction.
 
-    It has two additional groups of inputs: "cotangent" and "direction" (the state's components, then time). It has one
-    output per input in `wanted`, by default for the state's components, the parameters and time.
+    Its additional groups of inputs are "cotangent" and "direction" (components of the state, then time). It has one output
+    per input in `wanted`; by default these are the components of the state, the parameters and time.
     """
     gradient = vjp(program, wanted, seeds="cotangent")
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
 
 
 _Derived = TypeVar("_Derived")
-# Number of trajectories on a device for which a program is compared with f.
+# Number of trajectories for which a program is compared with f if the arrays are on a device.
 _COMPARED_TRAJECTORIES = 3
 
 
@@ -84,8 +83,7 @@ class Jacobian(Protocol):
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
         """Write ∂f/∂u at n states into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n), or None if it is zero.
 
-        `out`: zeros, or the result of a previous call; entries that are structurally zero aren't written. `u`: shape
-        (d, n). `p`: the parameters as f takes them. `t`: shape (n,).
+        Entries that are structurally zero aren't written, so `out` must hold zeros at the first call.
         """
         ...
 
@@ -97,10 +95,8 @@ def jacobian_of(batch: Batch) -> Jacobian:
         return _ProgramJacobian(found, packing_of(batch.p))
     if is_on_device(batch):
         raise TypeError(
-            f"solve: on a device a Rosenbrock method needs the Jacobian of f as a traced program, but f can't be "
-            f"traced ({found}). "
-            "Write it with the functions of autograd.numpy, and without branches on values, or bring the arrays to the "
-            "host with mpiad.device.to_host."
+            f"solve: on a device a Rosenbrock method needs an f that can be traced, but tracing failed ({found}). Write f "
+            "with the functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
         )
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:
@@ -109,7 +105,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
 
 
 def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
-    """Return a derivative of the program of a batch's f, or the reason why f can't be traced; results are cached."""
+    """Return `derivative` of the program of f, or the reason why f can't be traced; the result is cached."""
     batch = _on_host(batch)
 
     def made(_: bool) -> _Derived | str:
@@ -125,7 +121,7 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
 
 
 def _on_host(batch: Batch) -> Batch:
-    """Return a few trajectories of a batch of device arrays, on the host; a batch on the host is returned unchanged."""
+    """Return a few trajectories of a batch on a device, as host arrays; a batch on the host is returned unchanged."""
     if not is_on_device(batch):
         return batch
     few = batch.share(slice(0, _COMPARED_TRAJECTORIES))
@@ -141,21 +137,20 @@ def _check_differentiable(jacobian: Jacobian, batch: Batch, untraced: str) -> No
             jacobian.write(np.zeros((d, d, 2), batch.u0.dtype), batch.u0[:, ids], p, t)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise TypeError(
-            f"solve: a Rosenbrock method needs the Jacobian of f, but f can't be traced ({untraced}) nor differentiated "
-            f"({str(error).rstrip('.')}). Write it with the functions of autograd.numpy, or take an explicit method such "
-            "as RK45()."
+            f"solve: a Rosenbrock method needs the Jacobian of f, but f can't be traced ({untraced}) or differentiated "
+            f"({str(error).rstrip('.')}). Write f with the functions of autograd.numpy, or take RK45()."
         ) from error
 
 
 class _ProgramJacobian:
-    """The Jacobian as a program, evaluated one operation after the other for all columns."""
+    """The Jacobian by a program, whose operations are computed one after the other for all columns."""
 
     def __init__(self, found: JacobianProgram, packing: ParameterPacking):
         self._program, self._places, self._slopes = found
         self._layout, self._p, self._rows = packing, None, {}
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        if p is not self._p:  # a new object if the set of trajectories has changed
+        if p is not self._p:  # p is a new object if the trajectories have changed
             self._p, self._rows = p, self._layout.numbers(_leaves(p), u.shape[1], u.dtype)
         values = evaluated(self._program, u, self._rows, [t])
         for (i, j), value in zip(self._places, values):
@@ -169,7 +164,7 @@ class _ProgramJacobian:
 
 
 class _TangentJacobian:
-    """The Jacobian from one tangent per component and one for time, propagated with f."""
+    """The Jacobian by tangents of f: one per component of the state, and one for time."""
 
     def __init__(self, field: Field, d: int):
         self._field, self._d = field, d

@@ -32,8 +32,6 @@ from mpiad.transport.agreement import alike_on_all, raising_together
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restoring_state
 
-# The result of `fit`.
-
 
 @dataclass(frozen=True, repr=False)
 class FitResult:
@@ -52,7 +50,7 @@ class FitResult:
     nfev : array of int, shape (N,)
         Number of solves, each with all derivatives.
     njev : array of int, shape (N,)
-        Number of Jacobian evaluations: one at the start, and one per accepted step.
+        Number of Jacobian evaluations: one at the start, and one after each accepted step.
     retcode : array of str, shape (N,)
         Names of `ConvergenceCode`.
     indices : array of int, shape (N,)
@@ -128,19 +126,13 @@ def joined_fits(parts: Sequence[FitResult]) -> FitResult:
 
 
 _CALLED = (
-    "They are called with columns, u of shape (n_saved, d, n), p of shape (m, n), and data with the trajectories along the "
-    "last axis; a constant array needs an axis for them (c[:, None]), and a sum an axis to go over (np.sum(u, axis=0))."
+    "The residuals are called with columns: u of shape (n_saved, d, n), p of shape (m, n), and data with the trajectories "
+    "along the last axis. Give constant arrays an axis for trajectories (c[:, None]), and sums an axis (np.sum(u, axis=0))."
 )
 
 
 class Residuals:
-    """The residuals of some trajectories.
-
-    - `fun`: ``fun(u, p, data)``.
-    - `data`: arrays with one row per trajectory.
-    - `shape`: the shape of one state.
-    - `count`: the number of residuals per trajectory; 0 before the first call.
-    """
+    """The residuals ``fun(u, p, data)`` of some trajectories, with states of a shape; `count` of them per trajectory."""
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):
         self._fun, self._shape, self.count = fun, shape, 0
@@ -148,18 +140,13 @@ class Residuals:
         self._data = [None if leaf is None else np.ascontiguousarray(np.moveaxis(leaf, 0, -1)) for leaf in leaves]
 
     def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
-        """Return half the sums of squares and the triangular factors of [J r] for trajectories `ids`; x: shape (n, m).
-
-        Raises a TypeError or ValueError if the residuals are invalid.
-        """
+        """Return half the sums of squares and the triangular factors of [J r] for trajectories `ids`; x: shape (n, m)."""
         count, m = x.shape
-        # The user's functions are called with at least two columns, for which NumPy's sums over other axes have one order.
         columns = two_at_least(count)
         u = self._by_columns(states.u[columns])
         tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
         with np.errstate(all="ignore"):
-            # Only at the first call, since the check takes two more calls.
-            if not self.count:
+            if not self.count:  # only at the first call, since the check takes two more calls
                 self._check(x, u, ids, columns)
             r, jacobian = self._linearized(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
             cost = 0.5 * np.add.reduce(r * r, axis=0)[:count]
@@ -167,16 +154,16 @@ class Residuals:
         table[:, :, m] = r.T[:count]
         for j, column in enumerate(jacobian):
             table[:, :, j] = column.T[:count]
-        # If the solve failed, the cost is infinite, so the step is rejected; LAPACK needs finite numbers.
+        # If the solve failed, the cost is infinite, and the step is rejected. LAPACK needs finite numbers.
         good = np.isfinite(cost) & np.isfinite(table).all(axis=(1, 2))
         table[~good] = 0.0
         factor = np.zeros((count, m + 1, m + 1))
-        # The condition number of JᵀJ would be the square of that of J.
+        # QR instead of JᵀJ, whose condition number is the square of the condition number of J.
         factor[:, : min(len(r), m + 1)] = np.linalg.qr(table, mode="r")
         return Evaluation(np.where(good, cost, np.inf), factor)
 
     def _by_columns(self, u: Array) -> Array:
-        """Return saved states, shape (n, n_saved, d), with each state in the shape of u0, and the trajectories last."""
+        """Return saved states, (n, n_saved, d), with states in the shape of u0, and trajectories along the last axis."""
         return np.ascontiguousarray(np.moveaxis(u.reshape(*u.shape[:2], *self._shape), 0, -1))
 
     def _called(self, u: Array, x: Array, ids: Array) -> list[Any]:
@@ -190,10 +177,8 @@ class Residuals:
             try:
                 parts = self._called(bundle.variable(u, tangents), bundle.variable(x, unit_tangents(x)), ids)
             except TypeError as error:
-                raise TypeError(
-                    f"fit: the residuals can't be differentiated ({error}). Write them with the functions of "
-                    "autograd.numpy instead of numpy."
-                ) from error
+                advice = "Write them with the functions of autograd.numpy instead of numpy."
+                raise TypeError(f"fit: the residuals can't be differentiated ({error}). {advice}") from error
             found = [bundle.parts(part) for part in parts]
         values = [_rows(value) for value, _ in found]
         along = []
@@ -204,14 +189,14 @@ class Residuals:
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
         """Check that columns don't depend on each other, by calls with all columns, and with copies of the first."""
-        # With another number of columns, since all columns may be equal.
-        alone = np.zeros(3 if len(columns) == 2 else 2, int)
+        # The number of columns differs in the two calls, since all columns may be equal.
+        copies = np.zeros(3 if len(columns) == 2 else 2, int)
         first = self._plain(x[columns], u, ids[columns])[:, 0]
-        again = self._plain(x[columns[alone]], u[..., alone], ids[columns[alone]])[:, 0]
-        if len(first) != len(again) or not np.allclose(first, again, rtol=1e-9, atol=1e-12, equal_nan=True):
+        alone = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
+        if len(first) != len(alone) or not np.allclose(first, alone, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"fit: the residuals of a trajectory depend on the others: the first has {first[:4]} among {len(columns)} "
-                f"columns, but {again[:4]} by itself. {_CALLED}"
+                f"columns, but {alone[:4]} alone. {_CALLED}"
             )
         self.count = len(first)
 
@@ -222,20 +207,15 @@ class Residuals:
             if "broadcast" not in str(error):
                 raise
             raise ValueError(
-                f"fit: the residuals can't compute with columns ({str(error).strip()}): u has shape {u.shape} here. "
-                f"{_CALLED}"
+                f"fit: the residuals can't compute with columns ({str(error).strip()}), u of shape {u.shape}. {_CALLED}"
             ) from error
         for part in parts:
             if np.shape(part)[-1:] != (len(x),):
-                raise ValueError(
-                    f"fit: the residuals have shape {np.shape(part)}, but (..., {len(x)}) was expected, one column for "
-                    f"each trajectory. {_CALLED}"
-                )
+                expected = f"(..., {len(x)}) was expected, one column per trajectory"
+                raise ValueError(f"fit: the residuals have shape {np.shape(part)}, but {expected}. {_CALLED}")
             if np.asarray(part).dtype.kind not in "fiub":
-                raise TypeError(
-                    f"fit: the residuals must be real numbers, but are {np.asarray(part).dtype}. Return both parts of "
-                    "complex ones: [np.real(r), np.imag(r)]."
-                )
+                advice = "For complex r return [np.real(r), np.imag(r)]."
+                raise TypeError(f"fit: the residuals must be real numbers, but are {np.asarray(part).dtype}. {advice}")
         return np.concatenate([_rows(part) for part in parts])
 
 
@@ -244,7 +224,7 @@ def _rows(value: Array) -> Array:
     return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
 
 
-# Arguments that an error shows in full if they differ between ranks.
+# Arguments that an error message shows in full if they differ between ranks.
 _SHORT = "alg ensemblealg ftol xtol gtol x_scale max_nfev rtol dt dtmax max_steps batch_size compile".split()
 
 
@@ -264,23 +244,20 @@ class FitPlan(NamedTuple):
 
 
 def planned_together(used: Channel, given: FitArguments) -> FitPlan:
-    """As `planned`, collective: errors are raised on all ranks, also if the arguments differ."""
+    """Return the result of `planned`; errors, also about differences between ranks, are raised on all ranks."""
 
     def described(plan: FitPlan) -> list[Any]:
-        said = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
+        short = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
         shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
         arrays = plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float), *saveat
-        return [f"{shown}, {said}", said, *arrays, digests_of(plan.options.problem)]
+        return [f"{shown}, {short}", short, *arrays, digests_of(plan.options.problem)]
 
     return alike_on_all(used, lambda: planned(given), described, "fit")
 
 
 def planned(given: FitArguments) -> FitPlan:
-    """Return the checked arguments.
-
-    Raises a NotImplementedError if one is traced or on a device, a TypeError or ValueError if one is invalid.
-    """
+    """Return the checked arguments; raise if one is invalid, traced, or on a device."""
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
     options = options_of_states("fit", given, problem=ensemble, trajectories=len(start), gradient="tangent")
@@ -292,8 +269,8 @@ def planned(given: FitArguments) -> FitPlan:
         _check_plain("data", leaf)
         if leaf is not None and np.shape(leaf)[:1] != (len(start),):
             raise ValueError(
-                f"fit: data must have one row for each trajectory, {len(start)} as p0, but has shape {np.shape(leaf)}. "
-                "What all share the residuals can close over."
+                f"fit: data must have one row per trajectory, {len(start)} rows like p0, but has shape {np.shape(leaf)}. "
+                "Data that all trajectories share can be variables of the enclosing function."
             )
     lower, upper = _bounds(given.bounds, start)
     scale = None
@@ -316,7 +293,7 @@ def planned(given: FitArguments) -> FitPlan:
 def _check_plain(name: str, x: Array) -> None:
     if isbox(x):
         raise NotImplementedError(
-            f"fit: {name} is traced, but a fit has no derivative here. Pass mpiad.stop_gradient({name})."
+            f"fit: {name} is traced, but derivatives of fits aren't supported. Pass mpiad.stop_gradient({name})."
         )
     if is_device_array(x):
         raise NotImplementedError(
@@ -328,23 +305,21 @@ def _start(p0: Array) -> Array:
     _check_plain("p0", p0)
     start = np.asarray(p0)
     if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
-        raise ValueError(
-            f"fit: p0 must be real numbers of shape (N, m), one row of variables for each trajectory, but has shape "
-            f"{start.shape} and dtype {start.dtype}."
-        )
+        got = f"shape {start.shape} and dtype {start.dtype}"
+        raise ValueError(f"fit: p0 must be real numbers of shape (N, m), one row per trajectory, but has {got}.")
     return start.astype(float)
 
 
 def _bounds(bounds: tuple[Array, Array], start: Array) -> tuple[Array, Array]:
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
-        raise ValueError(f"fit: bounds must be two, lower and upper ones, but got {bounds!r:.60}.")
+        raise ValueError(f"fit: bounds must be a pair of lower and upper bounds, but got {bounds!r:.60}.")
     lower, upper = (_by_trajectory(name, bound, start) for name, bound in zip(("lower bounds", "upper bounds"), bounds))
     wrong = ~(lower <= upper) | (start < lower) | (start > upper)
     if wrong.any():
         i, j = (int(k) for k in np.argwhere(wrong)[0])
         raise ValueError(
-            f"fit: p0 must lie within the bounds, and these in order, but variable {j} of trajectory {i + 1} starts at "
-            f"{start[i, j]!r} with bounds {lower[i, j]!r} and {upper[i, j]!r}."
+            f"fit: p0 must lie between lower and upper bounds, but variable {j} of trajectory {i + 1} starts at "
+            f"{start[i, j]!r} with the bounds {lower[i, j]!r} and {upper[i, j]!r}."
         )
     return lower, upper
 
@@ -355,8 +330,8 @@ def _by_trajectory(name: str, value: Array, start: Array) -> Array:
         return np.broadcast_to(np.asarray(value, float), start.shape).copy()
     except (TypeError, ValueError):
         raise ValueError(
-            f"fit: {name} must be one number, or have the shape ({start.shape[1]},) of a trajectory's variables or "
-            f"{start.shape} of all, but got {value!r:.60}."
+            f"fit: {name} must be one number, or have shape ({start.shape[1]},), for all trajectories, or "
+            f"{start.shape}, but got {value!r:.60}."
         ) from None
 
 
@@ -418,18 +393,18 @@ def fit(
     bounds : tuple of two arrays
         Lower and upper bounds, each a number or an array of shape (m,) or (N, m).
     ftol, xtol, gtol : float
-        Tolerances for termination: a fit ends if the cost changes by less than ``ftol * cost`` and the model predicted no
-        larger change; if a step is shorter than ``xtol`` times x, both scaled; or if no entry of the gradient, except for
-        variables held by a bound, is larger than `gtol`.
+        Tolerances for termination. A fit ends if the actual and the predicted change of the cost are at most
+        ``ftol * cost``; if a step is shorter than ``xtol`` times x, both scaled; or if all entries of the gradient, except
+        for variables held by a bound, are at most `gtol`.
     x_scale : array or "jac"
         Scales of the variables, a number or of shape (m,) or (N, m); by default from the columns of the Jacobian.
     max_nfev : int, optional
         Maximum number of solves per trajectory; 100 m by default.
     rtol, atol, dt, dtmax, max_steps
-        Options of the solves, as for `solve`. A trial point far from the data may need any number of steps; if it needs
-        more than `max_steps`, it is rejected like one whose solve fails.
+        Options of the solves, as for `solve`. A trial point at which a solve needs more than `max_steps` steps, or fails,
+        is rejected.
     batch_size : int, optional
-        Number of fits that run at once, which limits the memory; all by default.
+        Number of fits that run together, which limits the memory; all by default.
     compile : {"auto", True, False}
         As for `solve`; "auto" compiles if N (m + 1) is at least 1,000.
 
@@ -446,9 +421,9 @@ def fit(
 
     Notes
     -----
-    The derivatives are those of the solves' accepted steps, exact up to rounding. A step minimizes the damped quadratic
-    model within the bounds. If the solve fails at the new point, the step is rejected and the next one is shorter. A fit's
-    results don't depend on the other fits or the ranks, bit for bit, under the conditions of `solve`.
+    The derivatives are those of the accepted steps of the solves, exact up to rounding. A step of a fit minimizes the
+    damped quadratic model within the bounds. If the solve fails at the new point, the step is rejected and the next one is
+    shorter. Under the conditions of `solve`, the results of a fit don't depend on other fits or ranks, bit for bit.
 
     Examples
     --------
@@ -474,7 +449,7 @@ def fit(
 
 def _compiler(plan: FitPlan, together: bool = False) -> Compiler:
     count, m = plan.start.shape
-    # The number of columns of states and their m tangents, from which "auto" decides whether to compile.
+    # From this number, of columns of states and their m tangents, "auto" decides whether to compile.
     return Compiler(plan.options, count * (1 + m), together)
 
 
@@ -507,8 +482,8 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
     batch = members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, len(plan.start))
     if batch.traced or is_on_device(batch):
         raise NotImplementedError(
-            "fit: the ensemble has traced values or device arrays, through which nothing can be differentiated or solved "
-            "here. Pass mpiad.stop_gradient(x), or bring them to the host with mpiad.device.to_host."
+            "fit: traced values and device arrays in the ensemble aren't supported. Apply mpiad.stop_gradient or "
+            "mpiad.device.to_host to them."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
     solves = SensitivitySolve(compiler, batch, settings, given.prob_generator)

@@ -26,13 +26,11 @@ class Entrants(NamedTuple):
     """Trajectories that enter the working set; times and derivatives are in the direction of the solve."""
 
     ids: Array  # int, shape (n,)
-    # `t`, `end`, `h`: start, end and first step size, shape (n,).
-    t: Array
-    end: Array
-    h: Array
-    # `u`, `k`: states and derivatives, shape (d, n).
-    u: Array
-    k: Array
+    t: Array  # start, shape (n,)
+    end: Array  # shape (n,)
+    h: Array  # size of the first step, shape (n,)
+    u: Array  # states, shape (d, n)
+    k: Array  # derivatives, shape (d, n)
 
 
 # ``joined(old, new)`` returns an array of the next working set, given that of the current one and that of the entrants.
@@ -53,7 +51,7 @@ class Initialization:
         self.rtol, self.atol = np.array(settings.rtol, real), np.array(settings.atol, real)
 
     def sign(self, ids: Array) -> Array | None:
-        """Return -1 for trajectories that go backwards, else 1; None if none of the batch does."""
+        """Return -1 for trajectories that are integrated backwards in time, else 1; None if the batch has none."""
         return self.signs[ids] if self._backward else None
 
     def parameters(self, ids: Array) -> Tree:
@@ -65,7 +63,7 @@ class Initialization:
         return self._batch.end[ids] * self.signs[ids]
 
     def admit(self, count: int) -> Entrants:
-        """Let the next `count` trajectories enter, or fewer if fewer wait."""
+        """Return the next waiting trajectories, at most `count`."""
         ids, self._queue = self._queue[:count], self._queue[count:]
         if len(ids) == 1:  # f is always called with at least two columns: see `controller`
             return Entrants(*(array[..., :1] for array in self._enter(np.repeat(ids, 2))))
@@ -73,7 +71,6 @@ class Initialization:
 
     def _enter(self, ids: Array) -> Entrants:
         batch, settings, signs = self._batch, self._settings, self.signs[ids]
-        # Times in the direction of the solve always increase, so comparisons need no sign.
         u, t, end = batch.u0[:, ids], batch.start[ids] * signs, self.goal(ids)
         if settings.acting is not None:
             end = settings.acting.until(end, settings.acting.first, ids, signs)
@@ -100,26 +97,25 @@ Rate: TypeAlias = Callable[[Array, Array], Array]
 def started(
     rate: Rate, u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float, atol: Array | float
 ) -> tuple[Array, Array]:
-    """Return the sizes of the first steps, shape (n,), chosen as in SciPy, and f at the initial states, shape (d, n).
+    """Return the sizes of the first steps, shape (n,), and f at the initial states u, shape (d, n).
 
-    `t` and `end`, shape (n,), are in the direction of the solve; u, shape (d, n), are the initial states. The tolerances
-    are in the precision of the states. (E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I,
-    II.4.)
+    Times are in the direction of the solve. The sizes are those of SciPy (E. Hairer, S. P. Nørsett, G. Wanner, Solving
+    Ordinary Differential Equations I, II.4).
     """
     k, order = rate(u, t), settings.alg.tableau.error_order
     if settings.dt is not None:
         return np.maximum(np.minimum(np.full_like(t, settings.dt), settings.dtmax), least_step(t)), k
     span, scale = end - t, tolerance(u, rtol, atol)
     d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
-    # All constants are those of Hairer's algorithm, as in SciPy, so that steps are the same.
+    # The constants are those of SciPy.
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
     h0 = np.minimum(h0, span)
-    # One Euler step estimates the change of the derivative: a second derivative at the cost of one call of f.
+    # The difference of f after an Euler step estimates the second derivative.
     probe = u + h0.astype(u.real.dtype) * k
     d2 = np.sqrt(mean_square((rate(probe, t + h0) - k) / scale)) / h0
     steepest = np.maximum(d1, d2)
     h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 1 / order))
-    # No step goes beyond the end of tspan. A derivative that isn't finite gives no estimate; the first step then fails.
+    # If f isn't finite, there is no estimate, and the first step will fail.
     h = np.minimum(np.minimum(100 * h0, h1), span)
     h = np.where(np.isfinite(h), h, span)
     return np.maximum(np.minimum(h, settings.dtmax), least_step(t)), k

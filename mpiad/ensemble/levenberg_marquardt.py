@@ -1,12 +1,10 @@
 """Levenberg-Marquardt for many small least-squares problems at once, each with its own damping and termination.
 
-In each round every active problem tries one step, and all of them are evaluated together. A problem is represented by the
-triangular factor R of [J r], from which J'J, J'r and the sum of squares are computed, so costs don't depend on the number
-of residuals, and no condition number is squared. Steps minimize the damped quadratic model within the bounds: variables
-that are held by a bound, and those that would violate one, are fixed, and the others solved for again.
-
-Matrices are factorized one by one and sums over components are matrix products of one problem, so a problem's numbers don't
-depend on the other problems.
+In each round every active problem tries one step, and these steps are evaluated together. A problem is represented by the
+triangular factor R of [J r], with the Jacobian J of the residuals r. J'J, J'r and the sum of squares are computed from R,
+so the cost of a step doesn't depend on the number of residuals, and no condition number is squared. A step minimizes the
+damped quadratic model within the bounds, by active sets. All operations treat problems separately, so the numbers of a
+problem don't depend on other problems.
 
 References
 ----------
@@ -26,13 +24,12 @@ from mpiad._typing import Array
 from mpiad.ensemble.outcome import ConvergenceCode
 
 _START_DAMPING = 1e-2
-# The smallest factor by which the damping shrinks in one step, if the model was accurate.
+# The smallest factor by which the damping is multiplied after a step for which the model was accurate.
 _LEAST_SHRINKAGE = 0.1
 _LEAST_RATIO = 1e-4
-# Threshold of singular values for scaled columns: rounding leaves about 1e-14 for linearly dependent columns.
+# Relative threshold of singular values for scaled columns; linearly dependent columns have about 1e-14.
 _SINGULAR = 1e-12
-
-# A step with nearly the damping of one that failed is short for that reason.
+# A short step is a sign of convergence if its damping is below this fraction of the damping of the last failed step.
 _NEAR_WALL = 0.01
 # Maximum number of active sets per step and variable; two or three are enough.
 _TURNS = 10
@@ -61,26 +58,16 @@ class Stopping(NamedTuple):
 
 
 class Minima(NamedTuple):
-    """Results for N problems.
+    """Results for N problems; see `FitResult`."""
 
-    Parameters
-    ----------
-    x : array, shape (N, m)
-    cost, optimality : array, shape (N,)
-    active_mask : array of int, shape (N, m)
-        -1 or 1 if the lower or the upper bound holds a variable, 0 otherwise.
-    nfev, njev, codes : array of int, shape (N,)
-    factor : array, shape (N, m + 1, m + 1)
-    """
-
-    x: Array
-    cost: Array
-    optimality: Array
-    active_mask: Array
-    nfev: Array
-    njev: Array
-    codes: Array
-    factor: Array
+    x: Array  # shape (N, m)
+    cost: Array  # shape (N,)
+    optimality: Array  # shape (N,)
+    active_mask: Array  # int, shape (N, m)
+    nfev: Array  # int, shape (N,)
+    njev: Array  # int, shape (N,)
+    codes: Array  # int, shape (N,)
+    factor: Array  # shape (N, m + 1, m + 1)
 
 
 Evaluate: TypeAlias = Callable[[Array, Array], Evaluation]
@@ -91,8 +78,8 @@ def minimize_each(
 ) -> Minima:
     """Minimize each problem's sum of squares within its bounds; x0, lower and upper have shape (N, m).
 
-    ``evaluate(x, ids)`` evaluates the problems `ids` at x of shape (n, m). The step of a variable is measured relative to
-    `scale`, shape (N, m); by default with the norms of the columns of J, the largest so far.
+    ``evaluate(x, ids)`` evaluates the problems `ids` at x, shape (n, m). Steps are measured relative to `scale`, shape
+    (N, m), by default the inverse of the largest norm so far of each column of J.
     """
     problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping)
     while problems.under_way.size:
@@ -101,7 +88,7 @@ def minimize_each(
 
 
 def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
-    """Return R of the Jacobian with columns of norm one, zeros for those that aren't free, and the columns' norms."""
+    """Return the columns of R for J, scaled to norm one or zero if they aren't free, and their norms."""
     columns = factor[:, :, :-1] * free[:, None]
     norms = np.sqrt(np.add.reduce(columns * columns, axis=1))
     norms[norms == 0] = 1.0
@@ -126,8 +113,8 @@ class _Problems:
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step to a point without a finite value.
         self._wall = np.full(count, np.inf)
-        self._settle(self.under_way, self._optimality(self.under_way) <= stopping.gtol)
-        self._settle(self.under_way, self._nfev[self.under_way] >= stopping.max_nfev, ConvergenceCode.MaxIters)
+        self._set_code(self.under_way, self._optimality(self.under_way) <= stopping.gtol)
+        self._set_code(self.under_way, self._nfev[self.under_way] >= stopping.max_nfev, ConvergenceCode.MaxIters)
 
     @property
     def under_way(self) -> Array:
@@ -141,7 +128,7 @@ class _Problems:
         )
         found = self._evaluate(trial, ids)
         self._nfev[ids] += 1
-        # From the model's values and not from their difference, which near the end consists of rounding errors.
+        # The difference of two values of the model would consist of rounding errors near a minimum.
         predicted = -_dot(self._gradient[ids], step) - 0.5 * _squared(_apply(factor, step))
         actual = cost - found.cost
         with np.errstate(all="ignore"):
@@ -156,21 +143,20 @@ class _Problems:
         self._growth[ids] = np.where(better, 2.0, 2 * self._growth[ids])
 
         stop = self._stopping
-        # As in MINPACK: both the predicted and the actual reduction are negligible.
         flat = (np.abs(actual) <= stop.ftol * cost) & (np.abs(predicted) <= stop.ftol * cost) & (ratio <= 2)
         lengths = np.sqrt(_squared(scale * step)), np.sqrt(_squared(scale * x))
         short = (lengths[0] <= stop.xtol * (stop.xtol + lengths[1])) | (trial == x).all(axis=1)
         level = self._optimality(ids) <= stop.gtol
-        self._settle(ids, (flat | short) & ~level & walled, ConvergenceCode.ConvergenceFailure)
-        self._settle(ids, flat | short | level)
-        self._settle(ids, self._nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
+        self._set_code(ids, (flat | short) & ~level & walled, ConvergenceCode.ConvergenceFailure)
+        self._set_code(ids, flat | short | level)
+        self._set_code(ids, self._nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
 
     def minima(self) -> Minima:
         """Return the results; a problem whose residuals don't determine the variables gets the code Singular."""
         every = np.arange(len(self._x))
         held, succeeded = self._held(every), self._codes == ConvergenceCode.Success.code
         columns, _ = scaled_factor(self._factor[succeeded], ~held[succeeded])
-        # Held variables add zero singular values, which come last.
+        # Variables that are held at a bound add singular values of zero, which come last.
         values, free = np.linalg.svd(columns, compute_uv=False), np.count_nonzero(~held[succeeded], axis=1)
         least = np.take_along_axis(values, np.maximum(free - 1, 0)[:, None], axis=1)[:, 0]
         codes = self._codes.copy()
@@ -181,7 +167,7 @@ class _Problems:
         return Minima(self._x, cost, optimality, side, self._nfev, self._njev, codes, self._factor)
 
     def _held(self, ids: Array) -> Array:
-        """Return which variables are at a bound that a descent step would violate: shape (n, m)."""
+        """Return which variables are at a bound that a descent step would violate, shape (n, m)."""
         x, g = self._x[ids], self._gradient[ids]
         return ((x <= self._lower[ids]) & (g >= 0)) | ((x >= self._upper[ids]) & (g <= 0))
 
@@ -201,35 +187,33 @@ class _Problems:
         norms = scaled_factor(self._factor[ids], np.ones_like(self._x[ids], bool))[1]
         self._scale[ids] = norms if first else np.maximum(self._scale[ids], norms)
 
-    def _settle(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
-        """Set the code of those that are done, unless they have one."""
+    def _set_code(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
+        """Set the code of the problems in the mask `done` that don't have a code yet."""
         chosen = ids[done]
         self._codes[chosen[self._codes[chosen] == _UNDER_WAY]] = code.code
 
 
 def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, held: Array) -> tuple[Array, Array]:
-    """Return the steps that minimize the damped models within the bounds, and their end points.
+    """Return the steps that minimize the damped models within the bounds, and their end points, by active sets.
 
-    By active sets: towards the minimum over the free variables up to the first bound, which then holds its variable; at the
-    minimum the variable with the largest multiplier of the wrong sign is released. Each iteration lowers the model.
-    `damping` (n, m) has the square roots of the diagonal terms.
+    An iteration moves towards the minimum over the free variables, up to the first bound, which then holds its variable. At
+    a minimum the variable with the largest multiplier of the wrong sign is released. `damping`, shape (n, m), has the
+    square roots of the diagonal terms.
     """
     fixed, end, todo = held.copy(), x.copy(), np.arange(len(x))
     for _ in range(_TURNS * x.shape[1]):
         low, high, start = lower[todo], upper[todo], end[todo]
-        # Towards the minimum over the free variables of the damped model at x, starting from the end of the last iteration.
         step = _damped(factor[todo], damping[todo], ~fixed[todo], start - x[todo])
         bound = np.where(step < 0, low, high)
         with np.errstate(all="ignore"):
             part = np.where(step != 0, (bound - start) / step, np.inf)
-        # No further than to the nearest bound: variables that reach theirs together are all held.
         reach = part.min(axis=1, keepdims=True)
         hit = (part == reach) & (reach < 1)
         end[todo] = np.where(hit, bound, np.clip(start + np.minimum(reach, 1.0) * step, low, high))
         arrived = ~hit.any(axis=1)
         fixed[todo] |= hit
         loose = _loosest(factor[todo], damping[todo], end[todo] - x[todo], fixed[todo], end[todo] <= low, end[todo] >= high)
-        # Multipliers are meaningful at a minimum only, not if a bound has cut the step short.
+        # Multipliers are meaningful only at a minimum, not if a bound has cut the step short.
         loose[~arrived] = False
         fixed[todo] &= ~loose
         todo = todo[~arrived | loose.any(axis=1)]
@@ -239,18 +223,18 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
 
 
 def _loosest(factor: Array, damping: Array, step: Array, fixed: Array, at_lower: Array, at_upper: Array) -> Array:
-    """Return which fixed variable, if any, lowers the model most by leaving its bound: array of bool, shape (n, m)."""
+    """Return a mask, shape (n, m), of the fixed variable, if any, that lowers the model most when it leaves its bound."""
     reached = factor[:, :, -1] + _apply(factor, step)
     slope = (np.swapaxes(factor[:, :, :-1], 1, 2) @ reached[..., None])[..., 0] + damping**2 * step
     pull = np.where(at_lower, -slope, slope) / damping
-    # Multipliers of the size of rounding errors release nothing, and neither do variables with equal bounds.
+    # Multipliers of the size of rounding errors don't count.
     least = 1e-13 * np.sqrt(_squared(factor[:, :, -1]))[:, None]
     pull = np.where(fixed & (at_lower != at_upper) & (pull > least), pull, 0.0)
     return (pull > 0) & (np.arange(pull.shape[1]) == pull.argmax(axis=1)[:, None])
 
 
 def _damped(factor: Array, damping: Array, free: Array, step: Array) -> Array:
-    """Return the step from `step` to the least |J s + r|² + |damping s|² over free variables: QR of augmented matrices."""
+    """Return the change of `step` that minimizes |J s + r|² + |damping s|² over the free variables of the new step s."""
     n, m = damping.shape
     system = np.zeros((n, 2 * m + 1, m + 1))
     system[:, : m + 1, :m] = factor[:, :, :m] * free[:, None]

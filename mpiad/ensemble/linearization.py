@@ -1,7 +1,6 @@
 """The derivatives of f at one stage of a block of columns: vector-Jacobian products, and tangents along a few directions.
 
-f is traced again at each stage, because its control flow may depend on values. `Tracing` has the data that all stages
-share.
+f is traced again at each stage, because its control flow may depend on values.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from mpiad.transport import Spec
 
 
 class Tracing:
-    """Traces f as a function of the columns' states and some other arguments.
-
-    - `places`: indices of the leaves of the parameters with respect to which to differentiate.
-    - `timed`: whether to differentiate with respect to time, too.
-    """
+    """Differentiates f with respect to states, the leaves of parameters at `places` and, if `timed`, time."""
 
     def __init__(self, field: Field, places: Sequence[int], timed: bool):
         self._field, self._places, self._timed = field, tuple(places), timed
@@ -38,10 +33,10 @@ class Tracing:
     def transposed(
         self, out: Array, u: Array, leaves: Sequence[Any], t: Array, keep: bool = False
     ) -> Callable[[Array], list[Any]]:
-        """Write f at u, (d, n), and t, (n,), to `out`, and return its transposed derivative.
+        """Write f at u, (d, n), and t, (n,), to `out`, and return the transposed derivative.
 
-        This is a function of a cotangent of shape (d, n), which returns those of u, of the leaves and, if `timed`, of t,
-        None for zero ones. It may be called once, or with `keep` repeatedly.
+        This function gets a cotangent of f and returns the cotangents of u, of the leaves and, if `timed`, of t; None for
+        zeros. It may be called once, or with `keep` repeatedly.
         """
 
         def called(variables: list[Any]) -> Sequence[Any]:
@@ -71,10 +66,10 @@ class Tracing:
     def along(
         self, bundle: Bundle, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> Callable[[Array, Array, Array], None]:
-        """Return a function ``write(out, u, t)`` that writes f and its tangents.
+        """Return a function ``write(out, u, t)`` that writes f and its tangents to `out`.
 
-        u and `out` have shape (1 + directions, d, n), first the values, then the tangents; t has shape (n,). `tangents`:
-        those of each leaf, None for zero ones. `bundle`: an open trace.
+        u and `out`, shape (1 + directions, d, n), hold the values and then the tangents. `tangents` are those of each leaf,
+        None for zeros; `bundle` is an open trace.
         """
         variable, parts = bundle.variable, bundle.parts
         # Parameters are the same for all stages.
@@ -113,10 +108,9 @@ class Tracing:
 def transposed_columns(
     field: Field, places: Sequence[int], timed: bool, out: Array, u: Array, leaves: Sequence[Any], t: Array
 ) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of a function of columns, as `Tracing.transposed`, also for a single column.
+    """Return the transposed derivative of a function of columns, as `Tracing.transposed`, which may be called repeatedly.
 
-    It may be called repeatedly, and returns the cotangents of u, of the leaves at `places` (None for zero ones) and of t,
-    zeros if not `timed`. `out`: a buffer for the values. A single column is duplicated, and its copy gets a zero cotangent.
+    A single column is duplicated, and its copy gets a zero cotangent. The cotangent of t is zero if not `timed`.
     """
     count, varies = len(t), field.varies
     if count == 1:
@@ -139,21 +133,19 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
     try:
         Tracing(field, (), False).transposed(np.empty_like(u), u, leaves, t)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"solve: f can't be differentiated ({error}). Write it with the functions of autograd.numpy instead of numpy."
-        ) from error
+        advice = "Write it with the functions of autograd.numpy instead of numpy."
+        raise TypeError(f"solve: f can't be differentiated ({error}). {advice}") from error
 
 
 def _seed(part: Array, spec: Spec) -> Any:
-    """Return the cotangent of a component, which may be the same number for all columns."""
+    """Return the cotangent of a component; if that is one number for all columns, the sum over the columns."""
     if part.shape != spec.shape:
-        # A component that doesn't depend on the column is one number.
         part = part.sum()
     return part if part.dtype == spec.dtype else conform(part, *spec)
 
 
 class Field:
-    """The function f of a batch, called with columns that may be traced; the batch's numbers aren't used."""
+    """The function f of a batch, called with columns that may be traced."""
 
     def __init__(self, batch: Batch):
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
@@ -186,7 +178,7 @@ class Field:
         return stack([row if anp.shape(row) else row * anp.ones_like(getval(u)[0]) for row in rows])
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-        """Return the derivatives of flattened states, calling f for each trajectory."""
+        """Return the derivatives of flattened states, by one call of f per trajectory."""
         columns = []
         for j in range(u.shape[1]):
             own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
@@ -196,5 +188,5 @@ class Field:
 
 
 def is_whole(rows: Sequence[Any], shape: tuple[int, int]) -> bool:
-    """Return whether the result of f is one array with all components."""
+    """Return whether `Field.rows` has returned one array with all components."""
     return len(rows) == 1 and anp.shape(rows[0]) == shape

@@ -26,15 +26,11 @@ def master_seed(seed: int | None) -> int:
 
 def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
     """Return the random generator of trajectory i in repetition `repeat`, both counted from 1."""
-    # A child of the master seed, created directly.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i, repeat)))
 
 
 def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return some trajectories of an ensemble of `count`; `numbers` and `repeat` are counted from 1.
-
-    Raises a TypeError or ValueError if `prob_func` doesn't return a problem of the same f and dimension.
-    """
+    """Return some trajectories of an ensemble of `count`; `numbers` and `repeat` are counted from 1."""
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
     fun = ensemble.prob_func
@@ -45,7 +41,7 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # The first and the last trajectory, or a single one again. Leaves that these share are assumed to be shared by all.
+        # The first and the last trajectory, or a single one again. Leaves that they share are assumed to be shared by all.
         outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
         return [flatten(made(i).p)[0] for i in outside]
 
@@ -53,31 +49,25 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and typical ones for shapes and dtypes: the same, or if there are none the first one.
-
-    A rank without trajectories takes part in the derivatives, too, with arrays of the same dtype.
-    """
-    alone = not len(numbers) and count > 0
-    made = members(ensemble, range(1, 2) if alone else numbers, repeat, seed, count)
-    return made.share(slice(0, 0)) if alone else made, made
+    """Return a rank's trajectories, and those from which it knows shapes and dtypes: the first one if it has none."""
+    without = not len(numbers) and count > 0
+    typical = members(ensemble, range(1, 2) if without else numbers, repeat, seed, count)
+    return typical.share(slice(0, 0)) if without else typical, typical
 
 
 def columns_of(
     problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (), others: Callable[[], list] = list
 ) -> Batch:
-    """Return problems with the same f and equal shapes as a batch; `numbers`: their numbers in the ensemble.
+    """Return problems with the same f and equal shapes as a batch; `numbers` are their numbers in the ensemble.
 
-    `common`: leaves of parameters that all trajectories of the ensemble are known to share. `others`: returns the leaves of
-    a few other trajectories.
+    `common` are the leaves of the parameters of the ensemble's problem; `others` returns those of a few other trajectories.
     """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]
     for i, state in zip(numbers, states):
         if state.shape != states[0].shape:
-            raise ValueError(
-                f"solve: all trajectories must have u0 of one shape: {states[0].shape} for trajectory {numbers[0]}, but "
-                f"{state.shape} for trajectory {i}."
-            )
+            shapes = f"{states[0].shape} for trajectory {numbers[0]}, but {state.shape} for trajectory {i}"
+            raise ValueError(f"solve: u0 must have the same shape in all trajectories, but has {shapes}.")
     dtype = np.result_type(*{state.dtype for state in states})
     u0 = _stack([state.reshape(-1) for state in states], axis=1)
     spans = [_span(problem) for problem in problems]
@@ -99,7 +89,7 @@ def as_state(u0: Array) -> Array:
         return state.astype(float)
     if state.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
         raise TypeError(
-            f"solve: u0 must be numbers (float32, float64, complex64, complex128, or integers, which become float64), but "
+            f"solve: u0 must be numbers: float32, float64, complex64, complex128, or integers, which become float64; but "
             f"got {type(u0).__name__} of dtype {state.dtype}. {conversion(state.dtype, 'u0')}".rstrip()
         )
     return state
@@ -121,21 +111,18 @@ def _rows(numbers: Sequence[int]) -> slice:
 
 
 def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
-    """Return the initial states of some trajectories, from 1, shape (d, N), of an ensemble without `prob_func`."""
+    """Return the initial states of some trajectories, shape (d, N), of an ensemble without `prob_func`."""
     first = as_state(ensemble.problem.u0)
     if ensemble.u0 is None:
         return _same(first, len(numbers))
     given = as_state(ensemble.u0)
     if given.shape[1:] != first.shape:
-        raise ValueError(
-            f"solve: u0= of the ensemble must have shape (N, *{first.shape}), after the problem's u0, but has shape "
-            f"{given.shape}."
-        )
+        raise ValueError(f"solve: u0= of the ensemble must have shape (N, *{first.shape}), but has shape {given.shape}.")
     return _last(given[_rows(numbers)].reshape(len(numbers), first.size))
 
 
 def _repeated(t: Array, count: int) -> Array:
-    # Strides of zero show that all are equal: see `Batch.one_span`.
+    # Strides of zero show that all trajectories have the same time: see `Batch.one_span`.
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
 
 
@@ -144,7 +131,7 @@ def _same(first: Array, count: int) -> Array:
     if isbox(column):
         return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
     if arrays is None:
-        return np.broadcast_to(column.copy(), (len(column), count))  # a copy, since it is read later
+        return np.broadcast_to(column.copy(), (len(column), count))  # the user may change u0 before it is read
     return arrays.copy(np.broadcast_to(column, (len(column), count)))
 
 
@@ -152,7 +139,7 @@ def _last(leaf: Array) -> Array:
     if isbox(leaf):
         return anp.moveaxis(leaf, 0, -1)
     arrays, moved = arrays_of(leaf), np.moveaxis(leaf, 0, -1)
-    # Always a copy, since it is read later, when the user's array may have changed.
+    # A copy, since the user may change the array before it is read.
     return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
 
 
@@ -175,8 +162,8 @@ def _stacked(
             raise ValueError(f"solve: p must have one shape in all trajectories, but has {sorted(shapes)}.")
         shared = all(leaf is leaves[0] for leaf in leaves)
         if shared and np.ndim(leaves[0]) and not any(leaf is leaves[0] for leaf in common):
-            # The shapes of f's arguments mustn't depend on the set of trajectories; a single trajectory would share all
-            # leaves with itself.
+            # A single trajectory shares all leaves with itself, but the shapes of f's arguments mustn't depend on the
+            # number of trajectories.
             more = others() if more is None else more
             shared = all(len(other) <= place or other[place] is leaves[0] for other in more)
         varies.append(not shared)
@@ -198,19 +185,17 @@ def _span(problem: ODEProblem) -> tuple[Any, Any]:
 
 def _checked(made: object, original: ODEProblem, i: int) -> ODEProblem:
     if not isinstance(made, ODEProblem):
-        raise TypeError(
-            f"solve: prob_func must return an ODEProblem (see remake), but returned {type(made).__name__} for "
-            f"trajectory {i}."
-        )
+        got = f"{type(made).__name__} for trajectory {i}"
+        raise TypeError(f"solve: prob_func must return an ODEProblem, made by remake, but returned {got}.")
     if made.f is not original.f:
         raise ValueError(
-            f"solve: prob_func returned a problem with another f for trajectory {i}. All trajectories share one f; what "
-            "differs between them belongs in p."
+            f"solve: prob_func returned a problem with another f for trajectory {i}. All trajectories share one f; give "
+            "differences between trajectories as parameters p."
         )
     if made.mass_matrix is not original.mass_matrix:
         raise ValueError(
-            f"solve: prob_func returned a problem with another mass_matrix for trajectory {i}. All trajectories share one: "
-            "give it to the ensemble's problem."
+            f"solve: prob_func returned a problem with another mass_matrix for trajectory {i}. All trajectories share the "
+            "mass_matrix of the ensemble's problem."
         )
     return made
 

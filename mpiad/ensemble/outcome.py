@@ -17,20 +17,20 @@ from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
-# Codes of saved values that aren't saved in a step.
+# Codes instead of the number of a step, for saved values: the initial state, not reached or failed, and the final state.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
 
 class NamedCode(str, Enum):
-    """A code that equals its name as a string, and is represented by a number in arrays."""
+    """A code that equals its name as a string, and has a number for use in arrays."""
 
     def __str__(self) -> str:
         return self.value
 
     @property
     def code(self) -> int:
-        """Its number in arrays."""
+        """Return the number of the code in arrays."""
         return type(self)._member_names_.index(self.name)
 
     @classmethod
@@ -56,15 +56,15 @@ class ReturnCode(NamedCode):
     Terminated = "Terminated"
     """A terminal event came first."""
     MaxIters = "MaxIters"
-    """max_steps steps were tried; raise max_steps, or take `Rodas5P` where the problem is stiff."""
+    """max_steps steps were tried. Raise max_steps, or take `Rodas5P` if the problem is stiff."""
     DtLessThanMin = "DtLessThanMin"
-    """No step that time can resolve meets the tolerance: a singularity, a discontinuity, or a tolerance too tight."""
+    """Steps became smaller than the resolution of time: at a singularity or discontinuity, or for a small tolerance."""
     Unstable = "Unstable"
-    """f gave NaN or infinity however small the step, or an affect did."""
+    """f returned NaN or infinity even for the smallest step, or the affect of an event did."""
     Zeno = "Zeno"
-    """An event that acts came again and again with hardly any time between."""
+    """An event with an affect occurred again and again with hardly any time in between."""
     InitialFailure = "InitialFailure"
-    """With a singular mass matrix: near u0 no state satisfies the algebraic equations, or they aren't of index 1."""
+    """With a singular mass matrix: no state near u0 satisfies the algebraic equations, or the index isn't 1."""
 
     @property
     def failed(self) -> bool:
@@ -87,13 +87,13 @@ class ConvergenceCode(NamedCode):
     Success = "Success"
     """It converged."""
     MaxIters = "MaxIters"
-    """It was still under way after the largest number of evaluations, or steps."""
+    """It didn't converge within the maximum number of evaluations or steps."""
     Singular = "Singular"
-    """It ended where the data don't determine the variables; or at a steady state beside which there are others."""
+    """The data don't determine all variables, or the Jacobian at the steady state is singular."""
     InitialFailure = "InitialFailure"
-    """At the start the solve fails already, or residuals or f aren't finite."""
+    """At the start the solve fails, or residuals or f aren't finite."""
     ConvergenceFailure = "ConvergenceFailure"
-    """Steps became too small, because longer ones led to where the solve fails, or f says nothing."""
+    """Steps became too small, because the solve fails or f isn't finite at the points of longer steps."""
 
 
 # The codes of failures come last.
@@ -117,30 +117,22 @@ class Outcome:
     u_end: Array  # shape (d, N); the last accepted state
     t_reached: Array  # shape (N,)
     codes: Array  # int, shape (N,); numbers of return codes
-    # `naccept`, `nreject`: int, shape (N,).
-    naccept: Array
-    nreject: Array
+    naccept: Array  # int, shape (N,)
+    nreject: Array  # int, shape (N,)
     saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
-    # Int, shape (N, n_saved), or None. The accepted step (from 0) of each saved time; -1 for the initial state, -2 if it
-    # wasn't reached.
-    save_step: Array | None
-    # For a solve with events that act, shape (N,): the index of the next given time, and how often the trajectory was
-    # resumed after events.
+    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved time, from 0, or INITIAL, NOWHERE
+    # For a solve with events that act, shape (N,): the index of the next given time, and the number of resumptions.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
-    # Shape (5, m), or None if there are no events. All events, sorted by trajectory and then by time: the trajectory, the
-    # event, the number of its step (from 0), the fraction of that step, and the time.
+    # Shape (5, m), sorted by trajectory and time: trajectory, event, step (from 0), fraction of the step, and time.
     event_table: Array | None = None
-    # List of (int, Steps). All accepted steps, if they are recorded: the first trajectory of each share and its steps,
-    # which count trajectories from there.
+    # If steps are recorded: for each share of the trajectories its first trajectory, and all accepted steps.
     steps: list[tuple[int, Steps]] = field(default_factory=list)
-    # For a solve by compiled kernels that is to be differentiated; `steps` is then computed on demand.
-    solver: Any = None
-    # `tapes`, `last`: the steps as such a kernel wrote them, and each trajectory's last row.
-    tapes: list[Any] = field(default_factory=list)
-    last: Array | None = None
-    carried: tuple[Array, Array] | None = None  # the tangents it propagated, of shapes (m, d, N) and (m, N, n_saved, d)
-    crossings: Any = None  # the events that such a kernel found, one row each: see `kernel_rows`
+    solver: Any = None  # of a solve by compiled kernels that will be differentiated; `steps` is then computed on demand
+    tapes: list[Any] = field(default_factory=list)  # the steps as a kernel wrote them
+    last: Array | None = None  # the last row of each trajectory in `tapes`
+    carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
+    crossings: Any = None  # the events that a kernel found, one per row: see `kernel_rows`
     record: Any = None  # of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved), or None; of a solve on a device that saved every step
     jumps: list[Any] = field(default_factory=list)  # of a recorded solve with events that act
@@ -151,7 +143,7 @@ class Outcome:
         return ~came_through(self.codes)
 
     def recorded(self) -> list[tuple[int, Steps]]:
-        """Return the accepted steps: the first trajectory of each share, and its steps."""
+        """Return `steps`, computed by a kernel if necessary."""
         if self.solver is not None and not self.steps:
             found = self.solver.recorded(self)
             self.steps = [(tape.first, tape.steps(found.last, found.naccept, self.u_end.dtype)) for tape in found.tapes]
@@ -162,7 +154,7 @@ class Outcome:
         return self.jumps if self.solver is None else self.solver.recorded(self).jumps
 
     def every_step(self) -> tuple[Array, Array]:
-        """Return the times before each accepted step and at the end, shape (N, n), and states there; padded with NaN."""
+        """Return the times at the starts and ends of all steps, (N, n), and the states, (N, n, d), padded with NaN."""
         if self.saved_times is not None:
             return self.saved_times, self.saved  # type: ignore[return-value]
         (d, count), most = self.u_end.shape, int(self.naccept.max(initial=0)) + 1
@@ -172,7 +164,7 @@ class Outcome:
             for i in range(len(steps.counts)):
                 t, _, states = steps.trajectory(i)
                 times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
-        # The record has the state before each step; the final state is added here.
+        # The record has only the states before each step.
         every = np.arange(count)
         times[every, self.naccept], u[every, self.naccept] = self.t_reached, self.u_end.T
         return times, u
@@ -216,14 +208,14 @@ def _join(arrays: list[Any]) -> Any:
 
 
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
-    """Return the number of calls of f per trajectory, whose first step was `given` or not."""
+    """Return the number of calls of f per trajectory; `given`: whether the user gave the size of the first step."""
     tries = naccept + nreject
     at_start = np.where(given, 1, 2)  # the second one is a probe for the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 
 class FactorizationCounts:
-    """A solution, of one trajectory or of many, with the number of matrix factorizations of its steps."""
+    """A solution of one trajectory or many, with the numbers of matrix factorizations."""
 
     naccept: Any
     nreject: Any
@@ -241,20 +233,17 @@ class FactorizationCounts:
         return self.nlu
 
 
-def failures(kinds: type[NamedCode], retcode: Array, failed: Array, said: str) -> str:
-    """Return a text with the number of failures, their codes and the first; `said` is ``"trajectories failed"``, say."""
+def failures(kinds: type[NamedCode], retcode: Array, failed: Array, predicate: str) -> str:
+    """Return a text with the number of failures, their codes and the first; `predicate` is "trajectories failed", say."""
     counts = [f"{count} {kind}" for kind in kinds if (count := np.count_nonzero(retcode[failed] == kind))]
-    return f"{len(failed)} of {len(retcode)} {said} ({', '.join(counts)}); the first is number {failed[0] + 1}"
+    return f"{len(failed)} of {len(retcode)} {predicate} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
 
 def report(call: str, what: str, retcode: Array) -> None:
-    """Log the number of `what`, such as ``"fits"``, that ended without success, their codes, and the first of them."""
+    """Log the number of `what`, such as "fits", that ended without success, their codes, and the first of them."""
     failed = np.flatnonzero(retcode != ConvergenceCode.Success)
     if len(failed):
         _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))
-
-
-# Completes outcomes of solves with events that act, by columns or by a kernel.
 
 
 def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
@@ -262,7 +251,7 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
     outcome.jumps = [*acting.started, *outcome.jumps]
     ended, still = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
-    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # of which the event table is a part
+    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # the event table is a view of it
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
     steps, saved = outcome.save_step, outcome.saved

@@ -24,7 +24,7 @@ _NO_NUMBER = np.empty(1)
 
 
 class Readable:
-    """A problem that, as an attribute of a solution, has the sources of the kernels that solved it."""
+    """A problem; as an attribute of a solution it has the sources of the kernels of the solve."""
 
     _kernels: ClassVar[Mapping[str, str]] = {}
 
@@ -44,13 +44,13 @@ class Readable:
         kernels = self._kernels
         if name not in kernels:
             raise ValueError(
-                f"kernel_source: there is no {name!r} kernel of this problem, only {sorted(kernels)}. Ask the problem of a "
+                f"kernel_source: this problem has no kernel {name!r}, only {sorted(kernels)}. Call it for the problem of a "
                 "solution: solve(problem, compile=True).problem.kernel_source()."
             )
         return kernels[name]
 
     def read_from(self, kernels: Mapping[str, str]) -> Any:
-        """Return a copy for a solution, with the kernels' sources by name."""
+        """Return a copy of the problem for a solution, with the sources of the kernels."""
         made = copy.copy(self)
         made.__dict__["_kernels"] = kernels
         return made
@@ -98,23 +98,23 @@ class ODEProblem(Readable):
     mass_matrix: Array = None
 
     def __post_init__(self) -> None:
-        self._settle(("f", "u0", "p"))
+        self._convert(("f", "u0", "p"))
 
-    def _settle(self, changed: Iterable[str]) -> None:
+    def _convert(self, changed: Iterable[str]) -> None:
         if "f" in changed:
             _check_derivative(self.f)
         for name in ("u0", "p"):
             value = getattr(self, name)
-            # So that prob_func can compute with them: 0.5 + prob.u0.
+            # As arrays, prob_func can compute with them: 0.5 + prob.u0.
             if type(value) is list and value and all(map(_is_number, value)):
-                # autograd's function takes eight times as long, and prob_func calls this for each trajectory.
+                # autograd's function takes eight times as long.
                 object.__setattr__(self, name, (anp if any(map(isbox, value)) else np).array(value))
 
     def changed(self, changes: dict[str, Any]) -> ODEProblem:
-        """Return the problem with some fields changed; the others aren't checked again."""
+        """Return the problem with some fields changed; other fields aren't checked again."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, **changes)
-        made._settle(changes)
+        made._convert(changes)
         return made
 
 
@@ -132,10 +132,10 @@ class EnsembleProblem(Readable):
         ``output_func(sol, i)`` returns the output of a trajectory, and whether to solve it again (with `repeat` increased
         by 1).
     reduction : callable, optional
-        ``reduction(u, batch, I)`` adds the outputs of a batch, those of the trajectories I, to the accumulated value u
-        (initially an empty list, or `u_init`), and returns it together with whether to stop early.
+        ``reduction(u, batch, I)`` adds the outputs `batch` of the trajectories I to the accumulated value u (initially an
+        empty list, or `u_init`), and returns it together with whether to stop early.
     seed : int, optional
-        Seed of the generators: each is derived from one master seed by its trajectory's number, whatever the backend.
+        Seed from which the generators of all trajectories are derived, independently of the backend.
     u0 : array, shape (N, d), optional
         Initial states, instead of a `prob_func`.
     p : array, shape (N, m), optional
@@ -175,27 +175,26 @@ class EnsembleProblem(Readable):
                 raise TypeError(f"EnsembleProblem: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
         if self.prob_func is not None and not (self.u0 is None and self.p is None):
             given = " and ".join(name for name in ("u0", "p") if getattr(self, name) is not None)
-            raise ValueError(
-                "EnsembleProblem: give either prob_func or u0 and p, not both: they say the same, but got prob_func="
-                f"{self.prob_func!r:.60} and {given}."
-            )
+            both = f"prob_func={self.prob_func!r:.60} and {given}"
+            raise ValueError(f"EnsembleProblem: give either prob_func, or arrays u0 and p, not both; but got {both}.")
 
 
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
-    """Return a digest per part of a problem, and of events, that ranks compare: of arrays, and values functions read.
+    """Return digests of the parts of a problem and of events, which ranks compare.
 
-    For arrays on a device only the shape and dtype are used, as their entries would have to be copied to the host.
+    They depend on the code of functions, the values that functions read, and the entries of host arrays; for arrays on a
+    device only on shape and dtype.
     """
     one = problem.problem if isinstance(problem, EnsembleProblem) else problem
     parts = {"f": one.f, "u0 of the problem": one.u0, "tspan": one.tspan, "p of the problem": one.p}
     if one is not problem:
         parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p")}
     parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
-    return {name: fingerprint(*_told(part)) for name, part in parts.items()}
+    return {name: fingerprint(*_comparable(part)) for name, part in parts.items()}
 
 
-def _told(part: Any) -> list[Any]:
-    """Return texts and arrays that represent one argument."""
+def _comparable(part: Any) -> list[Any]:
+    """Return texts and arrays that represent an argument."""
     found: list[Any] = []
     for leaf in map(getval, flatten(part)[0]):
         if callable(leaf):
@@ -249,13 +248,13 @@ def _check_derivative(f: object) -> None:
     names = _required(f)
     if names is not None and len(names) == 4:
         raise TypeError(
-            f"ODEProblem: f must be f(u, p, t) and return the derivative, but {f!r:.60} takes four arguments, as the form "
-            "f(du, u, p, t) that writes into du. Return a list of the components instead."
+            f"ODEProblem: f must be f(u, p, t) and return the derivative, but {f!r:.60} takes four arguments. Instead of "
+            "writing into du, as in f(du, u, p, t), return a list of the components."
         )
 
 
 def check_order(what: str, fun: Function | None) -> None:
-    """Raise a TypeError if a function takes time first, by the names of its arguments."""
+    """Raise a TypeError if the names of a function's arguments show that it takes time first."""
     names = _required(fun) if fun is not None else None
     if names and names[0] == "t" and "t" not in names[1:]:
         raise TypeError(
@@ -275,7 +274,7 @@ def _is_number(part: object) -> bool:
 def _required(fun: Function) -> tuple[str, ...] | None:
     """Return the names of the positional arguments without defaults; None if they can't be determined."""
     if type(fun) is FunctionType and not fun.__dict__:
-        # A training loop creates its problem again in each step, and inspect is slow.
+        # inspect is slow, and a training loop creates its problem again in each step.
         return fun.__code__.co_varnames[: fun.__code__.co_argcount - len(fun.__defaults__ or ())]
     try:
         kinds = inspect.signature(fun).parameters.values()

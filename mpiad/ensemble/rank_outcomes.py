@@ -1,8 +1,4 @@
-"""The outcomes of the trajectories of all ranks, exchanged in one message per rank: a few bytes per trajectory.
-
-Values that all of a rank's trajectories have in common are sent once. Saved times that differ between ranks are rare and
-sent separately.
-"""
+"""The outcomes of the trajectories of all ranks, exchanged in one message per rank, of a few bytes per trajectory."""
 
 from __future__ import annotations
 
@@ -24,24 +20,23 @@ from mpiad.transport.agreement import agreed, fingerprint, raise_first
 
 
 class _Share(NamedTuple):
-    """The data that a rank sends about its trajectories; a single number if it is the same for all."""
+    """The data that a rank sends about its trajectories; if all entries of an array are equal, it is a number."""
 
     count: int
     kind: tuple[Shape, np.dtype]  # of a state
-    times: int  # a fingerprint of the saved times if all have the same, else 0
-    # `accepted`, `rejected`: numbers of steps, in as few bytes as the largest needs: most programs never read them.
-    accepted: Array
+    times: int  # a fingerprint of the saved times if all trajectories have the same, else 0
+    accepted: Array  # numbers of steps, in as few bytes as possible
     rejected: Array
     calls: Array | None  # numbers of calls of f if there were events, after which f is called again
     codes: Array  # return codes
-    reached: Array  # the times that were reached
+    reached: Array  # final times
     events: dict  # from trajectories to their events, with plain times
-    converged: bool
+    converged: bool  # whether a reduction ended the solve
     compiled: bool
     traced: bool
-    ends: bool
-    said: str
-    given: dict[str, int]  # a digest of each argument
+    ends: bool  # whether only initial and final states are saved
+    warnings: str  # about f, for the log
+    digests: dict[str, int]  # of the arguments
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,10 @@ class RankOutcomes:
 
     shares: list[_Share]
     t: Array  # shape (n_saved,) or (N, n_saved)
-    evaluated: Callable[[Array, Array], Array]  # from `naccept` and `nreject` to the calls of f
+    evaluated: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
 
     def any(self, name: str) -> bool:
-        """Return whether some share is `converged` (a reduction ended the solve), `compiled` (by kernels) or `traced`."""
+        """Return whether the attribute `name` of any share is true."""
         return any(getattr(share, name) for share in self.shares)
 
     @property
@@ -67,9 +62,9 @@ class RankOutcomes:
         return all(share.ends for share in self.shares)
 
     @property
-    def said(self) -> list[str]:
-        """The messages of all ranks about f, for the log."""
-        return [share.said for share in self.shares]
+    def warnings(self) -> list[str]:
+        """The warnings of all ranks about f, for the log."""
+        return [share.warnings for share in self.shares]
 
     @cached_property
     def events(self) -> dict[int, list[tuple[int, float]]]:
@@ -87,7 +82,7 @@ class RankOutcomes:
 
     @cached_property
     def t_reached(self) -> Array:
-        """The times that were reached, shape (N,)."""
+        """The final times, shape (N,)."""
         return self._joined("reached", float)
 
     @cached_property
@@ -125,38 +120,37 @@ class RankOutcomes:
 
 def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
-    evaluated: Callable[[Array, Array], Array], said: str, given: dict[str, int],
+    evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
     """Exchange the ranks' outcomes, and return them with this rank's share; all ranks call it.
 
-    `share` is this rank's solution, or the exception that it raised. An exception on one rank is raised on all; so is an
-    error if the ranks' states differ in shape or dtype, or they were `given` different arguments (see `digests_of`).
-    `evaluated` is as in `RankOutcomes`, `said` is this rank's message about f for the log.
+    `share` is this rank's solution, or the exception that it raised, which is then raised on all ranks. All ranks also
+    raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
     """
     if isinstance(share, Exception):
         used.data.allgather(None)
         raise_first(used, share)
-    every = used.data.allgather(_told(share, compiled, traced, said, given))
-    if any(told is None for told in every):
+    every = used.data.allgather(_share_of(share, compiled, traced, warnings, digests))
+    if any(other is None for other in every):
         raise_first(used, None)
-    check_alike([told.kind for told in every], "ranks")
-    for rank, told in enumerate(every):
-        names = [name for name, digest in told.given.items() if digest != every[0].given.get(name)]
+    check_alike([other.kind for other in every], "ranks")
+    for rank, other in enumerate(every):
+        names = [name for name, digest in other.digests.items() if digest != every[0].digests.get(name)]
         if names:
-            text = f"all ranks must give the same arguments, but rank {rank} gave other {', '.join(names)} than 0"
+            text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
             advice = "Draw random numbers with one seed, or broadcast them."
-            raise agreed(used, ValueError(f"solve: {text}, or functions that read other values. {advice}"))
+            raise agreed(used, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
     return share, RankOutcomes(every, _times(used, share, every), evaluated)
 
 
-def _told(share: EnsembleSolution, compiled: bool, traced: bool, said: str, given: dict[str, int]) -> _Share:
+def _share_of(share: EnsembleSolution, compiled: bool, traced: bool, warnings: str, digests: dict[str, int]) -> _Share:
     codes, reached = share.codes, getval(share.t_reached)
     kind, times = (share.u_end.shape[1:], share.u_end.dtype), fingerprint(share.t) if share.t.ndim == 1 else 0
     counts = _in_few_bytes(share.naccept), _in_few_bytes(share.nreject), share.nf if share.events else None
     codes = np.asarray(codes, np.int8) if codes.any() else np.int8(0)
     reached = reached[0] if len(reached) and same_for_all(reached) else reached
     events = {i: [(event, getval(time)) for event, time in found] for i, found in share.events.items()}
-    about = share.converged, compiled, traced, share._start is not None, said, given
+    about = share.converged, compiled, traced, share._start is not None, warnings, digests
     return _Share(len(share), kind, times, *counts, codes, reached, events, *about)
 
 
@@ -165,9 +159,9 @@ def _in_few_bytes(counts: Array) -> Array:
 
 
 def _times(used: Channel, share: EnsembleSolution, every: list[_Share]) -> Array:
-    if every[0].times and all(told.times == every[0].times for told in every):
+    if every[0].times and all(other.times == every[0].times for other in every):
         return share.t
-    # A rank without trajectories has at most the times of the first one, and is left out.
-    found = [(t, told.count) for t, told in zip(used.data.allgather(share.t), every)]
+    # Ranks without trajectories are left out.
+    found = [(t, other.count) for t, other in zip(used.data.allgather(share.t), every)]
     busy = [pair for pair in found if pair[1]] or found[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

@@ -1,8 +1,8 @@
 """`EnsembleMPI`: the division of an ensemble into contiguous shares of equal cost, and the gathering of solutions.
 
-Costs are estimated from the numbers of steps in the last solve. The cost of a share is the number of steps of its
-trajectories, plus that of its iterations of the step loop, which is the number of steps of its longest trajectory: an
-iteration has a cost even for few columns. So a share with long trajectories gets fewer of them.
+The cost of a share is estimated from the numbers of steps in the last solve. It is the sum of two terms. One is
+proportional to the number of steps of all its trajectories, the other to the number of iterations of the step loop, which
+is the number of steps of its longest trajectory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
 from mpiad.transport.device_arrays import is_device_array
 
-# Solutions of trajectories on several ranks: gathered, or left distributed with statistics over all ranks.
-
-
 InitialStates: TypeAlias = Callable[[], Array] | None
 
 
@@ -39,9 +36,8 @@ def gathered(
 ) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; collective.
 
-    - `start`: returns the initial states of all trajectories, shape (d, N), or None if a rank doesn't know them.
-    - `timed`: whether the times at which trajectories ended have derivatives, which is the case with events.
-    - `made`: the solution's `u`, if it has already been computed.
+    `start` returns the initial states of all trajectories, shape (d, N), or is None if a rank doesn't know them. `timed` is
+    true if the final times have derivatives. `made` is the `u` of the solution if there is a reduction or output function.
     """
     later = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     found: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
@@ -56,7 +52,7 @@ def gathered(
     if not outcomes.ends or share._start is None:
         sol.u = _collected(used, widened(share.u, outcomes.t.shape[-1]), outcomes)
         return sol
-    # Evaluated now, since the problem's arrays may change later.
+    # A program may change the problem's arrays later.
     u0 = _collected(used, share._start(), outcomes, axis=1) if start is None else start()
     return at_ends(sol, lambda: u0, sol.u_end)
 
@@ -71,7 +67,7 @@ def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm
     """Return the events of all trajectories, with differentiable times."""
     if not outcomes.events:
         return {}
-    # Sorted by trajectory, so that the gathered times match their events on all ranks.
+    # All ranks sort the events in the same order.
     mine = [time for i in sorted(share.events) for _, time in share.events[i]]
     everything = mpi_allgather(anp.array(mine) if mine else np.empty(0), axis=0, comm=comm)
     times = iter(everything if isbox(everything) else everything.tolist())
@@ -89,7 +85,7 @@ class ShardedSolution(EnsembleSolution):
     outcomes : RankOutcomes
         The outcomes of all N trajectories.
     comm : mpi4py intracommunicator or None
-        A communicator created by the user isn't pickled; after unpickling, set it before computing statistics.
+        A communicator created by the user isn't pickled. Set it after unpickling, before computing statistics.
 
     Notes
     -----
@@ -114,11 +110,11 @@ class ShardedSolution(EnsembleSolution):
         return mpi_allreduce(super()._sum(values), comm=self._over)
 
     def quantile(self, q: float | list[float]) -> Array:
-        """Return quantiles over all ranks' survivors, which are gathered; see `EnsembleSolution.quantile`."""
+        """Return quantiles over the survivors of all ranks; see `EnsembleSolution.quantile`."""
         return quantile(mpi_allgather(self._surviving(), axis=0, comm=self._over), q)
 
     def summary(self) -> str:
-        """Return a text about all ranks' trajectories; see `EnsembleSolution.summary`."""
+        """Return a text about the trajectories of all ranks; see `EnsembleSolution.summary`."""
         ends = mpi_allgather(self.u_end, axis=0, comm=self._over)
         f = self.outcomes
         return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
@@ -129,7 +125,7 @@ def sharded(
 ) -> ShardedSolution:
     """Return this rank's share; `made`: whether its u is the result of an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
-    # Copied without computing deferred attributes.
+    # A copy that doesn't compute deferred attributes.
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
     if not made:
         # Statistics require the same number of saved times on all ranks.
@@ -139,15 +135,13 @@ def sharded(
     return sol
 
 
-# The cost of an iteration of the step loop in addition to that of its columns, in numbers (columns times components),
-# measured for small f: without tangents, with tangents (for which f is traced at each stage), and the number of lanes of a
-# kernel, all of which it computes.
+# The cost of an iteration of the step loop in addition to its columns, measured for small f in numbers (columns times
+# components): without and with tangents; and the number of lanes of a kernel, all of which it computes.
 _TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
-# The cost of entering and leaving the working set or a kernel's lane, in steps: without kernels, with kernels, and with
-# tangents in kernels. Kernels do this outside of vector instructions; for small f, 7 to 12 steps are best, and with
-# tangents, which make steps more expensive, 5 to 10.
+# The measured cost of entering and leaving the working set or a kernel's lane, in steps: without kernels, with kernels, and
+# with tangents in kernels.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
-# Each rank divides all trajectories, in this number of blocks; a share deviates by at most 0.1 % from its target.
+# Trajectories are divided in blocks, this number per share, so shares deviate by at most 0.1 % from their targets.
 _BLOCKS = 1024
 _TRIES = 8
 
@@ -199,7 +193,7 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     def bounds(self, count: int, size: int) -> Array:
         """Return the first indices of the ranks' shares and, last, the number of trajectories; the same on all ranks."""
-        # Without known costs, all shares have the same number of trajectories.
+        # If costs aren't known, all shares have the same number of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
@@ -207,17 +201,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
-        """Store the numbers of tried steps of all trajectories as their costs.
-
-        Parameters
-        ----------
-        tries : array of int, shape (N,)
-            Numbers of tried steps.
-        components : int
-            Number of components of a state.
-        compiled, traced : bool
-            Whether the steps ran in kernels, and whether derivatives were computed.
-        """
+        """Store numbers of tried steps, shape (N,), as costs; `components` is the number of components of a state."""
         before = self._entry, self._turn, self._tries
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
@@ -228,12 +212,9 @@ class EnsembleMPI(EnsembleAlgorithm):
 
 
 class _LoadBalance:
-    """The costs of trajectories, in steps of a column.
+    """The division of N trajectories into `size` shares; all costs are relative to a step of one trajectory.
 
-    - `steps`: shape (N,); the steps of each trajectory.
-    - `entry`: the cost of a trajectory in addition to its steps.
-    - `turn`: the cost of an iteration of the step loop in addition to its columns.
-    - `size`: the number of shares.
+    `steps` are those of each trajectory, `entry` the further cost of a trajectory, `turn` that of an iteration.
     """
 
     def __init__(self, steps: Array, entry: float, turn: float, size: int):
@@ -252,7 +233,7 @@ class _LoadBalance:
         best = shares = self._divided(own)
         shortest = self._slowest(best)
         for _ in range(_TRIES):
-            # Damped by one half, to prevent the longest trajectory from moving back and forth between two shares.
+            # Damping keeps the longest trajectory from moving back and forth between two shares.
             before, own = shares, (own + self._turns(shares)) / 2
             shares = self._divided(own)
             if np.array_equal(shares, before):
@@ -263,19 +244,19 @@ class _LoadBalance:
         return self._edges[best]
 
     def _divided(self, own: Array) -> Array:
-        """Return shares, in blocks, whose costs are equal including the given extra costs of the shares."""
+        """Return the boundaries of shares, in blocks, whose costs, including the given additional costs, are equal."""
         done = self._done[1:]
         due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
-        due = np.minimum(due, done[-1])  # clipped at zero, the targets may sum to more than the total
+        due = np.minimum(due, done[-1])  # targets are clipped at zero, so their sum may exceed the total
         inner = np.searchsorted(done, due)
-        # The boundary before or after the block that contains the target, whichever is nearer.
+        # The nearest boundary of the block that contains the target.
         inner += done[inner] - due < due - (done[inner] - self._costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
     def _turns(self, shares: Array) -> Array:
         filled = np.diff(shares) > 0
         longest = np.zeros(self._size)
-        # Empty shares are left out, since reduceat has no empty groups.
+        # reduceat has no empty groups.
         longest[filled] = np.maximum.reduceat(self._longest, shares[:-1][filled])
         return self._turn * longest
 

@@ -2,11 +2,10 @@
 
 During the solve the accepted columns of each turn are stored as a chunk. At the end they are sorted into *sweeps*: sweep s
 contains the (s+1)-th step from the end of every trajectory with more than s steps. Trajectories are sorted by their numbers
-of steps, in descending order, so sweep s consists of the first ``widths[s]`` trajectories. A reverse pass visits the sweeps
-s = 0, 1, …, whose widths decrease; a forward pass visits them in reverse order. The states of a sweep are one contiguous
-block of shape (d, width).
+of steps, in descending order, so sweep s consists of the first ``widths[s]`` trajectories. The states of a sweep are one
+contiguous block of shape (d, width). A reverse pass visits the sweeps s = 0, 1, …, a forward pass the opposite order.
 
-Memory is (d + 2) numbers per accepted step.
+The record takes (d + 2) numbers per accepted step.
 """
 
 from __future__ import annotations
@@ -24,19 +23,16 @@ _FILLED = 2048
 class Step(NamedTuple):
     """A step of n columns; times are in the direction of the solve."""
 
-    # `ids`, `number`: int, shape (n,). The trajectories, and the index of this step among the accepted ones of each.
-    ids: Array
-    number: Array
+    ids: Array  # trajectories, int, shape (n,)
+    number: Array  # index of this step among the accepted steps of the trajectory, int, shape (n,)
     accepted: Array  # bool, shape (n,)
-    # `t`, `h`, `t_new`: shape (n,).
-    t: Array
-    h: Array
-    t_new: Array
-    # `u`, `new`: shape (d, n). States before and after the step.
-    u: Array
-    new: Array
-    k: Array | list[Array]  # list of array, shape (d, n), or on a device array, shape (stages, d, n); the stages
-    sign: Array | None  # shape (n,), -1 for columns that go backwards; None if there are none
+    t: Array  # time before the step, shape (n,)
+    h: Array  # shape (n,)
+    t_new: Array  # shape (n,)
+    u: Array  # states before the step, shape (d, n)
+    new: Array  # states after the step, shape (d, n)
+    k: Array | list[Array]  # stages, each of shape (d, n); one array on a device
+    sign: Array | None  # shape (n,), -1 for columns that are integrated backwards in time; None if there are none
 
     def at(self, columns: Array) -> Step:
         """Return the step of some columns."""
@@ -47,7 +43,7 @@ class Step(NamedTuple):
         return Step._make(taken)
 
     def at_end(self, columns: Array) -> Step:
-        """Return the ends of the steps of some columns, without the data at their starts, except for times."""
+        """Return the steps of some columns, only with times and the states after the steps."""
         taken = (self.ids, self.number, self.t, self.t_new, self.new)
         ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in taken)
         sign = None if self.sign is None else self.sign[columns]
@@ -61,23 +57,18 @@ class Step(NamedTuple):
 class Sweep(NamedTuple):
     """One step of several trajectories."""
 
-    ids: Array  # int, shape (width,); the trajectories, in the sorted order
-    # `t`, `h`: shape (width,). Times before the step, and its signed sizes.
-    t: Array
-    h: Array
-    u: Array  # shape (d, width); states before the step
+    ids: Array  # trajectories, int, shape (width,), in the sorted order
+    t: Array  # times before the step, shape (width,)
+    h: Array  # signed sizes, shape (width,)
+    u: Array  # states before the step, shape (d, width)
 
 
 class Steps:
-    """All accepted steps, by sweeps.
+    """All accepted steps, by sweeps; `counts`, shape (N,), are their numbers.
 
-    - `counts`: int, shape (N,); numbers of accepted steps.
-    - `dtype`: that of the states.
-    - `every`: if not None, only the states before every `every`-th step are stored, in `kept`, whose step j is step
-      j * every.
-    - `order`: int, shape (N,); the trajectories, those with the most steps first.
-    - `rank`: int, shape (N,); the index of each trajectory in that order.
-    - `widths`: int, shape (number of sweeps,); the number of trajectories in each sweep.
+    If `every` is given, only the states before every `every`-th step are stored, in `kept`. `order` are the trajectories,
+    those with the most steps first; `rank` is the inverse of this permutation; `widths` are the numbers of trajectories in
+    the sweeps.
     """
 
     def __init__(self, counts: Array, d: int, dtype: np.dtype, every: int | None = None):
@@ -85,12 +76,10 @@ class Steps:
         if every is not None:
             self.kept, d = Steps(-(-counts // every), d, dtype), 0
         self.counts, self.d = counts, d
-        # Longest first: the s-th sweep from the end is then a prefix of the columns, and needs no index.
         self.order = np.argsort(-counts, kind="stable")
         self.rank = np.empty_like(self.order)
         self.rank[self.order] = np.arange(len(counts))
         most = int(counts.max(initial=0))
-        # The number of trajectories with more than s steps.
         self.widths = len(counts) - np.cumsum(np.bincount(counts, minlength=most + 1))[:most]
         self._offsets = np.concatenate([[0], np.cumsum(self.widths)])
         total = int(self._offsets[-1])
@@ -124,7 +113,7 @@ class Steps:
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
-        """Return the steps of the trajectories in a mask; the others have none."""
+        """Return the steps with no steps of the trajectories outside a mask."""
         if keep.all():
             return self
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
@@ -149,7 +138,7 @@ class Steps:
 
 
 class Log:
-    """Accepted steps in the order in which they were taken, with the states before each, or before each `every`-th step."""
+    """Accepted steps in the order of the solve, with the states before each step, or before each `every`-th one."""
 
     def __init__(self, every: int | None = None) -> None:
         self._every = every
@@ -158,7 +147,7 @@ class Log:
 
     def note(self, step: Step) -> None:
         """Store the accepted columns of a step, with actual times and signed sizes."""
-        # All chunks are kept until the end: int32 halves the memory of these numbers, which saves a tenth of the total.
+        # int32 saves a tenth of the memory of the record.
         count, u = len(step.ids), step.u
         numbers, times = np.empty((2, count), np.int32), np.empty((2, count))
         numbers[0], numbers[1] = step.ids, step.number
@@ -178,14 +167,14 @@ class Log:
         steps = Steps(counts, d, dtype, self._every)
         for chunks, filled in ((self._chunks, steps), (self._kept, steps.kept or steps)):
             chunks.reverse()
-            while chunks:  # each is freed when it has been copied
-                (ids, numbers), (t, h), u = _several(chunks)
+            while chunks:  # a chunk is freed when it has been copied
+                (ids, numbers), (t, h), u = _next_chunks(chunks)
                 filled.fill(ids, numbers, t, h, u)
         return steps
 
 
-def _several(chunks: list[tuple[Array, ...]]) -> tuple[Array, ...]:
-    """Remove chunks from the end of a list and return them as one, wide enough to amortize the overhead of a call."""
+def _next_chunks(chunks: list[tuple[Array, ...]]) -> tuple[Array, ...]:
+    """Remove chunks from the end of a list and return their concatenation, of about `_FILLED` columns."""
     taken, count = [], 0
     while chunks and count < _FILLED:
         taken.append(chunks.pop())

@@ -1,4 +1,4 @@
-"""Batches of trajectories that were solved one after the other: concatenated, or reduced to their outputs."""
+"""The concatenation of separately solved batches of trajectories, and their reduction to outputs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from mpiad.ensemble.dense_output import JoinedOutput
 from mpiad.ensemble.problem import EnsembleProblem
 from mpiad.ensemble.solution import EnsembleSolution
 
-# A trajectory that is never good enough would be solved again endlessly.
 _MOST_REPEATS = 1000
 
 
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
-    """Solve batch by batch with ``solved(numbers, repeat)``, until all are done or the reduction stops the solve.
+    """Solve batch by batch with ``solved(numbers, repeat)``, until the reduction stops the solve.
 
-    Returns the solution of the batches that were solved; its `u` is the result of the reduction.
+    Returns the solution of these batches; its `u` is the result of the reduction.
     """
     kept: Any = [] if problem.u_init is None else problem.u_init
     parts, converged = [], False
     for numbers in batches:
-        # One batch after the other: the outputs are small, and only one batch is in memory.
         sol = solved(numbers)
         outputs = [_output(problem, sol, i, number, solved) for i, number in enumerate(numbers)]
-        # Only the outputs of the batch are kept; its saved states aren't needed any more.
+        # Only the outputs of the batch are kept, not its saved states.
         parts.append(dataclasses.replace(sol, u=sol.u[:, :0], dense=None))
         if problem.reduction is None or not outputs:
             kept = kept + outputs if outputs else kept
@@ -43,7 +41,7 @@ def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[...
 
 
 def combined(problem: EnsembleProblem, parts: list[Any], count: int) -> Any:
-    """Return the combined outputs of several ranks: lists are concatenated, others reduced as a batch of their own."""
+    """Return the combined outputs of several ranks: lists are concatenated, other outputs are reduced as one batch."""
     if problem.reduction is None or all(isinstance(part, list) for part in parts):
         return [output for part in parts for output in part]
     start = [] if problem.u_init is None else problem.u_init
@@ -87,13 +85,11 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
 
 
 def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
-    """Raise a ValueError if separately solved groups of trajectories have states of different `kinds`: shapes or dtypes."""
+    """Raise a ValueError if groups of trajectories have different `kinds`: shapes and dtypes of a state."""
     for shape, dtype in kinds[1:]:
         if (shape, dtype) != kinds[0]:
-            raise ValueError(
-                f"solve: all trajectories must have u0 of one shape and dtype, but {groups} have {kinds[0][1]} of shape "
-                f"{kinds[0][0]} and {dtype} of shape {shape}."
-            )
+            different = f"{kinds[0][1]} of shape {kinds[0][0]} and {dtype} of shape {shape}"
+            raise ValueError(f"solve: u0 of all trajectories must have one shape and dtype, but {groups} have {different}.")
 
 
 def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, Any]:
@@ -103,7 +99,7 @@ def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, 
 
 
 def joined_times(times: list[Array], counts: list[int], width: int) -> Array:
-    """Return the saved times of several groups of trajectories: one row if they are the same for all."""
+    """Return the saved times of several groups of trajectories, without an axis of trajectories if all are equal."""
     if all(t.ndim == 1 and np.array_equal(t, times[0]) for t in times):
         return times[0]
     rows = [t if t.ndim == 2 else np.broadcast_to(t, (count, len(t))) for t, count in zip(times, counts)]

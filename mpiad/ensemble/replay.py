@@ -1,8 +1,8 @@
 """Replay of the accepted steps of a solve by traceable functions, for derivatives of second and higher order.
 
-The sizes of steps are constant, except for those of steps that end at the end of tspan, at given times of events, or at
-events that are terminal or act, whose times are roots that depend on the inputs. `adjoint` and `tangents` compute the first
-derivatives of the same function.
+The sizes of steps are constant, except for steps that end at the end of tspan, at given times of events, or at events that
+are terminal or act: the times of these events depend on the inputs. `adjoint` and `tangents` compute the first derivatives
+of the same function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, V
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.device_arrays import is_device_array
 
-# Number of Newton steps at an event: derivatives are correct up to third order.
+# Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2
 
 
@@ -49,14 +49,14 @@ class StepReplay:
         return self._run.field.array(self.argument(i), self._leaves, t)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i; that of the last stage is the new state."""
+        """Return the argument of stage i; the argument of the last stage is the new state."""
         if i == 0:
             return self._u
         total = sum(k * weight for k, weight in zip(self._k, self._run.tableau.a[i - 1]) if weight)
         return total * _like(self.h, self._u) + self._u
 
     def inside(self, x: Array, columns: Columns) -> Array:
-        """Return states inside the step, at its fractions x, of shape (m,), or (s, m) for several per column."""
+        """Return states at the fractions x of the step, shape (m,), or (s, m) for s fractions per column."""
         if len(self._k) < self._run.tableau.stages:
             self._evaluate(len(self._k))
         weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
@@ -64,14 +64,14 @@ class StepReplay:
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
-        """Return the root of an event's condition as a differentiable function of the inputs; its value x is known."""
+        """Return the root of an event's condition as a differentiable function of the inputs, given its value x."""
         leaves = self._run.columns(self._leaves, columns)
 
         def value(x: Array) -> Array:
             t = self.t[columns] + x * self.h[columns]
             return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
 
-        # A Newton step doesn't change the value, but doubles the order up to which derivatives are correct.
+        # A Newton step with a slope of its own doubles the order up to which derivatives are correct.
         for _ in range(_ROOT_STEPS):
             found, slope = jvp(value, x, np.ones_like(getval(x)))
             x = x - (found - getval(found)) / slope
@@ -99,8 +99,8 @@ class RosenbrockReplay(StepReplay):
         u, t, h, field, leaves = self._u, _like(self.t, self._u), _like(self.h, self._u), self._run.field, self._leaves
         if is_device_array(getval(u)):
             raise NotImplementedError(
-                "solve: second derivatives of a Rosenbrock method are supported on the host only, but u0 or p are "
-                "device arrays. Bring them to the host with mpiad.device.to_host."
+                "solve: second derivatives of a Rosenbrock method aren't supported for device arrays. Apply "
+                "mpiad.device.to_host to u0 and p."
             )
         ones, units = np.ones_like(getval(u)[0]), np.eye(len(u), dtype=u.dtype)
         columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
@@ -118,7 +118,7 @@ def _polynomial(row: Sequence[float], x: Array) -> Array:
 
 
 def _like(x: Array, u: Array) -> Array:
-    """Return real numbers in the precision of the states u."""
+    """Return real numbers x in the precision of the states u."""
     real = np.zeros(0, u.dtype).real.dtype
     return x if x.dtype == real else x.astype(real)
 
@@ -129,14 +129,13 @@ Replay = Callable[[list], Array]
 def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array | None = None) -> list[Array]:
     """Return the results of a run as functions of its inputs, which may be traced.
 
-    `u0`: shape (d, N). `start`, `end`: shape (N,), on the host. `leaves`: all leaves of the parameters. `due`: the given
-    times at which events act, shape (slots, N). The results are the saved states, (N, n_saved, d), zero for times that
-    weren't reached and failed trajectories; the final states, (N, d); and with events the times at which trajectories
-    ended, (N,), and those of events, (m,).
+    `u0` has shape (d, N); `start` and `end`, shape (N,), are on the host; `due`, shape (times, N), are the given times at
+    which events act. The results are the saved states, (N, n_saved, d), zero for times that weren't reached and failed
+    trajectories; the final states, (N, d); and with events the final times, (N,), and the times of events, (m,).
     """
     replay = _Replay(run, start, end, leaves, due)
     with np.errstate(all="ignore"):
-        # Failed trajectories are constant: their states aren't differentiated.
+        # The states of failed trajectories aren't differentiated.
         u0 = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
         states = initial = replay.started(u0)
         for sweep in run.sweeps(whole=True):
@@ -147,16 +146,16 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
 
 
 class _Replay:
-    """The parts of the results, assembled at the end."""
+    """The replay of all steps, which collects the results."""
 
     def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any], due: Any):
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
         self._timed = any(map(isbox, (start, end, due))) or run.times_move
         if self._timed:
-            # Zeros in value, but with the derivatives of both ends of tspan. Adding them to the constant times of steps
-            # gives these the right derivatives. After an event, times depend on that of the event.
+            # Zeros with the derivatives of both ends of tspan, to be added to the constant times of steps. After an event,
+            # `_shift` has the derivatives of the time of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
-        # The saved values as rows, and the number of rows; row 0 is for values that weren't reached.
+        # The saved values as rows, and the number of rows. Row 0 stands for values that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
         self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
@@ -167,16 +166,15 @@ class _Replay:
         for visit in sweep.forwards():
             before, width = u.shape[1], len(visit.t)
             if before < width:
-                # Visits are aligned at the ends of trajectories, so in forward order shorter ones begin later.
+                # Visits are aligned at the ends of trajectories, so shorter trajectories begin later.
                 entering = states[:, sweep.ids[before:width]]
                 u = concatenate([u, entering], axis=1) if before else entering
             u = self._visited(sweep, visit, u, leaves)
         return self._put(states, sweep.ids, u) if u.shape[1] else states
 
     def _visited(self, sweep: StepSweep, visit: Visit, u: Array, leaves: list[Any]) -> Array:
-        """Return the states after a visit, and store saved values and events in it."""
+        """Return the states after a visit, and store its saved values and events."""
         run, width = self._run, len(visit.t)
-        # At least two columns, as in the solve.
         columns = run.doubled(width)
         t, h = (time[columns] for time in self._times(sweep, visit))
         kind = RosenbrockReplay if run.tableau.implicit else StepReplay
@@ -195,14 +193,14 @@ class _Replay:
         for part in saved.at_end:
             self._save(part, part.of(new))
         for part in saved.inside:
-            x = self._stayed(part, visit, t, h) if self._timed else part.x
+            x = self._fractions(part, visit, t, h) if self._timed else part.x
             self._save(part, step.inside(x, part.columns))
         for rows, own in sweep.jumps(visit):
             new = self._put(new, own, self._jumped(rows, new[:, own]))
         return new
 
     def _times(self, sweep: StepSweep, visit: Visit) -> tuple[Array, Array]:
-        """Return the starts of the steps and their sizes; the last steps end at the end of tspan."""
+        """Return the start times and sizes of the steps."""
         if not self._timed:
             return visit.t, visit.h
         # The end of tspan affects only the size of the last step, unless the trajectory ended at a terminal event.
@@ -212,16 +210,14 @@ class _Replay:
             longer = self._put(longer, own, self._moved(rows) - self._shift[ids[own]])
         return visit.t + self._shift[ids], visit.h + longer
 
-    def _stayed(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
-        """Return the fractions of steps at which the constant saved times lie; they depend on the times of the steps."""
+    def _fractions(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
+        """Return the fractions of steps at the constant saved times; they depend on the times of the steps."""
         own = part.columns
-        made = visit.h[own] != 0
-        gone = visit.t[own] + part.x * visit.h[own] - t[own]
-        # A value saved at the time of an event that acts is the state after it, whenever that is.
-        made = made & (part.x != 0) if self._run.jumps else made
-        return anp.where(made, gone / anp.where(made, h[own], 1.0), 0.0)
-
-    # ---- events that act
+        moving = visit.h[own] != 0
+        elapsed = visit.t[own] + part.x * visit.h[own] - t[own]
+        # A value saved at the time of an event that acts is the state after the event, and doesn't depend on its time.
+        moving = moving & (part.x != 0) if self._run.jumps else moving
+        return anp.where(moving, elapsed / anp.where(moving, h[own], 1.0), 0.0)
 
     def started(self, u0: Array) -> Array:
         """Return the states of all trajectories after events at the start."""
@@ -231,7 +227,7 @@ class _Replay:
         return u0
 
     def ended(self, states: Array) -> Array:
-        """Return the final states, given the states after events at the end of tspan."""
+        """Return the final states as functions of the end of tspan, given the states after events there."""
         run = self._run
         ids = np.flatnonzero(run.cut & ~run.terminated) if run.jumps and self._timed else np.empty(0, int)
         if not ids.size:
@@ -240,19 +236,19 @@ class _Replay:
         return self._put(states, ids, moved)
 
     def _moved(self, rows: Array) -> Array:
-        """Return zeros with the derivatives of the times of jumps: of the given times, or of the preceding steps."""
+        """Return zeros with the derivatives of the times of jumps: of given times, or of the ends of preceding steps."""
         jumps: Any = self._run.jumps
         ids, slot = jumps.ids[rows], jumps.slot[rows]
         due = self._due[np.maximum(slot, 0), ids]
         return anp.where(slot == FOUND, self._shift[ids], due - getval(due))
 
     def _jumped(self, rows: Array, u: Array) -> Array:
-        """Return the states after jumps, given those before; at most one jump per trajectory."""
+        """Return the states after jumps, given the states before, for at most one jump per trajectory."""
         run, jumps = self._run, self._run.jumps
         ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
         if self._timed:
             moved = self._moved(rows)
-            # Only these columns, since f may not be finite in others, and would make their derivatives NaN.
+            # Only these columns, since f may not be finite in others, whose derivatives would become NaN.
             still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
             if still.size:
                 u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], moved[still]))
@@ -268,20 +264,20 @@ class _Replay:
 
     def _drifted(self, u: Array, ids: Array, t: Array, moved: Array) -> Array:
         """Return states advanced by the difference of two coinciding times, which is zero but has derivatives."""
-        since = self._shift[ids]
-        between = moved - since
+        shift = self._shift[ids]
+        between = moved - shift
         if not isbox(between):
             return u
         run, twice = self._run, two_at_least(len(ids))
-        leaves, now, between = run.columns(self._leaves, ids[twice]), (t + since)[twice], between[twice]
+        leaves, now, between = run.columns(self._leaves, ids[twice]), (t + shift)[twice], between[twice]
         rate_at = partial(rates_of_change, run.batch, run.settings.mass)
         rate = rate_at(u[:, twice], leaves, now)
-        # A step of second order, so derivatives are correct up to second order.
+        # A step of second order, for correct derivatives up to second order.
         rate = 0.5 * (rate + rate_at(u[:, twice] + between * rate, leaves, now + between))
         return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
     def _save(self, part: Saved, value: Array) -> None:
-        """Store saved values of shape (d, m), or (s, d, m) for several per column."""
+        """Store saved values of shape (d, m), or (s, d, m) for s values per column."""
         rows = anp.reshape(anp.swapaxes(value, -1, -2), (-1, value.shape[-2]))
         numbers = self._count + self._run.arange(len(rows))
         self._index[part.ids, part.place] = numbers.reshape(*value.shape[:-2], -1)
@@ -297,8 +293,6 @@ class _Replay:
         order[columns] = old.shape[-1] + self._run.arange(len(columns))
         return concatenate([old, new], axis=-1)[..., order]
 
-    # ---- results
-
     def saved(self, start: Array, end: Array) -> Array:
         """Return the saved states, shape (N, n_saved, d)."""
         run, index = self._run, self._index
@@ -311,17 +305,16 @@ class _Replay:
         return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
 
     def times(self) -> tuple[Array, Array]:
-        """Return the times at which the trajectories ended, shape (N,), and the times of events, (m,)."""
+        """Return the final times, shape (N,), and the times of events, (m,)."""
         run = self._run
         reached = run.reached
         if self._timed:
-            # The times of trajectories that ended at the end of tspan.
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
         if self._timed and run.jumps:
             reached = reached + anp.where(run.live & run.terminated, self._shift, 0.0)
         events = run.settings.events
         ends = [located.terminal and not events[located.event].acts for located, *_ in self._crossings]
-        ended, passed = ([one for one, end in zip(self._crossings, ends) if end is way] for way in (True, False))
+        ended, passed = ([one for one, end in zip(self._crossings, ends) if end is wanted] for wanted in (True, False))
         return (
             reached if run.jumps else self._replaced(reached, [ids for _, ids, _ in ended], [time for *_, time in ended]),
             self._replaced(run.crossed, [located.row for located, *_ in passed], [time for *_, time in passed]),
@@ -332,13 +325,13 @@ class _Replay:
 
 
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-    """Return the tangent of the results of `replay`; `args`: all arguments, `gs`: the tangents of those in `argnums`."""
+    """Return the tangent of the results of `replay`, given the tangents `gs` of the arguments at `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
     return trace_forwards(*_of_some(replay, argnums, args), tangents)[1]
 
 
 def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-    """Return the cotangents of the arguments `argnums`, given that of the results, `g`; otherwise as `replayed_jvp`."""
+    """Return the cotangents of the arguments at `argnums`, given the cotangent g of the results of `replay`."""
     fun, variables = _of_some(replay, argnums, args)
     traced = trace_backwards(fun, variables)
     seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
@@ -346,7 +339,7 @@ def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g:
 
 
 def _of_some(replay: Replay, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
-    """Return the results as a function of some arguments, and these arguments."""
+    """Return the results as a function of the arguments at `argnums`, and these arguments."""
 
     def fun(values: Sequence[Any]) -> Array:
         filled = list(args)

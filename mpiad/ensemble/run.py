@@ -24,22 +24,22 @@ from mpiad.transport.device_arrays import arrays_of
 
 # Saved values, sorted by the steps that contain them.
 #
-# A saved value inside a step is u + h Σ w_i(x) k_i at the fraction x of the step. The last stage is the first stage of the
-# next step, where its contribution is added. If no step follows, or one from a state that an event has changed, this stage
+# A saved value at the fraction x of a step is u + h Σ w_i(x) k_i. The last stage is the first stage of the next step, where
+# its contribution is added. If no step follows, or if the next step begins at a state that an event has changed, this stage
 # is computed separately.
 
 
 def starts_of_runs(*keys: Array) -> Array:
-    """Return the first indices of runs of adjacent entries that are equal in all keys."""
+    """Return the first index of each group of adjacent entries that are equal in all keys."""
     fresh = np.ones(len(keys[0]), bool)
     fresh[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
     return np.flatnonzero(fresh)
 
 
 def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
-    """Return for each visit the entries of arrays along their last axis that belong to it, grouped by kind.
+    """Return for each visit its entries along the last axis of arrays, grouped by kind.
 
-    `rows`: the entries to which `visits` and `kinds` refer; all by default.
+    `rows` are the entries to which `visits` and `kinds` refer, by default all.
     """
     order = np.lexsort((kinds, visits))
     own = order if rows is None else rows[order]
@@ -56,7 +56,7 @@ class Seeds(NamedTuple):
 
     end: Array  # shape (d, N)
     saved: Array | None = None  # shape (N, n_saved, d), or None if all are zero
-    reached: Array | None = None  # shape (N,), or None; of the times at which trajectories ended
+    reached: Array | None = None  # shape (N,), or None; of the final times
     crossed: Array | None = None  # shape (m,), or None if all are zero; of the times of non-terminal events
 
     def share(self, rows: slice) -> Seeds:
@@ -66,27 +66,26 @@ class Seeds(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The values saved in steps, sorted by trajectory."""
+    """The m values saved in steps, sorted by trajectory; all arrays have shape (m,)."""
 
-    # `ids`, `place`: int, shape (m,). The trajectory of each value, and its index among the trajectory's saved values.
-    ids: Array
-    place: Array
-    number: Array  # int, shape (m,); the step that contains it, from 0
-    x: Array  # shape (m,); the fraction of the step; 1 at its end
-    h: Array  # shape (m,); the size of the step
+    ids: Array  # trajectories
+    place: Array  # index of the value among the saved values of its trajectory
+    number: Array  # the step that contains the value, from 0
+    x: Array  # the fraction of the step; 1 at its end
+    h: Array  # the size of the step
 
     def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
-        """Return the entries of a sweep's trajectories, organized by its visits."""
+        """Return the entries of the trajectories of a sweep, organized by its visits."""
         starts = np.searchsorted(self.ids, sweep.ids)
         counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
         column = np.repeat(np.arange(len(sweep.ids)), counts)
-        # A trajectory's entries are adjacent: `counts` of them from the first on.
+        # The entries of a trajectory are adjacent.
         chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         return Schedule(Entries(*(array[chosen] for array in self)), column, sweep, coefficients)
 
 
 class Schedule:
-    """The entries of a block of columns, organized by the visits of a sweep over its steps; `column`: their columns."""
+    """The saved values of a block, organized by the visits of a sweep; `column` are the columns of the entries."""
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
         final, inside = sweep.is_last(column, entries.number), entries.x != 1
@@ -99,18 +98,18 @@ class Schedule:
         self._handed_on = _by_visits(inside & ~final, following, column, *own, *step, weights[-1:])
 
     def at_visit(self, visit: int) -> SavedInStep:
-        """Return the values saved in the step of visit number `visit`."""
+        """Return the values saved in the step of a visit."""
         parts = (groups.get(visit, ()) for groups in (self._at_end, self._inside, self._handed_on))
         return SavedInStep._make([Saved(*own) for own in part] for part in parts)
 
 
 def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
-    """Return the chosen entries, sorted by column, for each visit in groups that have at most one entry per column."""
+    """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column."""
     order = np.flatnonzero(chosen)
     order = order[np.argsort(visit[order], kind="stable")]
     v, starts = visit[order], starts_of_runs(visit[order], column[order])
-    # The number of earlier entries with the same visit and column. It separates equal columns, for which `+=` with an index
-    # array would add only once.
+    # The number of earlier entries with the same visit and column. Groups separate equal columns, since `+=` with an index
+    # array adds only once per column.
     turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
     return grouped(v, turn, *arrays, rows=order)
 
@@ -118,12 +117,12 @@ def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> di
 # Sweeps over the steps of trajectories on the host.
 #
 # The columns of a block are sorted by their numbers of steps, in descending order. Visit v contains the (v+1)-th step from
-# the end of each column that has so many. If only some states were kept, visits are aligned at the start instead: all steps
-# of a visit have the same number, so all columns begin their segments between kept states together.
+# the end of each column with more than v steps. If only some states were kept, all steps of a visit have the same number
+# instead, so that all columns reach kept states in the same visits.
 
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
-    """Return the indices of those `ids` that belong to a sweep, and their columns."""
+    """Return the indices of the `ids` that belong to a sweep, and their columns."""
     order = np.argsort(sweep.ids)
     place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
     mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
@@ -131,25 +130,20 @@ def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
 
 
 class Crossings(NamedTuple):
-    """Events of trajectories."""
+    """m events of trajectories; all arrays have shape (m,)."""
 
-    # `ids`, `order`, `event`, `number`: int, shape (m,). The trajectories, the index among the events of each trajectory,
-    # the index of the event in the solve, and that of the step, from 0.
-    ids: Array
-    order: Array
-    event: Array
-    number: Array
-    # `x`, `time`: shape (m,). The fraction of the step at which the event lies, and its time.
-    x: Array
+    ids: Array  # trajectories
+    order: Array  # index among the events of the trajectory
+    event: Array  # index among the events of the solve
+    number: Array  # the step, from 0
+    x: Array  # the fraction of the step at the event
     time: Array
 
 
 class SortedSweep(StepSweep):
-    """The visits of a block of trajectories on the host.
+    """The visits of a block of trajectories on the host: from `start` to `stop` in their sorted order.
 
-    - `start`, `stop`: the bounds of the block in the sorted order of trajectories.
-    - `first`: the first trajectory of the steps.
-    - `every`: if not None, only every `every`-th state was kept, and the others are computed again.
+    `first` is the first trajectory of the steps. If `every` is given, only every `every`-th state was kept.
     """
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
@@ -161,7 +155,7 @@ class SortedSweep(StepSweep):
 
     @cached_property
     def leaves(self) -> list[Any]:  # type: ignore[override]
-        """The leaves of the parameters of these columns."""
+        """The leaves of the parameters of the columns."""
         return self._run.columns(self._run.batch.p.leaves, self.ids)
 
     def __len__(self) -> int:
@@ -177,7 +171,6 @@ class SortedSweep(StepSweep):
 
     def visit_of(self, column: Array, number: Array) -> Array:
         """Return the visits, counted backwards, that contain the steps of these numbers."""
-        # If only some states were kept, all steps of a visit have the same number.
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
     def _visit(self, s: int) -> Visit:
@@ -186,8 +179,6 @@ class SortedSweep(StepSweep):
         cut = slice(self._start, stop)
         last = slice(0, stop - self._start) if s == 0 else slice(0, 0)
         return Visit(s, sweep.t[cut], sweep.h[cut], sweep.u[:, cut], last)
-
-    # ---- from kept states
 
     def _starts(self) -> range:
         return range(0, len(self), self._every or 1)
@@ -203,7 +194,7 @@ class SortedSweep(StepSweep):
             t, h = self._steps.times(self._own[:width], np.full(width, number))
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
-            if number + 1 < stop:  # the next segment begins at a kept state
+            if number + 1 < stop:  # at `stop` the state was kept
                 u = self._run.stages_again(self, visit)[1]
                 for rows, columns in self.jumps(visit):
                     u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
@@ -211,10 +202,8 @@ class SortedSweep(StepSweep):
     def _width(self, number: int) -> int:
         return int(np.count_nonzero(self.counts > number))
 
-    # ---- values and events in a step
-
     def is_last(self, column: Array, number: Array) -> Array:
-        """Return whether the last stage of steps isn't the first of a next step: none follows, or from another state."""
+        """Return whether the last stage of steps isn't the first stage of a next step."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -246,8 +235,7 @@ class SortedSweep(StepSweep):
         for crossings, visits, ends in ((run.crossings, self._passings, False), (run.stops, self._stops, True)):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
-                # The row of the event's time: events that act come after other ones; the time of an end has its
-                # trajectory's.
+                # The index of the event's time in `crossed`, or, for a final time, the trajectory.
                 row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
                 found.append(LocatedEvent(event, ends, columns, x, time, row))
         return found
@@ -258,7 +246,7 @@ class SortedSweep(StepSweep):
 
     @cached_property
     def _jumps(self) -> dict[int, list[tuple[Array, Array]]]:
-        """The jumps after the step of each visit, with their columns; at most one per column in each pair."""
+        """The jumps after the step of each visit, in groups with at most one per column, and their columns."""
         jumps = self._run.jumps
         if jumps is None:
             return {}
@@ -267,7 +255,7 @@ class SortedSweep(StepSweep):
         return grouped(visits, jumps.turn[mine], mine, columns)
 
     def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
-        """Return the jumps that follow the step, in order, and their columns."""
+        """Return the jumps after the step, in order, and their columns."""
         return self._jumps.get(visit.number, ())
 
     def moves(self, visit: Visit) -> Array:
@@ -277,17 +265,13 @@ class SortedSweep(StepSweep):
         return found
 
 
-# Number of entries in one array of a block: large enough that tracing f costs less than computing it.
+# Number of entries of an array of a block, for which computing f costs more than tracing it.
 _BLOCK = 49152
 _LEAST_COLUMNS = 1024
 
 
 class Run:
-    """A solve and its record, in plain arrays.
-
-    - `live`: bool, shape (N,), on the host; which trajectories didn't fail.
-    - `xp`: the array module of the states' device; None on the host.
-    """
+    """A solve and its record, in plain arrays; `live`, shape (N,), says on the host which trajectories didn't fail."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         self.batch, self.settings, self.outcome = batch, settings, outcome
@@ -301,7 +285,7 @@ class Run:
 
     @cached_property
     def terminated(self) -> Array:
-        """Which trajectories an event ended, array of bool, shape (N,); on the host."""
+        """Which trajectories an event ended: array of bool, shape (N,), on the host."""
         return self.outcome.codes == ReturnCode.Terminated.code
 
     @cached_property
@@ -309,11 +293,8 @@ class Run:
         """Steps to differentiate, array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    # Up to this number of directions, tangents are at most as expensive as the adjoint. (The choice doesn't depend on the
-    # number of trajectories, since the last bits of the results would then depend on it, too.)
-    few = 2
-    # Whether tangents of saved states are stored; otherwise they are contracted during the sweep.
-    keeps_tangents = True
+    few = 2  # up to this number of directions, tangents are at most as expensive as the adjoint
+    keeps_tangents = True  # whether tangents of saved states are stored instead of contracted during the sweep
 
     @property
     def n_saved(self) -> int:
@@ -322,17 +303,17 @@ class Run:
 
     @property
     def slots(self) -> int:
-        """The number of slots for saved values; on a device the last slot takes values that aren't saved."""
+        """The length of the axis of saved values; on a device there is an additional entry for unsaved values."""
         return self.n_saved
 
     @property
     def reached(self) -> Array:
-        """The times at which the trajectories ended, shape (N,), on the device of the states."""
+        """The final times, shape (N,), on the device of the states."""
         return self.outcome.t_reached
 
     @property
     def crossed(self) -> Array:
-        """The times of the events whose times have derivatives, shape (m,), on the device of the states."""
+        """The times of all events that aren't terminal, shape (m,), on the device of the states."""
         return self._with_acting("time")
 
     @property
@@ -342,28 +323,24 @@ class Run:
 
     @cached_property
     def save_step(self) -> Array:
-        """The step of each saved value, shape (N, n_saved), or INITIAL, FINAL, or NOWHERE (not reached, or failed)."""
+        """The step of each saved value, shape (N, n_saved), from 0, or INITIAL, FINAL, or NOWHERE."""
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
             still = (self.batch.start == self.batch.end)[:, None]
             return np.where(live, np.where(still, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
-        # Every step is saved at its end.
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
         found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
         found[:, 0] = INITIAL
         return np.where(live, found, NOWHERE)
 
-    # ---- trajectories
-
     def masked(self, x: Array) -> Array:
-        """Return a copy with zeros for failed trajectories, which the last axis counts."""
+        """Return a copy with zeros for failed trajectories, along the last axis."""
         if self.xp is not None and self.live.all():
             return x.copy()
         return np.where(self._survivors, x, 0)
 
     @cached_property
     def _survivors(self) -> Array:
-        # Cached, since each gradient masks several arrays.
         return self.placed(self.live)
 
     def placed(self, mask: np.ndarray) -> Array:
@@ -391,27 +368,24 @@ class Run:
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
     def doubled(self, width: int) -> Columns:
-        """Return the columns with which f is called: all, but a single one twice on the host."""
-        alone = width == 1 and self.xp is None and not self.field.one_by_one
-        return np.zeros(2, int) if alone else slice(0, width)
+        """Return the columns with which f is called: all, or on the host a single one twice."""
+        single = width == 1 and self.xp is None and not self.field.one_by_one
+        return np.zeros(2, int) if single else slice(0, width)
 
     def columns(self, leaves: Sequence[Any], ids: Columns) -> list[Any]:
         """Return the leaves of the parameters of some trajectories."""
         return self.batch.p.chosen(ids, leaves)
 
-    # ---- steps
-
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:
-        """The first trajectory of each share, and the steps of its trajectories, without failed ones (f may overflow)."""
+        """The first trajectory of each share, and the steps of its trajectories that didn't fail."""
         recorded = self.outcome.recorded()
         return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
     def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
-        """Return the sweeps over all steps, block by block, in a valid order.
+        """Return the sweeps over all steps, block by block, which are used `backwards` or forwards.
 
-        - `backwards`: from the last step to the first.
-        - `whole`: one block for all trajectories of a share; visits have no states if these weren't kept.
+        With `whole` the trajectories of a share are one block, whose visits have no states if these weren't kept.
         """
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:
@@ -425,7 +399,7 @@ class Run:
         return stages_for(self.tableau, self.batch, self.settings.mass)
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the stages of a visit and the states after it, computed in the same way as in the solve."""
+        """Return the stages of a visit and the states after it, computed as in the solve."""
         return self.stages_of(sweep.ids[: len(visit.t)], visit.u, visit.t, visit.h)
 
     def stages_of(self, ids: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
@@ -438,19 +412,17 @@ class Run:
         stages.take(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 
-    # ---- saved values
-
     def due(self, ids: Array, place: Array) -> Array | None:
-        """Return the times of saved values; None if every step is saved."""
+        """Return the times of saved values by their indices `place`; None if every step is saved."""
         times = self.settings.saveat
         if times is None:
             return None
         return times[place] if times.ndim == 1 else times[ids, place]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
-        """Return the cotangents of the results, given those of saved states, (N, n_saved, d), final ones and times."""
+        """Return the cotangents of the results, given those of saved states, (N, n_saved, d), final states and times."""
         if saved.size:
-            # Values that weren't reached are NaN, and so may be their cotangents.
+            # The cotangents of values that weren't reached may be NaN.
             saved = np.where((self.save_step == NOWHERE)[..., None], 0, saved)
         reached, crossed = times or (None, None)
         crossed = crossed if crossed is not None and crossed.any() else None
@@ -468,38 +440,36 @@ class Run:
         due = self.due(ids, place)
         if due is None:
             return Entries(ids, place, number, np.ones(len(ids)), h)
-        # The last step ends at the end of tspan by definition, though t + h may differ by rounding.
+        # The last step ends at the end of tspan, from which t + h may differ by rounding.
         last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
         return Entries(ids, place, number, x, h)
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
-        """Return which values are initial states, or final ones, shape (N, n_saved), on the host."""
+        """Return which saved values are initial (or final) states, shape (N, n_saved), on the host."""
         return self.save_step == (INITIAL if at_start else FINAL)
 
     def saved_at(self, at_start: bool) -> Array | None:
-        """Return which values are initial (or final) states, shape (N, slots), on the states' device; None if none are."""
+        """Return which saved values are initial (or final) states, shape (N, slots), on the device; None if none are."""
         mask = self._saved_at(at_start)
         return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 
     def add_saved(self, total: Array, saved: Array, at_start: bool) -> None:
-        """Add the cotangents of saved values that are initial (or final) states to those of these states, (d, N)."""
+        """Add to `total`, (d, N), the cotangents of saved values that are initial (or final) states."""
         for slot, ids in self._slots_at(at_start):
             total[:, ids] += saved[ids, slot].T
 
     def write_saved(self, saved: Array, states: Array, at_start: bool) -> None:
-        """Write initial (or final) states, (m, d, N), to the saved values that equal them, (m, N, slots, d)."""
+        """Write initial (or final) states, (m, d, N), to the saved values, (m, N, slots, d), that equal them."""
         for slot, ids in self._slots_at(at_start):
             saved[:, ids, slot] = np.swapaxes(states[:, :, ids], 1, 2)
 
     def _slots_at(self, at_start: bool) -> Iterator[tuple[int, Columns]]:
-        """Yield the slots with values that are initial (or final) states, and the trajectories of these values."""
+        """Yield the indices of saved values that are initial (or final) states, and the trajectories of these values."""
         mask = self._saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
             own = mask[:, slot]
             yield slot, slice(None) if own.all() else self.placed(np.flatnonzero(own))
-
-    # ---- events
 
     @cached_property
     def _event_columns(self) -> list[Array]:
@@ -511,12 +481,12 @@ class Run:
 
     @cached_property
     def crossings(self) -> Crossings:
-        """The events of trajectories that didn't fail, without those that are terminal or act."""
+        """The events of trajectories that didn't fail, without events that are terminal or act."""
         return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
 
     @cached_property
     def stops(self) -> Crossings:
-        """The events at which a step was cut short, since they are terminal or act; the later one if two coincide."""
+        """The events at which a step was cut short, since they are terminal or act; of coinciding events the last one."""
         return self._crossings(self.stop_rows)
 
     @cached_property
@@ -540,7 +510,7 @@ class Run:
 
     @cached_property
     def crossed_row(self) -> Array:
-        """For each event of the table, the index of its time in `crossed`; -1 if it ended a trajectory that, or failed."""
+        """The index of the time of each event in `crossed`; -1 if it is terminal, or the trajectory failed."""
         ids, *_, ends = self._event_columns
         live, found = self.live[ids], np.full(len(ids), -1)
         found[live & ~ends] = np.arange(len(self.crossings.ids))
@@ -583,5 +553,5 @@ class Run:
         """The event that ended each trajectory, shape (N,); -1 if none did."""
         ids, event, *_, terminal = self._event_columns
         found = np.full(self.batch.size, -1)
-        found[ids[terminal]] = event[terminal]  # the later one if two coincide
+        found[ids[terminal]] = event[terminal]  # of coinciding events the last one
         return np.where(self.terminated, found, -1)

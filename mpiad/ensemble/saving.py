@@ -13,10 +13,7 @@ from mpiad.ensemble.record import Step
 
 
 def times_of(t: Array, count: int | None) -> Array:
-    """Return the times of `sol(t)` as an array, shape (n,) or (N, n); `count` is N, None for one solution, without rows.
-
-    Raises a NotImplementedError if t is traced; a TypeError or ValueError if it isn't numbers, or has another shape.
-    """
+    """Return the times of `sol(t)` as an array, shape (n,) or (N, n); `count` is N, or None for one solution."""
     refuse_traced_times("sol(t): t", t)
     times = np.asarray(t)
     if times.dtype.kind not in "iuf":
@@ -37,10 +34,7 @@ def refuse_traced_times(what: str, times: Array) -> None:
 
 
 class SavePoints:
-    """The times at which the trajectories of a working set are saved next.
-
-    `times`: shape (n_saved,) or (N, n_saved). `signs`: shape (N,). `starts`: shape (N,).
-    """
+    """Saves states at times of shape (n_saved,) or (N, n_saved); `next` is the next of these times per column."""
 
     def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):
         self._times, self._signs, self._starts = times, signs, starts
@@ -51,7 +45,7 @@ class SavePoints:
         self._place = np.empty(0, int)
 
     def enter(self, ids: Array, u: Array, joined: Joint) -> None:
-        """Save the initial states of entering trajectories, if requested, and set up the next working set."""
+        """Save the initial states of entering trajectories, if requested, and add their columns."""
         place = np.zeros(len(ids), int)
         due = self._due(ids, place)
         while (at_start := due == self._starts[ids] * self._signs[ids]).any():
@@ -72,7 +66,7 @@ class SavePoints:
             self._save_step[ids, place] = step
 
     def see(self, step: Step, changing: Array) -> None:
-        """Save the values in a step, except at its end in columns whose states will change there."""
+        """Save the values in a step, except at its end in the columns `changing`, whose states events will change."""
         due = self.next <= step.t_new
         due &= step.accepted
         if not np.count_nonzero(due):
@@ -84,21 +78,20 @@ class SavePoints:
         self.see_end(step, columns, columns, step.number)
 
     def see_inside(self, step: Step, rows: Array, columns: Array) -> None:
-        """Save the values inside some rows of a step; `columns` are those of the working set that belong to the rows."""
+        """Save the values inside some rows of a step; `columns` are the columns of the working set of these rows."""
         inside = self.next[columns] < step.t_new[rows]
         if np.count_nonzero(inside):
             self._save_inside(rows[inside], columns[inside], step)
 
     def see_end(self, step: Step, rows: Array, columns: Array, number: Array) -> None:
-        """Save the values at the ends of some rows of a step, with given step numbers; `columns` belong to the rows."""
-        # Usually the end of the step is the end of the solve, for which nothing is interpolated.
+        """Save the values at the ends of some rows of a step, with given step numbers; `columns` as in `see_inside`."""
         while np.count_nonzero(at_end := self.next[columns] == step.t_new[rows]):
             rows, columns = rows[at_end], columns[at_end]
             self._write(step.ids[rows], self._place[columns], step.new[:, rows], number[rows])
             self._go_on(columns, step.ids[rows])
 
     def _save_inside(self, rows: Array, columns: Array, step: Step) -> None:
-        # Several times may lie in one step of a column: all are collected first, and interpolated in one call.
+        # Several times may lie in one step of a column. All are collected and interpolated by one call.
         found = []
         while rows.size:
             found.append((rows, self._place[columns], self.next[columns]))

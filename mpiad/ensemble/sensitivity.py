@@ -1,6 +1,6 @@
-"""Saved states of an ensemble together with their derivatives with respect to a few variables per trajectory.
+"""Saved states of an ensemble, and their derivatives with respect to a few variables per trajectory.
 
-One solve propagates the tangents: in the kernel if there is one, otherwise by a pass over the recorded steps.
+The tangents are propagated by the kernel of the solve, or if there is none, by a pass over the recorded steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.pytrees import flatten
 from mpiad.transport.tracing import restoring_state
 
-# A kernel that propagates more entries takes longer to compile than it saves: 64 take 5 s, 144 more than 20.
+# Maximum number of entries of tangents in a kernel: with 64 it takes 5 s to compile, with 144 more than 20 s.
 _CARRIED = 64
 
 Generator = Callable[[ODEProblem, Array], ODEProblem]
@@ -45,7 +45,7 @@ class States(NamedTuple):
 
 
 class _Along(NamedTuple):
-    """A batch as a function of columns of variables: traced inputs, and the tangents of those."""
+    """A batch as a function of columns of variables: the batch with traced inputs, and their tangents."""
 
     given: Batch
     u0: Tangents
@@ -53,11 +53,9 @@ class _Along(NamedTuple):
 
 
 class SensitivitySolve:
-    """Solves of some trajectories of a batch as functions of columns of variables x.
+    """Solves of trajectories of a plain batch as functions of columns of variables x, by default the parameters p.
 
-    - `batch`: holds plain arrays.
-    - `settings`: those of all trajectories of the batch; with a record.
-    - `generator`: from the problem and x, as columns, to the problem with x in it; by default x are its parameters p.
+    ``generator(problem, x)`` returns the problem with the variables x.
     """
 
     def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
@@ -66,12 +64,11 @@ class SensitivitySolve:
 
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of some trajectories, at variables x (n, m), and their tangents along each variable."""
-        # Variables as rows: columns are trajectories, as everywhere in a solve.
         along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
         batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
         leaves = [batch.p.leaves[place] for place in along.leaves]
         numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if along.u0 else 0)
-        # Whether a kernel is to propagate the tangents of the states along all traced numbers.
+        # Whether a kernel propagates the tangents.
         small = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
         settings = self._settings._replace(saveat=times, gradient="tangent" if small else "adjoint")
         outcome = self._compiler.run(batch, settings, along.given)
@@ -98,7 +95,6 @@ class SensitivitySolve:
     def _tangents(self, run: Run, along: _Along, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(along.leaves)
-        # Tangents that a kernel has propagated need no second pass over the steps.
         carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
         if run.tableau.implicit and isinstance(derived(second_tangent_program, run.batch), str):
             return _replayed(run, along, m)
@@ -113,7 +109,7 @@ class SensitivitySolve:
         if self._generator is None and along.u0 is None:
             return saved
         total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
-        # The chain rule: a kernel's tangents are those along single initial values and parameters.
+        # The chain rule: a kernel returns the tangents along single initial values and parameters.
         for one, number in zip(saved, numbers_of(run, along.u0 is not None, places)):
             found = along.u0 if number.place is None else along.leaves[number.place]
             for j, g in enumerate(found or []):
@@ -148,26 +144,25 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
     def constant(leaf: Array) -> Any:
-        # Traced, but without tangents, so that values computed from it can be recognized by their axis of trajectories.
+        # Traced without tangents, to recognize the results, which have an axis of trajectories.
         return bundle.variable(leaf, [None] * len(x))
 
-    # A pair of numbers if all have the same: generators compute with it, and see the type that the problem has.
+    # If all trajectories have one tspan, it is a pair of numbers, as in the problem of the user.
     span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
     p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
     made = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
     if not isinstance(made, ODEProblem) or made.f is not batch.f or made.tspan is not span:
         raise TypeError(
-            "fit: prob_generator must return its problem with another u0 or p (remake(problem, p=x)), and the same f and "
-            f"tspan, but returned {made!r:.100}."
+            "fit: prob_generator must return its problem with another u0 or p, but the same f and tspan, for example "
+            f"remake(problem, p=x), but returned {made!r:.100}."
         )
     u0, u0_along = _initial(bundle, made.u0, batch)
     parts, build = flatten(made.p)
     for part in parts:
         if isbox(part) and np.shape(part)[-1:] != (count,):
             raise ValueError(
-                f"fit: prob_generator returned a part of p of shape {np.shape(part)}, without the axis of trajectories. It "
-                f"is called with columns of variables, x of shape {x.shape}, so write x[0] * x[1] for a product, and "
-                "np.sum(x, axis=0) for a sum."
+                f"fit: prob_generator returned a part of p of shape {np.shape(part)}, without an axis of trajectories. "
+                f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
     found = [bundle.parts(part) for part in parts]
     along = {place: gs for place, (_, gs) in enumerate(found) if gs is not None and _any(gs)}
@@ -184,8 +179,8 @@ def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangent
         u0 = np.broadcast_to(u0[..., None], whole)
     if u0.shape != whole:
         raise ValueError(
-            f"fit: prob_generator returned u0 of shape {u0.shape}, but {whole} was expected: it is called with columns of "
-            f"variables, of which {batch.size} trajectories are the last axis."
+            f"fit: prob_generator returned u0 of shape {u0.shape}, but {whole} was expected, with an axis of trajectories, "
+            "since it is called with columns of variables."
         )
     flat = u0.reshape(-1, batch.size)
     if tangents is None or not _any(tangents):

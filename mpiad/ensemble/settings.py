@@ -12,7 +12,7 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.tableaus import Algorithm
 
-MOVING = -1  # no return code yet
+MOVING = -1  # the code of trajectories that haven't ended
 
 
 # ``progress(finished)`` gets the number of newly ended trajectories.
@@ -20,14 +20,12 @@ Progress: TypeAlias = Callable[[int], None] | None
 
 
 class Acting(NamedTuple):
-    """The data that a solve with events that act needs besides their conditions: see `hybrid_solve`."""
+    """The data of a solve with events that act, in addition to their conditions: see `hybrid_solve`."""
 
-    events: tuple[Event, ...]  # all; the settings have those with conditions
-    # Given times, shape (m + 1, N), those of each trajectory in the direction of the solve, the last infinite; and the
-    # event of each.
-    times: Array
-    kinds: Array
-    first: Array  # int, shape (N,); the index of the next given time after the start
+    events: tuple[Event, ...]  # all events; `Settings.events` are those with conditions
+    times: Array  # given times per trajectory, shape (m + 1, N), in the order of the solve; the last is infinite
+    kinds: Array  # the event of each given time
+    first: Array  # index of the first given time after the start, int, shape (N,)
     codes: Array  # int, shape (N,); the codes of trajectories that events at the start have ended, else MOVING
     started: tuple[Jump, ...]  # the jumps at the start
 
@@ -37,18 +35,18 @@ class Acting(NamedTuple):
         return tuple(e for e, event in enumerate(self.events) if event.times is None)
 
     def due(self, slot: Array, ids: Array) -> Array:
-        """Return given times of some trajectories."""
+        """Return the given times with the indices `slot` of some trajectories."""
         return self.times[slot, ids]
 
     def until(self, end: Array, slots: Array, ids: Array, signs: Array) -> Array:
         """Return upper bounds on the ends of the next steps of some trajectories: the next given time or the end of tspan.
 
-        These are in the direction of the solve, in which tspan ends at `end`; `slots`, shape (N,), is for all trajectories.
+        Bounds and `end` are in the direction of the solve; `slots`, shape (N,), is for all trajectories.
         """
         return np.minimum(end, self.due(slots[ids], ids) * signs)
 
     def share(self, rows: slice) -> Acting:
-        """Return that of some of the trajectories."""
+        """Return the data of some of the trajectories."""
         first, stop, _ = rows.indices(len(self.first))
         mine = [(jump, (jump.ids >= first) & (jump.ids < stop)) for jump in self.started]
         started = tuple(jump.chosen(own)._replace(ids=jump.ids[own] - first) for jump, own in mine)
@@ -71,9 +69,7 @@ class Settings(NamedTuple):
     progress: Progress = None
     ends: bool = False  # whether only initial and final states are saved; `saveat` then has no times
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
-    # {"tangent", "adjoint"} or None. How plain gradients are computed: by tangents or by an adjoint; None: chosen from the
-    # number of directions.
-    gradient: str | None = None
+    gradient: str | None = None  # {"tangent", "adjoint"}; None: chosen from the number of directions
     acting: Acting | None = None  # of a solve with events that act
 
     def share(self, rows: slice) -> Settings:

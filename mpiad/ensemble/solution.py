@@ -21,28 +21,25 @@ from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import arrays_of
 
-# Statistics over the trajectories of an ensemble, summary and plot.
-
 
 def _squared_distance(u: Array, center: Array) -> Array:
-    """Return |u - center|², NaN if u is NaN; in that case the derivative with respect to the center is zero."""
+    """Return |u - center|²; if u is NaN, the result is NaN, and its derivative zero."""
     known = ~np.isnan(getval(u))
-    # NaN is replaced inside, too: otherwise the derivative, zero times NaN, would be NaN.
+    # The inner selections prevent a derivative of zero times NaN.
     return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
 
 
 def _root(x: Array) -> Array:
     """Return the square root, with derivative 0 at x = 0, where all trajectories are equal."""
-    still = getval(x) == 0
-    # For x = 0 the root of 1 is computed instead, since the infinite derivative at 0, times zero, would be NaN.
-    return anp.where(still, 0.0, anp.sqrt(anp.where(still, 1.0, x)))
+    zero = getval(x) == 0
+    # The root of 1 replaces that of 0, whose infinite derivative, times zero, would be NaN.
+    return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, x)))
 
 
 def quantile(u: Array, q: float | list[float]) -> Array:
     """Return quantiles over the first axis, ignoring NaN.
 
-    A cotangent flows to the two trajectories between which a quantile lies, with their interpolation weights; the choice of
-    these trajectories is considered constant.
+    A cotangent flows to the two trajectories between which a quantile lies, with their interpolation weights.
     """
     wanted = np.asarray(q, float)
     if not len(u):
@@ -69,7 +66,7 @@ def quantile(u: Array, q: float | list[float]) -> Array:
 
 
 def summary(sol: EnsembleSolution) -> str:
-    """Describe a solution: the survivors, the return codes of other trajectories, the steps and the final states."""
+    """Return a text about a solution; see `EnsembleSolution.summary`."""
     alive = sol.survivors
     names, counts = np.unique(sol.retcode, return_counts=True)
     codes = ", ".join(f"{count} {name}" for name, count in zip(names, counts))
@@ -93,8 +90,8 @@ def draw(sol: EnsembleSolution, ax: Any, component: int, band: tuple[float, floa
     """Draw mean, band and single trajectories; see `EnsembleSolution.plot`."""
     if sol.t.ndim != 1:
         raise ValueError(
-            "EnsembleSolution.plot: trajectories have saved times of their own, so they have no common mean and band. "
-            f"Solve with one saveat for all (sol.t has shape {sol.t.shape})."
+            "EnsembleSolution.plot: all trajectories must have the same saved times, but sol.t has shape "
+            f"{sol.t.shape}. Solve with one saveat for all."
         )
     if ax is None:
         import matplotlib.pyplot as plt
@@ -225,18 +222,18 @@ class EnsembleSolution(FactorizationCounts):
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
     alg: Any = field(default=None, repr=False)
-    # The numbers of the return codes, if known; and, if only initial and final states are saved, a function that returns
-    # the initial states, shape (d, N).
+    # The numbers of the return codes, if known.
     _codes: Any = field(default=None, repr=False, compare=False)
+    # If only initial and final states are saved: a function that returns the initial states, shape (d, N).
     _start: Any = field(default=None, repr=False, compare=False)
-    # Functions that compute fields on first access, by name. None of them refers to the solution, since a reference cycle
+    # Functions that compute fields on first access, by name. They don't refer to the solution, since a reference cycle
     # would keep its memory alive until garbage collection.
     _later: ClassVar[dict[str, Callable[[], Any]]] = {}
 
     @classmethod
     def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
         """Return a solution with some fields that are computed on first access."""
-        # Without the constructor, which requires all fields.
+        # The constructor would require all fields.
         sol = object.__new__(cls)
         others = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
         sol.__dict__.update({name: value for name, value in others.items() if name not in later}, **made, _later=later)
@@ -267,16 +264,16 @@ class EnsembleSolution(FactorizationCounts):
         NotImplementedError
             If t is traced.
         TypeError, ValueError
-            If a time lies outside tspan, t isn't an array of numbers of such a shape, or the solve kept no steps.
+            If a time lies outside tspan, t doesn't consist of numbers or has another shape, or the solve kept no steps.
 
         Ranks
         -----
-        If the solution was gathered over ranks, all ranks call it with the same t. With ``gather=False`` each rank has its
-        share, and t of shape (N, n) has the rows of that share.
+        If the solution was gathered over ranks, all ranks call it with the same t. With ``gather=False`` N is the number of
+        trajectories of this rank's share.
 
         Adjoint
         -------
-        The same as that of ``saveat=t`` in the solve.
+        As with ``saveat=t`` in the solve.
         """
         states = _interpolants(self.dense)(times_of(t, len(self)))
         return states[:, 0] if np.ndim(t) == 0 else states
@@ -317,8 +314,8 @@ class EnsembleSolution(FactorizationCounts):
         arrays = arrays_of(found)
         if (arrays is None and not isinstance(found, np.ndarray)) or found.shape[:1] != (len(self),):
             raise TypeError(
-                f"{type(self).__name__}: u is what output_func or reduction made, a {type(self.u).__name__}, and not the "
-                "states, of which statistics are taken. Take them of u yourself, or of u_end."
+                f"{type(self).__name__}: statistics need states, but u is the result of output_func or reduction, of type "
+                f"{type(self.u).__name__}. Compute statistics of u or u_end yourself."
             )
         return self.u[self.survivors if arrays is None else arrays.to_device(np.flatnonzero(self.survivors))]
 
@@ -326,7 +323,7 @@ class EnsembleSolution(FactorizationCounts):
         return anp.sum(values, axis=0)
 
     def _mean_of(self, values: Array) -> Array:
-        """Return the mean over trajectories, counted per entry, without NaN: of times that weren't reached."""
+        """Return the mean over trajectories, without NaN at times that weren't reached."""
         known = ~np.isnan(getval(values))
         total, count = self._sum(anp.where(known, values, 0.0)), self._sum(known)
         with np.errstate(invalid="ignore"):  # NaN if there are no survivors
@@ -356,7 +353,7 @@ class EnsembleSolution(FactorizationCounts):
         return summary(self)
 
     def plot(self, ax: Any = None, *, component: int = 0, band: tuple[float, float] = (0.05, 0.95), lines: int = 10) -> Any:
-        """Draw one component's mean, band of quantiles and first trajectories over time, with matplotlib.
+        """Draw the mean, a band of quantiles and the first trajectories of a component over time, with matplotlib.
 
         Parameters
         ----------
@@ -374,7 +371,7 @@ class EnsembleSolution(FactorizationCounts):
         Raises
         ------
         ValueError
-            If trajectories have saved times of their own.
+            If trajectories have different saved times.
         """
         return draw(self, ax, component, band, lines)
 
@@ -382,14 +379,14 @@ class EnsembleSolution(FactorizationCounts):
 def _interpolants(dense: object) -> Any:
     if dense is None:
         raise ValueError(
-            "sol(t): the solve kept no steps to interpolate in. Say solve(..., dense_output=True); with an output_func or "
-            "a reduction, ask each solution there."
+            "sol(t): the solve kept no steps for interpolation. Pass dense_output=True to solve; with an output_func or a "
+            "reduction, call the solutions that these functions get."
         )
     return dense
 
 
 def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
-    """Return the solution of an ensemble, in the users' shapes; rows with all steps are padded with NaN."""
+    """Return the solution of an ensemble, in the shapes of the user."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
     made: dict[str, Any] = {name: getattr(outcome, name) for name in ("t_reached", "naccept", "nreject")}
     made |= {"u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "_codes": codes, "alg": settings.alg}
@@ -407,18 +404,18 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         times, u = outcome.every_step()
     else:
         saved: Any = outcome.saved
-        # A copy: a gradient needs the times later, and a program may have changed the array, for example to minutes.
+        # A copy, since a gradient needs the times after the user may have changed sol.t.
         times, u = settings.saveat.copy(), saved
-        # Trajectories with an empty tspan never enter the working set, which saves the others.
+        # Trajectories with an empty tspan don't enter the working set, which saves the states of others.
         still = batch.start == batch.end
-        if type(u) is np.ndarray:  # on a device they are saved already
+        if type(u) is np.ndarray:  # on a device these states are saved already
             u[still] = batch.u0.T[still][:, None]
     return EnsembleSolution.lazy(later, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **made)
 
 
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
-    """Return a solution of which only the ends are saved with other ends: ``u0()``, (d, N), and `u_end`, (N, ...)."""
-    # Without dataclasses.replace, which would compute the deferred fields.
+    """Return a solution with saved states ``u0()``, (d, N), at the start and `u_end`, (N, ...), at the end."""
+    # dataclasses.replace would compute the deferred fields.
     made, codes = object.__new__(type(sol)), sol._codes
     later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, codes)}
     made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
@@ -436,7 +433,7 @@ def unshared(sol: EnsembleSolution) -> EnsembleSolution:
 
 
 def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
-    """Return the states at both ends, shape (N, 2, ...); the ends of failed trajectories are NaN, without derivatives."""
+    """Return the states at both ends, shape (N, 2, ...); final states of failed trajectories are NaN."""
     start, end = anp.reshape(anp.transpose(u0), u_end.shape), u_end
     alive = came_through(codes)
     if not alive.all():

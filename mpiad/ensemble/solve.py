@@ -15,7 +15,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm, Tree
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, placed, save_times
+from mpiad.ensemble.batch import Batch, is_on_device, save_times, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -43,11 +43,9 @@ from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_first, raising_together
 
-# Differentiable gathering of pytrees on all ranks.
-
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
-    # Pickled before the communication, so that a failure is raised on all ranks.
+    # Pickled before the communication, to raise an error on all ranks.
     try:
         mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
@@ -61,7 +59,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
 
 
 class _Place:
-    """Placeholder for a leaf whose numbers are sent in one array together with those of others."""
+    """Placeholder for a leaf whose numbers are sent together with the numbers of other leaves."""
 
     def __init__(self, leaf: Array):
         value = np.asarray(getval(leaf))
@@ -69,7 +67,7 @@ class _Place:
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
-    """Return the pytrees of all ranks; collective. Raises a TypeError on all ranks if a leaf can't be pickled."""
+    """Return the pytrees of all ranks; collective, and differentiable with respect to numbers."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
     places = [_Place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
@@ -78,7 +76,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     mine = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
-    # The empty array gives ranks without numbers the same dtype.
+    # The empty array sets the dtype on ranks without numbers.
     everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:
@@ -86,7 +84,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
         for part in parts:
             if isinstance(part, _Place):
                 piece, at = everything[at : at + part.size], at + part.size
-                part = conform(anp.reshape(piece, part.shape)[()], part.shape, part.dtype)  # [()]: no array of shape ()
+                part = conform(anp.reshape(piece, part.shape)[()], part.shape, part.dtype)
             filled.append(part)
         trees.append(make(filled))
     return trees
@@ -132,8 +130,9 @@ def solve(
     trajectories : int, optional
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
-        Times at which states are saved: an interval from the start on (the end is saved too), times for all trajectories,
-        or times per trajectory; by default the start and the end. Ordered in the direction of the solve, and not traced.
+        Times at which states are saved. A number means its multiples after the start, the start and the end; a list are
+        times for all trajectories, an array times per trajectory. By default the start and the end. Times are in the order
+        of the solve, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
@@ -148,23 +147,22 @@ def solve(
     max_steps : int
         Maximum number of steps per trajectory, rejected ones included.
     events : Event or tuple of Event
-        Events to detect or to apply. A saved time that coincides with an event that changes the state holds the state after
-        it.
+        Events to detect or to apply. If an event changes the state at a saved time, the state after the event is saved.
     batch_size : int, optional
-        Number of trajectories that are set up at once, which bounds memory; all by default.
+        Number of trajectories that are solved together, which limits the memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
         the steps. The default is tangents if a trajectory is differentiated with respect to at most two numbers, tspan
         isn't differentiated, and there are no events; otherwise the adjoint. Both give the same result. With respect to
         tspan and with events, tangents come from a replay of the steps, one direction after the other.
     checkpoints : int, optional
-        For a gradient: keep the states before every `checkpoints`-th step only (and the times and sizes of all steps), and
-        recompute those between, which costs about one more solve. Kernels keep the steps of one in `checkpoints`
+        For a gradient: keep the states before every `checkpoints`-th step (and the times and sizes of all steps), and
+        recompute the other states, which costs about one more solve. Kernels keep the steps of one in `checkpoints`
         trajectories at a time. By default all are kept.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
         code. "auto" compiles for ensembles of at least 1,000 trajectories, and always with EnsembleGPU, if f can be
-        compiled and kernels support all options; True raises if they can't. Results agree up to rounding.
+        compiled and kernels support all options; otherwise True raises. Results agree up to rounding.
     progress : bool
         Whether to show on standard error the number of finished trajectories and an estimate of the remaining time; with
         several ranks, those of rank 0.
@@ -187,8 +185,8 @@ def solve(
     Ranks
     -----
     Each rank solves independently; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and
-    solve together. The contents of arrays on the host, and values that functions read besides their arguments, are compared
-    after the solve; objects that a function reads can't be.
+    solve together. After the solve they compare the contents of host arrays, and the values, except objects, that functions
+    read in addition to their arguments.
 
     Notes
     -----
@@ -219,18 +217,17 @@ def solve(
     else:
         sol = _ensemble(options, compiler, range(1, count + 1), progress)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
-    # The solution's problem has the kernels of this solve; the given problem may come from another solution.
+    # The given problem may come from another solution, and have its kernels.
     solved = problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg = solved, alg
     return sol[0] if single else unshared(sol)
 
 
 def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
-    """Solve an ensemble over the ranks of a communicator; all of them call it, with equal arguments.
+    """Solve an ensemble over the ranks of a communicator; collective. An exception on one rank is raised on all.
 
     Nothing is communicated while trajectories are solved. Afterwards the ranks exchange their outcomes, and gather states
-    by `mpi_allgather`, whose adjoint returns to each rank the cotangents of its share. An exception on one rank is raised
-    on all.
+    by `mpi_allgather`, whose adjoint returns to each rank the cotangents of its share.
     """
     problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
     bounds = mpi.bounds(count, used.size)
@@ -244,8 +241,8 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
     given = digests_of(problem, options.events)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
-    compiler.log_warnings(outcomes.said, used.rank)
-    # The steps of all trajectories, from which all ranks compute the same shares for the next solve.
+    compiler.log_warnings(outcomes.warnings, used.rank)
+    # From these numbers of steps all ranks compute the same shares for the next solve.
     components = int(np.prod(share.u_end.shape[1:]))
     mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
     makes = problem.output_func is not None or problem.reduction is not None
@@ -257,7 +254,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
         with raising_together(used, Exception):
             parts = [tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0]
             made = combined(problem, parts, count)
-    # Without a prob_func each rank knows the initial states of all trajectories.
+    # If there is no prob_func, each rank knows the initial states of all trajectories.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
     return gathered(used, share, outcomes, start, bool(options.events), made)
 
@@ -265,7 +262,6 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:
     """Solve some trajectories, numbered from 1."""
     problem = options.problem
-    # One seed for all batches, so that the generator of a trajectory doesn't depend on the batches.
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def ended(count: int) -> None:
@@ -277,7 +273,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
         sol = _solved(options, compiler, batch, shown, numbers.start - 1)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
-            # The saved times as given, which needn't be gathered if they are the same for all trajectories.
+            # A rank without trajectories has the same saved times as other ranks, which needn't be gathered.
             sol.t = save_times(options.saveat, typical.plain())
         return sol
 
@@ -296,13 +292,13 @@ def _solved(
 ) -> EnsembleSolution:
     """Solve a batch, whose first trajectory has the number `first`, counted from 0."""
     record = options.save_everystep or options.dense_output or given.traced
-    # Copies, since derivatives are computed later from the same parameters.
+    # Copies, since derivatives are computed later, when the user may have changed the parameters.
     given = given.own() if record else given
     batch = given.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
     check_place_of(options, hosted)
-    # If only both ends are saved, steps needn't be searched for saved times.
+    # Whether only both ends are saved: steps are then not searched for saved times.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, first)
     settings = settings_of(options, batch, times, record, ends, shown)
@@ -314,7 +310,7 @@ def _solved(
     if on_gpu:
         sol = solved_on_gpu(compiler, given, batch, settings, by_arrays)
     else:
-        sol = by_arrays(given, placed(batch), settings)
+        sol = by_arrays(given, with_states_on_device(batch), settings)
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
         sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
@@ -336,10 +332,7 @@ def _by_arrays(
 
 
 def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True) -> None:
-    """Log the number of failed trajectories, their return codes and the first of them; `logs` says whether this rank logs.
-
-    With `throw`, raises an IntegrationError if one failed.
-    """
+    """Log the number of failed trajectories, their codes and the first of them; with `throw` raise an IntegrationError."""
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
         return  # the codes stay on the device
     failed = np.flatnonzero(~sol.survivors)

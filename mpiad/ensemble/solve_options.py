@@ -41,7 +41,7 @@ class SolveOptions(NamedTuple):
     dtmax: Any
     max_steps: Any
     compile: Any
-    # These options have defaults, since `fit` and `steady_state` don't set them.
+    # `fit` and `steady_state` don't set the following options.
     saveat: Any = None
     save_everystep: bool = False
     events: Any = ()
@@ -52,7 +52,7 @@ class SolveOptions(NamedTuple):
     progress: bool = False
     throw: bool = False
     mass: Any = None  # mass matrix of the problem
-    backend: Any = None  # how this rank runs its trajectories: `ensemblealg`, or the `inner` of an EnsembleMPI
+    backend: Any = None  # `ensemblealg`, or the `inner` of an EnsembleMPI
 
     @property
     def acting(self) -> bool:
@@ -61,10 +61,7 @@ class SolveOptions(NamedTuple):
 
 
 def checked_options(options: SolveOptions) -> SolveOptions:
-    """Return the checked arguments.
-
-    Raises a NotImplementedError if `saveat` is traced; a TypeError or ValueError if an argument is invalid.
-    """
+    """Return the checked arguments; raise if one is invalid, or `saveat` is traced."""
     _check_kinds(options)
     given = options.ensemblealg
     options = options._replace(backend=given.inner if isinstance(given, EnsembleMPI) else given)
@@ -91,10 +88,8 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     if saveat is not None:
         refuse_traced_times("solve: saveat", saveat)
         if is_device_array(saveat):
-            raise TypeError(
-                f"solve: saveat must be times on the host, but got {named(saveat)} of shape {saveat.shape}. "
-                "Pass mpiad.device.to_host(saveat)."
-            )
+            got = f"{named(saveat)} of shape {saveat.shape}"
+            raise TypeError(f"solve: saveat must be on the host, but got {got}. Pass mpiad.device.to_host(saveat).")
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
@@ -120,32 +115,23 @@ def options_of_states(call: str, given: SimpleNamespace, **others: Any) -> Solve
 def settings_of(
     options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False, progress: Progress = None
 ) -> Settings:
-    """Return the settings for a batch of plain arrays.
-
-    Raises a NotImplementedError if the method doesn't support complex states, a ValueError if `atol` or the mass matrix
-    doesn't fit the shape of a state.
-    """
+    """Return the settings for a batch of plain arrays; raise if the options don't fit the shape or dtype of its states."""
     atol, mass, d = options.atol, options.mass, len(batch.u0)
     if options.alg.tableau.implicit and is_complex(batch.u0):
         raise NotImplementedError(
-            f"solve: {type(options.alg).__name__} takes real states, but u0 is {batch.u0.dtype}. Take a Runge-Kutta "
+            f"solve: {type(options.alg).__name__} needs real states, but u0 is {batch.u0.dtype}. Take a Runge-Kutta "
             "method, such as RK45(), or give the real and imaginary parts as components of a real state."
         )
     if np.ndim(atol):
         if np.shape(atol) != batch.shape:
-            raise ValueError(
-                f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape "
-                f"{np.shape(atol)}."
-            )
-        # A column, since states are flattened to columns.
+            expected = f"one number, or have the shape of a state, {batch.shape}"
+            raise ValueError(f"solve: atol must be {expected}, but has shape {np.shape(atol)}.")
         atol = np.reshape(atol, (-1, 1))
     events = tuple(event.for_states(batch.shape) for event in options.events)
     if mass is not None:
         if mass.shape != (d, d):
-            raise ValueError(
-                f"solve: mass_matrix must have shape {(d, d)}, as u0 has {d} components, but has {mass.shape}."
-            )
-        # In the precision of the states, so that the arithmetic stays in this precision.
+            expected = f"{(d, d)}, as u0 has {d} components"
+            raise ValueError(f"solve: mass_matrix must have shape {expected}, but has {mass.shape}.")
         mass = mass.astype(batch.u0.real.dtype)
     steps, checkpoints = (options.dt, options.dtmax, options.max_steps), options.checkpoints
     rest = None if options.save_everystep else checkpoints, progress, ends, mass, options.gradient
@@ -153,7 +139,7 @@ def settings_of(
 
 
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
-    """As `checked_options`, collective: errors are raised on all ranks, also if the arguments differ."""
+    """Return the result of `checked_options`; errors, also about differences between ranks, are raised on all ranks."""
 
     def described(options: SolveOptions) -> list[Any]:
         scalars = (
@@ -163,7 +149,7 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
             f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
         )
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
-        # The arrays are compared, too, since texts have few digits, and abbreviate long arrays.
+        # Texts show few digits and abbreviate long arrays.
         return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")
@@ -183,23 +169,18 @@ def _mass_of(options: SolveOptions) -> Array | None:
     if given is None:
         return None
     if isbox(given) or is_device_array(given):
-        raise TypeError("solve: mass_matrix must be a constant array of the host's, but it is traced, or on a device.")
+        raise TypeError("solve: mass_matrix must be a constant array on the host, but it is traced, or on a device.")
     mass = np.asarray(given)
     if mass.dtype.kind not in "biuf" or mass.ndim != 2 or mass.shape[0] != mass.shape[1] or not np.isfinite(mass).all():
-        raise ValueError(
-            f"solve: mass_matrix must be a square matrix of finite real numbers, but has shape {mass.shape} and dtype "
-            f"{mass.dtype}."
-        )
+        got = f"shape {mass.shape} and dtype {mass.dtype}"
+        raise ValueError(f"solve: mass_matrix must be a square matrix of finite real numbers, but has {got}.")
     if not options.alg.tableau.takes_mass:
-        raise ValueError(
-            f"solve: the problem has a mass_matrix, which {type(options.alg).__name__} doesn't take. Take Rodas5P(), or "
-            "multiply f by its inverse."
-        )
+        advice = "Take Rodas5P(), or multiply f by its inverse."
+        raise ValueError(f"solve: {type(options.alg).__name__} doesn't support the problem's mass_matrix. {advice}")
     return mass
 
 
 def _check_kinds(options: SolveOptions) -> None:
-    # Types are checked first, since the following checks use attributes of these objects.
     expected = {"problem": (ODEProblem, EnsembleProblem), "alg": (Algorithm,), "ensemblealg": (EnsembleAlgorithm,)}
     for name, kinds in expected.items():
         value = getattr(options, name)
@@ -219,7 +200,7 @@ def _check_numbers(options: SolveOptions) -> None:
             raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
     if not math.isfinite(options.rtol):
         raise ValueError(f"solve: rtol must be finite, but got {options.rtol!r}.")
-    if type(options.atol) is not float or not 0 <= options.atol < math.inf:  # the most frequent case, checked in each solve
+    if type(options.atol) is not float or not 0 <= options.atol < math.inf:  # fast for the most frequent case
         atol = np.asarray(options.atol)
         if atol.dtype.kind not in "iuf" or not (np.isfinite(atol) & (atol >= 0)).all():
             raise ValueError(f"solve: atol must be zero or more, but got {options.atol!r}.")
@@ -232,7 +213,7 @@ def _check_numbers(options: SolveOptions) -> None:
 
 
 def check_place_of(options: SolveOptions, hosted: bool) -> None:
-    """Raise a NotImplementedError for options that the device doesn't support: affects of events, and dense output."""
+    """Raise a NotImplementedError for events that act and dense output, if they aren't supported with other options."""
     at_times, to_host = "Ask for the times by saveat", "Bring them to the host with mpiad.device.to_host, and take "
     for name, asked, instead in [
         ("dense_output=True", options.dense_output, at_times),
@@ -243,8 +224,8 @@ def check_place_of(options: SolveOptions, hosted: bool) -> None:
             raise NotImplementedError(f"solve: events with an affect aren't supported with {name}. {instead}.")
     if options.dense_output and not hosted:
         raise NotImplementedError(
-            "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
-            "or bring the arrays to the host with mpiad.device.to_host."
+            "solve: dense_output=True isn't supported on a device. Ask for the times by saveat, or bring the arrays to the "
+            "host with mpiad.device.to_host."
         )
 
 
@@ -257,7 +238,6 @@ def _trajectories(options: SolveOptions) -> int:
     lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
     if count is None and not lengths:
         raise ValueError(f"solve: trajectories=N is needed if the ensemble has no arrays u0= or p=, but got {count!r}.")
-    # By default the number of rows.
     count = next(iter(lengths.values())) if count is None else count
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
         raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")
@@ -269,14 +249,14 @@ def _trajectories(options: SolveOptions) -> int:
 
 
 def _check_rows(problem: EnsembleProblem) -> None:
-    """Raise a ValueError if rows of p= have other shapes than the problem's own p, if it has one."""
+    """Raise a ValueError if the rows of the ensemble's p don't have the shapes of the problem's p, if it has one."""
     if problem.p is None or problem.problem.p is None:
         return
     own, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
     if own != [shape[1:] for shape in rows]:
         raise ValueError(
             f"solve: each row of p= of the ensemble must have the shape of its problem's p, {own}, but p= has {rows}. "
-            "If the problem's p has one entry, and p= one number for each trajectory, give p[:, None]."
+            "If the problem's p has one entry, and p= has shape (N,), give p[:, None]."
         )
 
 
@@ -285,7 +265,7 @@ def _length(tree: Array) -> int:
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1: without rows
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
-            "solve: u0= and p= of the ensemble must be arrays (p a nest of them) with one row for each trajectory, but "
+            "solve: u0= and p= of the ensemble must be arrays, or p a pytree of arrays, with one row per trajectory, but "
             f"have parts of shapes {sorted({np.shape(leaf) for leaf in leaves})}. Write np.array([...]) for a list of rows."
         )
     return lengths.pop()

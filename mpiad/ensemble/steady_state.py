@@ -35,9 +35,9 @@ from mpiad.transport.tracing import restoring_state
 
 # Newton's method for the roots of f of many trajectories at once, each damped by its own pseudo-time step.
 #
-# A step solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ one of
+# A step solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ a step of
 # Newton's method. It is accepted if the estimated contraction factor of Newton's method for the implicit Euler equation is
-# small enough, a test that doesn't depend on the scaling of components; τ is chosen from this factor. In each round every
+# small enough, from which τ is also chosen. This test doesn't depend on the scaling of components. In each round every
 # active trajectory tries one step. After an accepted step the Jacobian is computed again.
 #
 # References
@@ -45,12 +45,12 @@ from mpiad.transport.tracing import restoring_state
 # Deuflhard, "Newton methods for nonlinear problems" (2004), section 6.4.
 
 
-# The largest contraction factor of an accepted step, and the one for which the next step size is chosen.
+# The largest contraction factor of an accepted step, and the factor for which the next step size is chosen.
 _MOST_CONTRACTION, _AIM = 0.5, 0.25
 _MOST_GROWTH = 10.0
-# The first step size, as a fraction of the time in which the largest component would change by its own size.
+# The first step size, relative to the time in which the largest component would change by its size.
 _FIRST = 0.1
-# Matrices with a smaller ratio of the smallest to the largest singular value, after scaling, count as singular.
+# Scaled matrices count as singular up to this ratio of the smallest to the largest singular value.
 _SINGULAR = 1e-13
 
 _UNDER_WAY = -1
@@ -58,17 +58,17 @@ _LARGEST = 1e200  # limit of 1/τ
 
 
 class Equations:
-    """The function f of a batch of plain arrays, at the ends of tspan, and its Jacobian."""
+    """The function f of a batch of plain arrays, at the end of tspan, and its Jacobian."""
 
     def __init__(self, batch: Batch):
         self._batch, self._field, self._tracing = batch, Field(batch), Tracing(Field(batch), (), False)
 
     def columns(self, ids: Array) -> tuple[list, Array]:
-        """Return the parameters' leaves and the times of some trajectories."""
+        """Return the leaves of the parameters and the times of some trajectories."""
         return self._batch.p.taken(ids), self._batch.end[ids].astype(self._batch.u0.dtype)
 
     def values(self, u: Array, ids: Array) -> Array:
-        """Return f, shape (d, n), for states of this shape."""
+        """Return f at states u, shape (d, n), in this shape."""
         both = two_at_least(len(ids))
         return np.asarray(self._field.array(u[:, both], *self.columns(ids[both])), u.dtype)[:, : len(ids)]
 
@@ -86,19 +86,18 @@ class Equations:
 
 
 class Roots(NamedTuple):
-    """Results of the root search for N trajectories."""
+    """Results of the search for roots for N trajectories."""
 
     u: Array  # shape (d, N); NaN if no root was found
     jacobian: Array  # shape (N, d, d); at u
-    # `codes`, `niter`: int, shape (N,). Return codes, and the numbers of accepted steps.
-    codes: Array
-    niter: Array
+    codes: Array  # int, shape (N,)
+    niter: Array  # numbers of accepted steps, int, shape (N,)
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
-    """Find a root for each trajectory by Newton's method from u0, shape (d, N), if that is finite.
+    """Find a root for each trajectory by Newton's method from u0, shape (d, N).
 
-    A search ends successfully if a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component.
+    A search succeeds if u0 is finite and a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component.
     """
     search = _Search(equations, u0, rtol, atol)
     for _ in range(max_iters):
@@ -109,15 +108,15 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
-    """Return the solutions of n small systems, shape (n, d); for singular ones the minimum-norm least-squares solution."""
-    # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
+    """Return the solutions of n small systems, shape (n, d); for singular systems minimum-norm least-squares solutions."""
+    # In reaction networks, for example, rows differ by powers of ten.
     rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
     rows[rows == 0] = 1.0
     matrices, right = matrices / rows, right[..., None] / rows
     try:
         return np.linalg.solve(matrices, right)[..., 0]
     except np.linalg.LinAlgError:
-        # The systems are solved one by one, so that a singular one doesn't affect the others.
+        # One by one, so that a singular system doesn't affect the others.
         return np.array([_solved_best(*system) for system in zip(matrices, right[..., 0])]).reshape(right.shape[:2])
 
 
@@ -155,11 +154,10 @@ class _Search:
             # Pseudo-transient continuation: an implicit Euler step of length 1 / rate.
             matrix = rate[:, None, None] * np.eye(len(u)) - self._jacobian[ids]
             step = solved_each(matrix, f.T).T
-            there = self._equations.values(u + step, ids)
-            good = np.isfinite(there).all(axis=0)
+            new = self._equations.values(u + step, ids)
+            good = np.isfinite(new).all(axis=0)
             # Natural monotonicity test: the ratio of the next simplified Newton step, with the same matrix, to this step.
-            # It is independent of the scaling of the equations.
-            following = solved_each(matrix, np.where(good, there - rate * step, 0.0).T).T
+            following = solved_each(matrix, np.where(good, new - rate * step, 0.0).T).T
             contraction = np.where(good, self._size(following, u) / self._size(step, u), np.inf)
         better = contraction <= _MOST_CONTRACTION
         self._u[:, ids[better]] += step[:, better]
@@ -167,12 +165,11 @@ class _Search:
         with np.errstate(divide="ignore"):
             growth = np.clip(_AIM / contraction, 1 / _MOST_GROWTH, _MOST_GROWTH)
         self._rate[ids] = rate / growth
-        # Even the shortest steps aren't accepted.
         self._codes[ids[self._rate[ids] > _LARGEST]] = ConvergenceCode.ConvergenceFailure.code
         self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
 
     def roots(self) -> Roots:
-        """Return the results; trajectories that are still active get the code MaxIters."""
+        """Return the results; the code of trajectories that haven't ended is MaxIters."""
         codes = np.where(self._codes == _UNDER_WAY, ConvergenceCode.MaxIters.code, self._codes)
         found = np.flatnonzero(codes == ConvergenceCode.Success.code)
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
@@ -217,15 +214,14 @@ def _singular(jacobian: Array, weight: Array) -> Array:
 
 # Derivatives of steady states, by the implicit function theorem.
 #
-# If f(u, p) = 0 and J = ∂f/∂u is nonsingular, then du = -J⁻¹ ∂f/∂p dp. A tangent takes the solution of one linear system
-# per trajectory, and a cotangent that of one with the transposed matrix. Trajectories without a steady state have no
-# derivative.
+# If f(u, p) = 0 and J = ∂f/∂u is nonsingular, then du = -J⁻¹ ∂f/∂p dp. So a tangent takes one linear solve with J per
+# trajectory, and a cotangent one with Jᵀ. Trajectories without a steady state have no derivative.
 
 
 class SteadyStates:
-    """The steady states of a batch of plain arrays, as a function of the leaves of its parameters: see `solve_operator`.
+    """The steady states of a batch as a function of the leaves of its parameters: see `solve_operator`.
 
-    `vector`, of shape (N, d): the steady states; NaN if none was found.
+    `vector`, shape (N, d), are the steady states; NaN if none was found.
     """
 
     def __init__(self, batch: Batch, roots: Roots):
@@ -241,7 +237,7 @@ class SteadyStates:
             return found
         # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
-        # f is called with at least two columns; the seed of a duplicated one is zero.
+        # The cotangent of a duplicated column is zero.
         seeds = np.zeros((g.shape[1], len(self._columns)), g.dtype)
         seeds[:, : len(ids)] = bars
         u, own, t = self._given()
@@ -271,7 +267,7 @@ class SteadyStates:
         return found
 
     def _given(self) -> tuple[Array, list[Any], Array]:
-        """Return states, leaves and times of the trajectories with a steady state, by columns."""
+        """Return the columns of states, leaves and times of the trajectories with a steady state."""
         ids = self._ids[self._columns]
         return np.ascontiguousarray(self.vector[ids].T), *Equations(self._batch).columns(ids)
 
@@ -279,7 +275,7 @@ class SteadyStates:
         """Raise for derivatives of derivatives."""
         raise NotImplementedError(
             "steady_state: second derivatives of steady states aren't supported. Differentiate f at sol.u yourself, or "
-            "take the state at the end of a long solve, which can be differentiated as often as you like."
+            "take the final state of a long solve, which has derivatives of any order."
         )
 
     push_traced = pull_traced
@@ -290,7 +286,7 @@ _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
 
 @dataclass(frozen=True, repr=False)
 class SteadyStateSolution:
-    """The steady states of N trajectories; for a single problem attributes have no first axis.
+    """The steady states of N trajectories; for a single problem the attributes have no first axis.
 
     Attributes
     ----------
@@ -359,8 +355,8 @@ def steady_state(
     """Find the steady state of each trajectory, f(u, p, t) = 0.
 
     Each trajectory is solved to the end of its tspan. Newton's method continues from there, with damping and termination
-    per trajectory. The longer tspan, the closer its starting point is to the steady state that the trajectory approaches.
-    With ``tspan=(t, t)`` Newton's method begins at u0.
+    per trajectory. With a longer tspan it begins closer to the steady state that the trajectory approaches; with
+    ``tspan=(t, t)`` it begins at u0.
 
     Parameters
     ----------
@@ -371,7 +367,7 @@ def steady_state(
     trajectories : int, optional
         As for `solve`.
     rtol, atol : float
-        Tolerances of the solve; the last Newton step is also at most ``atol + rtol * abs(u)`` in each component.
+        Tolerances of the solve and of the last Newton step, which is at most ``atol + rtol * abs(u)`` in each component.
     max_iters : int
         Maximum number of Newton steps, rejected ones included.
     dt, dtmax, max_steps, compile
@@ -446,17 +442,16 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     traced = _batch(options, numbers)
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
-    # Newton's method starts at the end of the solve, near the stable state that the trajectory approaches.
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(started, settings, started)
-    # If the solve failed, a NaN ends the search.
+    # NaN ends the search for failed trajectories.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
         # f is traced once before the search, for a better error message.
         both = np.zeros(2, int)
         leaves, t = Equations(batch).columns(both)
         check_traceable(Field(batch), batch.u0[:, both], leaves, t)
-    # For smaller tolerances a step would consist of rounding errors.
+    # With smaller tolerances a step would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
     found = SteadyStates(batch, roots)
@@ -479,12 +474,12 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
         raise NotImplementedError("steady_state: tspan is traced, but has no derivative here. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):
         raise NotImplementedError(
-            "steady_state: the states or parameters are device arrays, but Newton's method runs on the host. Bring them "
-            "there with mpiad.device.to_host."
+            "steady_state: the states or parameters are device arrays, but Newton's method runs on the host. Apply "
+            "mpiad.device.to_host to them."
         )
     if np.iscomplexobj(batch.plain().u0):
         raise NotImplementedError(
-            "steady_state: complex states aren't supported. Write real and imaginary parts as components of their own."
+            "steady_state: complex states aren't supported. Give real and imaginary parts as separate components."
         )
     return batch
 
@@ -501,11 +496,11 @@ def _checked(given: _Given) -> SolveOptions:
 
 
 def _checked_together(used: Channel, given: _Given) -> SolveOptions:
-    """As `_checked`, collective: errors are raised on all ranks, also if the arguments differ."""
+    """Return the result of `_checked`; errors, also about differences between ranks, are raised on all ranks."""
 
     def described(options: SolveOptions) -> list[Any]:
-        said = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
-        said += f", {type(given.problem).__name__}, {options.trajectories} of them"
-        return [f"atol={given.atol!r:.60}, {said}", said, np.asarray(options.atol, float), digests_of(given.problem)]
+        shown = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
+        shown += f", {type(given.problem).__name__}, {options.trajectories} of them"
+        return [f"atol={given.atol!r:.60}, {shown}", shown, np.asarray(options.atol, float), digests_of(given.problem)]
 
     return alike_on_all(used, lambda: _checked(given), described, "steady_state")

@@ -1,4 +1,4 @@
-"""Observers of every step of the working set, in this order: the record, events, saved times."""
+"""Observers of the steps of the working set: the record, events and saved times, in this order."""
 
 from __future__ import annotations
 
@@ -22,42 +22,39 @@ from mpiad.ensemble.settings import MOVING, Acting, Settings
 # Events that act.
 #
 # Locating the roots of conditions and applying affects takes a hundred calls of NumPy, even for few columns. Therefore a
-# column whose step ends at an event is held, with its step, until enough columns are held (`WorkingSet` decides when); then
-# the events act on all of them.
+# column whose step ends at an event is suspended, with its step, until the events act on all suspended columns together;
+# `WorkingSet` decides when.
 #
-# If an affect leaves a condition at its root, the next event of this condition is its return to the root. The next step is
-# made short enough to end before that (`jumps.departure`).
+# If an affect leaves a condition at its root, the next event of this condition is its return to the root. The next step
+# ends before that (`jumps.departure`).
 
 
 NONE = np.empty(0, np.int64)
 
 
 class Resumed(NamedTuple):
-    """Columns in which events have acted; times are in the direction of the solve."""
+    """n columns in which events have acted; times are in the direction of the solve."""
 
-    columns: Array  # int, shape (n,)
-    # Int, shape (n,). The return codes of columns that have ended, else MOVING; and the number of steps of each.
-    codes: Array
-    number: Array
-    # `t`, `end`, `h`: shape (n,). Times, upper bounds on the ends of the next steps, and their sizes.
+    columns: Array
+    codes: Array  # return codes of columns that have ended, else MOVING
+    number: Array  # numbers of steps
     t: Array
-    end: Array
-    h: Array
-    # `u`, `k`: shape (d, n). The states after the events, and f there.
-    u: Array
-    k: Array
+    end: Array  # upper bounds on the ends of the next steps
+    h: Array  # sizes of the next steps
+    u: Array  # states after the events, shape (d, n)
+    k: Array  # f at u, shape (d, n)
 
 
-class _Held(NamedTuple):
-    """Steps that end at events."""
+class _Suspended(NamedTuple):
+    """Steps of n columns that end at events."""
 
-    columns: Array  # int, shape (n,)
-    h: Array  # shape (n,); the sizes of the next steps
+    columns: Array
+    h: Array  # sizes of the next steps
     kept: CrossedSteps
 
 
 class ActingEvents:
-    """The state of acting events for the columns of a working set; `watch`: evaluates conditions, None without any."""
+    """The events that act on the columns of a working set; `watch` evaluates conditions, None if there are none."""
 
     def __init__(
         self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
@@ -67,9 +64,10 @@ class ActingEvents:
         self._jumps = outcome.jumps if settings.record else None
         self._slots, self._resumed = outcome.slots, outcome.resumed
         self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
-        self._held: dict[bool, list[_Held]] = {False: [], True: []}  # at given times, and at roots of conditions
-        # Per column: the time at which it began or each event last acted; that of the last root of a condition; the number
-        # of successive short intervals between such roots.
+        # At given times (False) and at roots of conditions (True).
+        self._suspended: dict[bool, list[_Suspended]] = {False: [], True: []}
+        # Per column: the time at which it began or each event last acted; the time of the last root of a condition; the
+        # number of successive short intervals between roots.
         self._begun = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
         self._met, self._short = np.empty(0), np.empty(0, int)
         self._limit = np.empty(0)  # upper bound on the end of the next step, if that lies ahead
@@ -77,7 +75,7 @@ class ActingEvents:
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
     def enter(self, new: Entrants, joined: Joint) -> None:
-        """Add the columns of the next working set, after the watch has evaluated its conditions."""
+        """Add the columns of the next working set, whose conditions the watch has evaluated."""
         self._begun = {e: joined(begun, new.t) for e, begun in self._begun.items()}
         self._met, self._limit = joined(self._met, new.t), joined(self._limit, new.t)
         self._short = joined(self._short, np.zeros(len(new.t), int))
@@ -86,7 +84,7 @@ class ActingEvents:
             self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)  # type: ignore[union-attr]
 
     def crossed(self, step: Step, p: Tree) -> list[Array]:
-        """Return for each event the columns in which its condition changed its sign: see `EventWatch.crossed`."""
+        """Return for each event a mask of the columns in which its condition changed its sign."""
         if self._watch is None:
             return []
         watch = self._watch
@@ -100,12 +98,12 @@ class ActingEvents:
         return [changed & ~mask for changed, mask in zip(crossed, resting)]
 
     def at_roots(self, crossed: Sequence[Array]) -> Array:
-        """Return the columns whose steps end at a root of a condition, given those whose conditions have changed signs."""
+        """Return the columns whose steps end at a root of a condition, given the sign changes of all conditions."""
         masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
         return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
 
     def at_given_times(self, step: Step, done: Array) -> Array:
-        """Return which of the columns in the mask `done` have reached a given time of an event."""
+        """Return the columns in the mask `done` that have reached a given time of an event."""
         if not np.count_nonzero(done):
             return NONE
         columns = np.flatnonzero(done)
@@ -113,44 +111,40 @@ class ActingEvents:
         due = self._acting.due(self._slots[ids], ids)
         return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
 
-    def hold(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
-        """Hold the steps of some columns; h, shape (n,), are the sizes of the next steps of all columns.
+    def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
+        """Store the steps of some columns, which end at given times or, with `at_roots`, at roots of conditions.
 
-        The steps end at given times or, with `at_roots`, at roots of conditions. `crossed`: the sign changes of all
-        columns.
+        h, the sizes of the next steps, and the sign changes `crossed` are those of all columns.
         """
         if self._watch is None:
             nothing = np.empty((0, len(columns)))
             kept = CrossedSteps(nothing, nothing, nothing, step.at_end(columns))
         else:
             kept = self._watch.kept(step, columns, crossed, not at_roots)
-        self._held[at_roots].append(_Held(columns, h[columns], kept))
+        self._suspended[at_roots].append(_Suspended(columns, h[columns], kept))
 
-    def release(self) -> Iterator[tuple[Resumed, Step]]:
-        """Let events act at the ends of the held steps; yield how the columns continue, and the steps.
-
-        The final states of these steps are those after the events.
-        """
+    def resume(self) -> Iterator[tuple[Resumed, Step]]:
+        """Let events act at the ends of the suspended steps; yield the columns, and the steps with the changed states."""
         for at_roots in (False, True):
-            held, self._held[at_roots] = self._held[at_roots], []
-            if held:
-                columns, h, kept = zip(*held)
-                yield self._released(np.concatenate(columns), np.concatenate(h), CrossedSteps.joined(kept), at_roots)
+            suspended, self._suspended[at_roots] = self._suspended[at_roots], []
+            if suspended:
+                columns, h, kept = zip(*suspended)
+                yield self._resumed_columns(np.concatenate(columns), np.concatenate(h), CrossedSteps.joined(kept), at_roots)
 
-    def _released(self, columns: Array, h: Array, kept: CrossedSteps, at_roots: bool) -> tuple[Resumed, Step]:
+    def _resumed_columns(self, columns: Array, h: Array, kept: CrossedSteps, at_roots: bool) -> tuple[Resumed, Step]:
         step = kept.step
         found = self._watch.cut(kept) if at_roots else None  # type: ignore[union-attr]
         span, every = self._span(step.ids), np.arange(len(columns))
         at = step.ids, step.new, step.actual(step.t_new), step.number + 1
-        there = EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
+        at_event = EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
         reached = kept.after
         if found is not None:
-            reached = np.array([there.condition(event, every) for event in self._events])
-        # Values to be assigned to conditions that affects leave near their roots; NaN for other conditions.
+            reached = np.array([at_event.condition(event, every) for event in self._events])
+        # Values for conditions that affects leave near their roots; NaN for other conditions.
         signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
         decreed = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
-        if found is None:  # a non-acting event has been stored
+        if found is None:  # an event that doesn't act has been stored
             decreed = np.where(kept.crossed, -LEAST * signs, decreed)
         else:
             happened = self._happened(columns, kept, found, reached, unresolved & resting)
@@ -158,18 +152,18 @@ class ActingEvents:
                 decreed[e, rows] = -LEAST * signs[e, rows]
                 if e in self.sides:
                     self.sides[e][columns[rows]] = -signs[e, rows]
-            self._meet_conditions(there, columns, happened, span)
-        there.meet_given_times()
-        goal, ways = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
-        codes, moving = there.codes, there.codes == MOVING
+            self._meet_conditions(at_event, columns, happened, span)
+        at_event.meet_given_times()
+        goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
+        codes, moving = at_event.codes, at_event.codes == MOVING
         going = moving & (step.t_new < goal)
         codes[moving & ~going] = ReturnCode.Success.code
         rows, k = np.flatnonzero(going), np.zeros_like(step.new)
-        k[:, rows] = there.rate(rows)
-        self._go_on(there, columns, rows, reached, decreed)
+        k[:, rows] = at_event.rate(rows)
+        self._continue_from(at_event, columns, rows, reached, decreed)
         limit = self._limit[columns] - step.t_new
         h = np.maximum(np.where(limit > 0, np.minimum(h, limit), h), least_step(step.t_new))
-        end = self._acting.until(goal, self._slots, step.ids, ways)
+        end = self._acting.until(goal, self._slots, step.ids, directions)
         return Resumed(columns, codes, step.number + 1, step.t_new, end, h, step.new, k), step
 
     def _happened(
@@ -177,8 +171,8 @@ class ActingEvents:
     ) -> list[tuple[int, Array]]:
         """Return the events that have occurred in steps that were cut short, and their rows.
 
-        The roots of several conditions may be closer than the resolution of the search. If another condition has changed
-        its sign in the state `reached`, too, its event also occurs there, since the sign change couldn't be detected later.
+        The roots of several conditions may be closer than the resolution of the search. If another condition has also
+        changed its sign (`reached` are the values), its event occurs, too: the sign change couldn't be detected later.
         """
         step, happened = kept.step, []
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
@@ -190,70 +184,71 @@ class ActingEvents:
             if late.any():
                 more = np.flatnonzero(late)
                 self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
-                rows = np.union1d(rows, more)  # sorted
+                rows = np.union1d(rows, more)
             happened.append((e, rows))
         return happened
 
     def _span(self, ids: Array) -> Array:
         return np.abs(self._batch.end[ids] - self._batch.start[ids])
 
-    def _meet_conditions(self, there: EventColumns, columns: Array, happened: list[tuple[int, Array]], span: Array) -> None:
-        now = there.t * self._initialization.signs[there.ids]
+    def _meet_conditions(
+        self, at_event: EventColumns, columns: Array, happened: list[tuple[int, Array]], span: Array
+    ) -> None:
+        now = at_event.t * self._initialization.signs[at_event.ids]
         ending = np.zeros(len(columns), bool)
         for e, rows in happened:
             event = self._events[e]
             if event.acts:
-                rows = rows[there.codes[rows] == MOVING]
-                before = there.condition(event, rows)
-                finite = there.act(self._acting.found[e], rows)
-                self._look_ahead(there, e, columns, rows[finite], before[finite], now, span)
+                rows = rows[at_event.codes[rows] == MOVING]
+                before = at_event.condition(event, rows)
+                finite = at_event.act(self._acting.found[e], rows)
+                self._look_ahead(at_event, e, columns, rows[finite], before[finite], now, span)
             ending[rows] |= event.terminal
         # Trajectories with too many events in immediate succession end.
-        moving = np.flatnonzero(there.codes == MOVING)
+        moving = np.flatnonzero(at_event.codes == MOVING)
         own = columns[moving]
         short = np.abs(now[moving] - self._met[own]) <= SHORT * span[moving]
         self._short[own], self._met[own] = np.where(short, self._short[own] + 1, 0), now[moving]
-        there.codes[moving[self._short[own] >= MOST_SHORT]] = ReturnCode.Zeno.code
-        there.codes[ending & (there.codes == MOVING)] = ReturnCode.Terminated.code
+        at_event.codes[moving[self._short[own] >= MOST_SHORT]] = ReturnCode.Zeno.code
+        at_event.codes[ending & (at_event.codes == MOVING)] = ReturnCode.Terminated.code
 
     def _look_ahead(
-        self, there: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
+        self, at_event: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
     ) -> None:
-        """Determine the sign with which a condition leaves the root at which an affect has left it, and when it returns."""
+        """Determine how the condition of event e leaves the root at which its affect has left it, and when it returns."""
         if not rows.size:
             return
-        event, (u, t), own, now, span = self._events[e], there.at(rows), columns[rows], now[rows], span[rows]
-        gone, self._begun[e][own] = now - self._begun[e][own], now
-        ahead, mass = distance_ahead(gone, span), self._settings.mass
-        rate = there.moving(rows, mass, (u, t))
-        straight, later = u + ahead * rate, t + there.signs[rows] * ahead
-        bent = u + 0.5 * ahead * (rate + there.moving(rows, mass, (straight, later)))
-        values = [there.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
-        found = departure((before, *values), event.direction, gone, span)
+        event, (u, t), own, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
+        elapsed, self._begun[e][own] = now - self._begun[e][own], now
+        ahead, mass = distance_ahead(elapsed, span), self._settings.mass
+        rate = at_event.moving(rows, mass, (u, t))
+        straight, later = u + ahead * rate, t + at_event.signs[rows] * ahead
+        bent = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (straight, later)))
+        values = [at_event.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
+        found = departure((before, *values), event.direction, elapsed, span)
         if self._adaptive:  # fixed steps all have the same size
-            # The next step must end earlier, since it wouldn't show a sign change and return.
+            # A longer step wouldn't show the sign changes at the departure and the return.
             limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
             self._limit[own] = np.minimum(limit, now + 0.25 * found.back)
         if e in self.sides:
-            there.left[e][rows] = found.side
-        there.codes[rows[found.endless]] = ReturnCode.Zeno.code
+            at_event.left[e][rows] = found.side
+        at_event.codes[rows[found.endless]] = ReturnCode.Zeno.code
 
-    def _go_on(self, there: EventColumns, columns: Array, rows: Array, reached: Array, decreed: Array) -> None:
-        """Store the states from which some rows continue, and the values of conditions there; the columns: `columns[rows]`.
+    def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, decreed: Array) -> None:
+        """Store the values and sides of conditions in the states from which some rows continue.
 
-        `reached`: the values of conditions before events acted. If events haven't changed them, they are set to `decreed`,
-        unless that is NaN.
+        A condition whose value `reached` events haven't changed gets the value `decreed`, unless that is NaN.
         """
         own = columns[rows]
-        self._resumed[there.ids[rows]] += 1
+        self._resumed[at_event.ids[rows]] += 1
         for e, event in enumerate(self._events):
-            value, instead = there.condition(event, rows), decreed[e, rows]
+            value, instead = at_event.condition(event, rows), decreed[e, rows]
             stays = (value == reached[e, rows]) & ~np.isnan(instead)
             value = np.where(stays, instead, value)
             self._watch.values[e][own] = value  # type: ignore[union-attr]
             if e in self.sides:
                 side = np.where(stays, self.sides[e][own], np.sign(value))
-                left = there.left[e][rows]
+                left = at_event.left[e][rows]
                 self.sides[e][own] = np.where(left, left, side)
 
 
@@ -261,13 +256,12 @@ class Stopped(NamedTuple):
     """The columns whose steps end at an event: int, shape (m,)."""
 
     terminated: Array = NONE  # trajectories that end there
-    # Columns that are held until events act on them in `StepObservers.release`: at roots of conditions, and at given times.
-    at_roots: Array = NONE
-    at_times: Array = NONE
+    at_roots: Array = NONE  # columns suspended at roots of conditions, until `StepObservers.resume`
+    at_times: Array = NONE  # columns suspended at given times
 
 
 class StepObservers:
-    """The observers of a solve: record, events and saved times; they write to `outcome`."""
+    """The observers of a solve; they write to `outcome`."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
         self._outcome, self._batch, self._settings = outcome, batch, settings
@@ -291,10 +285,9 @@ class StepObservers:
             self._acting.enter(new, joined)
 
     def see(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
-        """Process a step; return the columns that events have ended, whose steps are cut short, and those that are held.
+        """Process a step; return the columns whose steps end at an event.
 
-        `done`: bool, shape (n,); which columns have reached the end of tspan or a given time. `h`: shape (n,); the sizes of
-        the next steps.
+        `done` is a mask of the columns that have reached the end of tspan or a given time; h are the sizes of next steps.
         """
         if self._log is not None:
             self._log.note(step)
@@ -307,23 +300,23 @@ class StepObservers:
         if acting is not None:
             at_roots = acting.at_roots(crossed)
             if at_roots.size:
-                acting.hold(at_roots, step, h, crossed, at_roots=True)
+                acting.suspend(at_roots, step, h, crossed, at_roots=True)
                 others = np.ones(len(step.ids), bool)
                 others[at_roots] = False
                 step, crossed = step._replace(accepted=step.accepted & others), [mask & others for mask in crossed]
                 done = done & others
             at_times = acting.at_given_times(step, done)
             if at_times.size:
-                acting.hold(at_times, step, h, crossed)
+                acting.suspend(at_times, step, h, crossed)
         if crossed and (columns := np.flatnonzero(np.any(crossed, axis=0))).size:
             terminated = self._located(step, columns, crossed)
         if self._saves is not None:
             self._saves.see(step, at_times)
         return Stopped(terminated, at_roots, at_times)
 
-    def release(self) -> Iterator[Resumed]:
-        """Let events act on the columns whose steps are held, and return how they continue."""
-        for resumed, step in self._acting.release() if self._acting is not None else ():
+    def resume(self) -> Iterator[Resumed]:
+        """Let events act on the suspended columns, and yield how they continue."""
+        for resumed, step in self._acting.resume() if self._acting is not None else ():
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))
                 if step.k:
@@ -332,7 +325,7 @@ class StepObservers:
             yield resumed
 
     def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:
-        """Store events of some columns, and cut short the steps that they end; return the columns of these."""
+        """Store the events of some columns, and cut steps short at terminal events; return the columns of these steps."""
         watch: EventWatch = self._events  # type: ignore[assignment]
         ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
         ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
@@ -343,7 +336,7 @@ class StepObservers:
             return NONE
         kept = watch.kept(step, terminated, crossed)
         watch.cut(kept)
-        # The step is cut short, so that no saved time lies after the end.
+        # No saved time may lie after the terminal event.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
         return terminated
 

@@ -1,6 +1,6 @@
 """Forward mode of a solve: tangents propagated along its accepted steps, from the first to the last.
 
-Values and tangents of a block are in one array of shape (1 + directions, d, n), so sums over stages include both.
+One array of shape (1 + directions, d, n) holds the values and tangents of a block, so sums over stages include both.
 """
 
 from __future__ import annotations
@@ -20,25 +20,16 @@ from mpiad.ensemble.stage_systems import StageSystems, System
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 from mpiad.transport.tracing import restoring_state
 
-# One step of several columns, with tangents.
-#
-# In a Rosenbrock step W k_i = r_i. The tangent of stage i is W⁻¹ times the sum of the tangent of r_i and terms from the
-# derivatives of W and ∂f/∂t: see `stage_systems`.
-
 
 class TangentStep:
-    """The stages of a step with their tangents, each of shape (1 + m, d, n).
+    """The states u before a step and its stages k, each with m tangents: arrays of `shape` (1 + m, d, n).
 
-    - `write`: writes f and its tangents; see `Tracing.along`.
-    - `shape`: (1 + m, d, n).
-    - `like`: an array with the dtype and device of the states.
-    - `u`: the states before the step.
-    - `k`: the stages.
+    `write` writes f and its tangents, see `Tracing.along`; `like` is an array with the dtype and device of the states.
     """
 
     def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
         self._coefficients, self._write, self.last = coefficients, write, coefficients.last
-        # In C order, which NumPy processes fastest; indexing by an array may give another order.
+        # C order is fastest; `like` may have another order.
         self.u, self._argument, self._end, self._term = (np.empty_like(like, shape=shape, order="C") for _ in range(4))
         self._stages = coefficients.stages(shape, self.u)
         self.k: list[Array] = []
@@ -55,7 +46,7 @@ class TangentStep:
             self._evaluate(self._sum(i, self._argument) if i else u)
 
     def new(self) -> Array:
-        """Return the new state: the argument of the last stage."""
+        """Return the new state, which is the argument of the last stage."""
         if self._new is None:
             self._new = self._sum(self.last, self._end)
         return self._new
@@ -77,10 +68,10 @@ class TangentStep:
 
 
 class TangentRosenbrockStep(TangentStep):
-    """`TangentStep` for Rosenbrock methods; f at the ends of the step isn't computed.
+    """`TangentStep` for Rosenbrock methods, without f at the ends of the step.
 
-    `leaves`: the parameters of the step's columns. `along`: for each differentiated leaf its tangents, None for zero ones.
-    `of_step`: the arguments of `TangentStep`.
+    In W k_i = r_i, the tangent of k_i is W⁻¹ times the sum of the tangent of r_i and terms from the derivatives of W and
+    ∂f/∂t: see `stage_systems`. `along` are the tangents of each differentiated leaf, None for zeros.
     """
 
     def __init__(self, systems: StageSystems, leaves: Sequence[Any], along: Sequence[Sequence[Any]], *of_step: Any):
@@ -124,8 +115,7 @@ class Directions(NamedTuple):
     """The m directions along which to differentiate."""
 
     u0: Array  # shape (m, d, N)
-    # By index of the leaf, m arrays in its shape, None for zero ones.
-    leaves: dict[int, list[Any]]
+    leaves: dict[int, list[Any]]  # from the index of a leaf to m arrays in its shape, None for zeros
 
 
 class SavedTangents:
@@ -136,21 +126,21 @@ class SavedTangents:
         self._run, self.saved = run, np.zeros_like(directions.u0, shape=(m, count, run.slots, d))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Store the tangents of values saved in one step, shape (m, d, n), or (m, s, d, n) for several per column."""
+        """Store the tangents of values saved in one step, shape (m, d, n), or (m, s, d, n) for s values per column."""
         self.saved[:, part.ids, part.place] = np.swapaxes(states, -1, -2)
 
     def add(self, part: Saved, states: Array) -> None:
-        """Add the contribution of the following step to stored tangents."""
+        """Add the contribution of the next step to stored tangents."""
         self.saved[:, part.ids, part.place] += np.swapaxes(states, -1, -2)
 
     def close(self, start: Array, end: Array) -> None:
-        """Store the tangents of initial and final states, (m, d, N), for the saved values that equal them."""
+        """Store the tangents of saved values that are initial or final states, (m, d, N)."""
         self._run.write_saved(self.saved, start, at_start=True)
         self._run.write_saved(self.saved, end, at_start=False)
 
 
 def push_run(run: Run, directions: Directions, taker: SavedTangents | None = None) -> Array:
-    """Return the tangents of the final states, shape (m, d, N), and pass those of saved ones to `taker`, if any."""
+    """Return the tangents of the final states, shape (m, d, N), and pass those of saved states to `taker`, if given."""
     begin = run.masked(directions.u0)
     end = begin.copy()
     with np.errstate(all="ignore"), restoring_state(), Bundle() as bundle:
@@ -179,7 +169,7 @@ class _Block:
         self._systems = StageSystems(run, tuple(directions.leaves)) if run.tableau.implicit else None
 
     def sweep(self, end: Array) -> None:
-        # A copy in the order of the sweep, with active trajectories in the first columns.
+        # A copy, with active trajectories in the first columns.
         tangents = end[:, :, self._sweep.ids]
         for visit in self._sweep.forwards():
             self._push(visit, tangents)
@@ -214,11 +204,10 @@ class _Block:
         for part in saved.at_end:
             taker.take(part, part.of(new))
         last = step.last
-        # The last stage of a step is the first of the next step, which computes its tangents for both.
+        # The last stage of a step is the first stage of the next step, which computes its tangents.
         for part in saved.handed_on:
             taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
         for part in saved.inside:
-            # At a constant fraction of a step of constant size, saved values are linear in the state and the stages.
             value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
             if part.whole is None or part.whole.any():
                 step.add_last_stage()

@@ -2,16 +2,14 @@
 
 Each iteration, called a turn, tries one step in every column. The class `Turns`, which decides on steps and return codes,
 is shared by the host and devices (`on_device.rounds`). Ended trajectories remain in their columns, with steps of length
-zero, so nothing is gathered or scattered between turns. The host can inspect masks, so it works in place on the columns
-concerned, and stores the results of a trajectory when it ends. A device is synchronized only once per turn, so there all
-operations are masked, and states are new arrays, which the record keeps.
+zero. The host works in place on masked columns, and stores the results of a trajectory when it ends. A device waits for the
+host only once per turn; its operations process all columns, and states are new arrays, which the record keeps.
 
 On the host the working set is a block of columns that fits into the cache. All arithmetic is elementwise over columns, so
-the results of a trajectory don't depend on its neighbors. When enough trajectories have ended, they are replaced by waiting
-ones (or dropped, if none wait), so that a long trajectory doesn't slow down the others. There are at least two columns,
-which norms require (see `controller`): a single trajectory is duplicated.
+the results of a trajectory don't depend on other columns. When enough trajectories have ended, waiting trajectories replace
+them. There are at least two columns, which norms require (see `controller`): a single trajectory is duplicated.
 
-Times are multiplied by the sign of the direction of the solve.
+Times are multiplied by -1 for trajectories that are integrated backwards in time.
 """
 
 from __future__ import annotations
@@ -31,14 +29,12 @@ from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import StepObservers, Stopped
 
-# Number of entries of one array of the working set: large enough to amortize NumPy's overhead per call, and small enough
-# for about fifteen such arrays to fit into the cache.
+# Number of entries of an array of the working set. About fifteen arrays of this size fit into the cache.
 _BLOCK = 32_768
 _LEAST_COLUMNS = 512
-# Ended columns are replaced when this number of entries has been computed in vain, which costs as much as the replacement.
+# Ended columns are replaced when this number of their entries has been computed, which costs as much as the replacement.
 _IDLE = 10_000
-# Number of turns for which columns wait for others before events act on them, since NumPy's calls take about the same time
-# for few columns and for many.
+# Number of turns for which columns wait for others before events act on all of them together.
 _WAITING = 3
 # With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last one.
 _ROUNDING = 1e-9
@@ -63,21 +59,17 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 class Turns:
     """The turns of a working set, on the host or on a device."""
 
-    # `ids`, `number`, `entered`: int, shape (n,). The trajectories, the numbers of their accepted steps, and the turns in
-    # which they entered.
-    ids: Array
-    number: Array
-    entered: Array
-    # `t`, `end`, `h`, `q2`: shape (n,). Times, ends, sizes of the next steps, and the squared errors of the last accepted
-    # ones, in the direction of the solve.
+    # Arrays of shape (n,), except for u.
+    ids: Array  # trajectories
+    number: Array  # numbers of accepted steps
+    entered: Array  # the turns in which the trajectories entered
     t: Array
     end: Array
-    h: Array
-    q2: Array
-    # `live`, `rejected`: bool, shape (n,). Whether the trajectory is active, and whether its last try was rejected.
-    live: Array
-    rejected: Array
-    idle: Array  # shape (n,); 1 for columns that have ended, else 0
+    h: Array  # sizes of the next steps
+    q2: Array  # squared errors of the last accepted steps
+    live: Array  # whether the trajectory is active
+    rejected: Array  # whether the last try was rejected
+    idle: Array  # 1 for columns that have ended, else 0
     u: Array  # shape (d, n)
     _one: Array | float = np.array(1.0)  # an array, which ufuncs process faster than a float
 
@@ -94,7 +86,7 @@ class Turns:
         self._error: Array | None = None
 
     def _take_turn(self) -> None:
-        """Try one step of every trajectory, and retire those that end."""
+        """Try one step of every trajectory."""
         self._turn += 1
         t_new, h = self._proposed()
         self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
@@ -113,17 +105,16 @@ class Turns:
         """Retire the trajectories of a mask."""
 
     def _proposed(self) -> tuple[Array, Array]:
-        """Return the times after the next steps, and the sizes of these."""
+        """Return the times after the next steps, and the sizes of these steps."""
         t_new = self.t + self.h
         if self._tableau.error is None:
-            # Equal steps don't add up to the span exactly; a remainder of the size of rounding errors isn't a separate
-            # step.
+            # Equal steps don't add up to tspan exactly; a remainder of the size of rounding errors isn't a separate step.
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
         np.minimum(t_new, self.end, out=t_new)
         return t_new, t_new - self.t
 
     def _judged(self, h: Array) -> Array:
-        """Return which columns' steps are accepted, and set the sizes of the next ones."""
+        """Return the columns whose steps are accepted, as a mask, and set the sizes of the next steps."""
         if self._tableau.error is None:
             self._error = None
             return np.isfinite(self._stages.new).all(axis=0) & self.live
@@ -172,8 +163,8 @@ class WorkingSet(Turns):
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
-        # The number of columns that wait for events to act, and for how many turns the first of them has waited.
-        self._held = self._waited = 0
+        # The number of columns that wait for events to act, and the number of turns for which they have waited.
+        self._suspended = self._turns_suspended = 0
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
@@ -181,18 +172,16 @@ class WorkingSet(Turns):
             idle, rows = 0, len(self.u)
             while self._alive and idle < _IDLE:
                 self._take_turn()
-                idle += (len(self.ids) - self._alive - self._held) * rows
-                if self._held:
-                    self._waited += 1
-                    if self._waited > _WAITING or not self._alive or idle >= _IDLE:
+                idle += (len(self.ids) - self._alive - self._suspended) * rows
+                if self._suspended:
+                    self._turns_suspended += 1
+                    if self._turns_suspended > _WAITING or not self._alive or idle >= _IDLE:
                         self._resume()
         if self._observers is not None:
             self._observers.close()
 
-    # ---- the working set
-
     def _refill(self) -> bool:
-        """Replace ended trajectories by waiting ones, or drop them; return whether any are left."""
+        """Replace ended trajectories by waiting ones, or remove them; return whether any trajectories are left."""
         keep, before = np.flatnonzero(self.live), len(self.ids)
         new = self._initialization.admit(self._width - len(keep))
         count = len(keep) + len(new.ids)
@@ -220,16 +209,12 @@ class WorkingSet(Turns):
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
-        # Limits for cheap checks: before this turn no column can have used up its steps, and above this size no step is too
-        # small.
+        # Limits for cheap checks: before this turn no trajectory has used up its steps; no larger step is too small.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         goal = self._initialization.goal(self.ids)
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))
 
-    # ---- one turn
-
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
-        """Advance by the accepted steps, and retire the trajectories that end with them."""
         done = t_new == self.end
         done &= accepted
         stopped, stages = _NOWHERE, self._stages
@@ -237,7 +222,7 @@ class WorkingSet(Turns):
             step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
             stopped = self._observers.see(step, self._p, done, self.h)
         if np.count_nonzero(accepted) == self._alive:
-            # All columns are advanced: ended ones by zero, or after a failure to states that are never read.
+            # Ended columns are advanced, too: by zero, or after a failure to states that aren't used.
             self.u, self.t = stages.advance(self.u, None), t_new
             np.add(self.number, _ONE_MORE, self.number)
         else:
@@ -246,12 +231,11 @@ class WorkingSet(Turns):
             self.number += accepted
         for columns in (stopped.at_roots, stopped.at_times):
             if columns.size:
-                # These columns wait until events act on them.
                 done[columns] = False
                 self._retire(columns)
                 self.entered[columns] -= self._turn
                 self._alive -= len(columns)
-                self._held += len(columns)
+                self._suspended += len(columns)
         if stopped.terminated.size:
             done[stopped.terminated] = False
             self._leave(stopped.terminated, ReturnCode.Terminated)
@@ -259,12 +243,10 @@ class WorkingSet(Turns):
             self._leave(np.flatnonzero(done), ReturnCode.Success)
         self._fail(accepted)
 
-    # ---- events that act
-
     def _resume(self) -> None:
         """Let events act on the waiting columns, which then continue or end."""
-        self._held = self._waited = 0
-        for resumed in self._observers.release():  # type: ignore[union-attr]
+        self._suspended = self._turns_suspended = 0
+        for resumed in self._observers.resume():  # type: ignore[union-attr]
             columns, codes = resumed.columns, resumed.codes
             self.number[columns], self.t[columns] = resumed.number, resumed.t
             self.end[columns], self.h[columns] = resumed.end, resumed.h
@@ -278,17 +260,14 @@ class WorkingSet(Turns):
                 self._leave(columns[codes == code], list(ReturnCode)[code])
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
 
-    # ---- ends
-
     def _some_are_small(self) -> bool:
-        """Return whether a step may be smaller than the resolution of time."""
         return bool(np.count_nonzero(np.less(self.h, self._least_step)))
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
         self._leave(np.flatnonzero(mask), code)
 
     def _leave(self, columns: Array, code: ReturnCode) -> None:
-        """Store the results of trajectories that have ended, and leave their columns in place."""
+        """Store the results of trajectories that have ended."""
         if not columns.size:
             return
         ids, outcome = self.ids[columns], self._outcome
@@ -304,6 +283,6 @@ class WorkingSet(Turns):
 
     def _retire(self, columns: Array) -> None:
         self.live[columns] = False
-        # The next steps have length zero, and the proposed sizes don't affect their minimum over columns.
+        # The next steps have length zero. Sizes of one don't affect the minimum of the sizes.
         self.end[columns] = self.t[columns]
         self.h[columns] = self.idle[columns] = 1.0

@@ -95,7 +95,7 @@ def test_what_is_the_first_trajectorys_in_all_is_found(case):
 
 
 def test_what_is_the_first_trajectorys_in_all_is_found_where_it_is_differentiated():
-    with pytest.raises(ValueError, match=r"p\[0\] and t\[0\] are the first trajectory's"):
+    with pytest.raises(ValueError, match=r"t\[0\] and p\[0\] are those of the first trajectory"):
         mpiad.grad(lambda p: np.sum(solve(remake(OF_ALL, p=p)).u_end))(NUMBERS)
 
 
@@ -157,13 +157,13 @@ def test_conditions_that_are_true_or_false(way, affect):
         (
             {"saveat": np.ones((1, 2, 2))},
             ValueError,
-            r"array of shape \(N, n_saved\) with N = 1, but has shape \(1, 2, 2\)",
+            r"of shape \(1, n_saved\), but has \(1, 2, 2\)",
         ),
         ({"atol": -1.0}, ValueError, "atol must be zero or more"),
         ({"atol": [1e-6] * 3}, ValueError, r"shape of a state, \(2,\)"),
         ({"max_steps": 0}, ValueError, "max_steps"),
         ({"alg": RK4()}, ValueError, "needs their size, as dt=0.01"),
-        ({"alg": RK45}, TypeError, r"write RK45\(\) with brackets"),
+        ({"alg": RK45}, TypeError, r"Write RK45\(\) with brackets"),
         ({"ensemblealg": None}, TypeError, "ensemblealg must be an EnsembleAlgorithm"),
         ({"trajectories": 3}, ValueError, "needs an EnsembleProblem"),
         ({"events": [3]}, TypeError, "events must be mpiad.ensemble.Event"),

@@ -142,7 +142,7 @@ def test_gradients_by_tangents_are_the_adjoints_of_the_host(f, tspan, alg, setti
     p[3] *= 20 if "max_steps" in settings else 1  # one fails
     known = mpiad.grad(_loss(np.asarray, f, tspan, alg, {**settings, "gradient": "adjoint"}))({"u0": u0, "p": p})
     monkeypatch.setattr(import_module("mpiad.ensemble.differentiable"), "pull_run", None)  # no adjoint in secret
-    monkeypatch.setattr(import_module("mpiad.ensemble.directions"), "_AT_ONCE", 3)  # of five numbers
+    monkeypatch.setattr(import_module("mpiad.ensemble.directions"), "_GROUP", 3)  # of five numbers
     loss = _loss(on_device, f, tspan, alg, {**settings, "gradient": "tangent"})
     transfers.reset()
     loss({"u0": on_device(u0), "p": on_device(p)})

@@ -222,13 +222,13 @@ def rows(u, p, data):
 
 REFUSED = {
     "p0": ({"p0": np.ones(8)}, ValueError, r"p0 must be real numbers of shape \(N, m\).*\(8,\)"),
-    "data": ({"data": np.ones((7, 11))}, ValueError, r"data must have one row.*8 as p0.*\(7, 11\)"),
+    "data": ({"data": np.ones((7, 11))}, ValueError, r"data must have one row.*8 rows like p0.*\(7, 11\)"),
     "bounds": ({"bounds": (0.2, 1.0)}, ValueError, r"variable 1 of trajectory 1 starts at .*0.1.*bounds .*0.2"),
     "shape of bounds": ({"bounds": (np.zeros(3), 1.0)}, ValueError, r"lower bounds must be one number.*\(2,\)"),
     "x_scale": ({"x_scale": -1.0}, ValueError, "x_scale must be 'jac' or numbers above zero"),
     "ftol": ({"ftol": -1.0}, ValueError, "ftol must be a number, zero or more, but got -1.0"),
     "rtol": ({"rtol": 0.0}, ValueError, "rtol must be above zero, but got 0.0"),
-    "columns": ({"residuals": rows}, ValueError, r"can't compute with columns.*\(11, 1, \d+\).*needs an axis"),
+    "columns": ({"residuals": rows}, ValueError, r"can't compute with columns.*\(11, 1, \d+\).*an axis for trajectories"),
     "coupled": ({"residuals": lambda u, p, data: u[:, 0] - anp.sum(u)}, ValueError, "depend on the others"),
     "one number": ({"residuals": lambda u, p, data: anp.sum(u)}, ValueError, r"shape \(\), but \(..., \d+\) was expected"),
     "math": ({"residuals": lambda u, p, data: [erf(u)[:, 0]]}, TypeError, "can't be differentiated.*autograd.numpy"),
@@ -236,7 +236,7 @@ REFUSED = {
     "max_nfev": ({"max_nfev": 0}, ValueError, "max_nfev must be an integer above zero, but got 0"),
     "residuals": ({"residuals": 3}, TypeError, r"must be a function residuals\(u, p, data\), but got 3"),
     "no generator": ({"prob_generator": 3}, TypeError, "prob_generator must be a function of a problem and x, but got 3"),
-    "one bound": ({"bounds": 3.0}, ValueError, "bounds must be two, lower and upper ones, but got 3.0"),
+    "one bound": ({"bounds": 3.0}, ValueError, "bounds must be a pair of lower and upper bounds, but got 3.0"),
     "states": (
         {"prob_generator": lambda one, x: remake(one, u0=np.ones((1, 7)))}, ValueError, r"u0 of shape \(1, 7\), but \(1",
     ),

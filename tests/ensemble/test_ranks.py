@@ -360,7 +360,7 @@ def test_there_are_no_statistics_of_outputs():
     for way in (EnsembleVectorized(), EnsembleMPI(), EnsembleMPI(gather=False)):
         sol = solve(made, ensemblealg=way, trajectories=4)
         for statistic in (sol.mean, sol.std, lambda sol=sol: sol.quantile(0.5)):
-            with pytest.raises(TypeError, match="u is what output_func or reduction made, a list"):
+            with pytest.raises(TypeError, match="u is the result of output_func or reduction, of type list"):
                 statistic()
 
 

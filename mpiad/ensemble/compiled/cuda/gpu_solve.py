@@ -16,7 +16,7 @@ from mpiad._typing import Array, Shape
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import device_for
-from mpiad.ensemble.batch import Batch, is_on_device, placed
+from mpiad.ensemble.batch import Batch, is_on_device, with_states_on_device
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Solver
@@ -73,7 +73,7 @@ def solved_on_gpu(
         return sol
     compiler.compile = False  # for the host
     if not on_host:
-        return by_arrays(given, placed(batch), settings)
+        return by_arrays(given, with_states_on_device(batch), settings)
     moved = _moved(given, arrays)
     sol = by_arrays(moved, moved.plain(), settings)
     return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
