@@ -37,7 +37,7 @@ class Parameters(NamedTuple):
     build: Callable[[Any], Tree]  # returns the pytree with given leaves
 
     def chosen(self, which: Any, leaves: Sequence[Any] | None = None) -> list[Any]:
-        """Return the leaves at an index `which` of the trajectories; `leaves` are those of all, by default the own ones."""
+        """Return the leaves, by default `self.leaves`, with an index `which` on the axis of trajectories."""
         leaves = self.leaves if leaves is None else leaves
         return [leaf[..., which] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
 

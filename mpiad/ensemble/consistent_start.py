@@ -44,11 +44,11 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     plain = given.plain()
     ids = two_at_least(given.size)
     with np.errstate(all="ignore"):
-        u, gain, found = _solved(plain, ids, free, equations, rtol, atol)
+        u, gain, found = _by_newton(plain, ids, free, equations, rtol, atol)
     # NaN of failed trajectories would otherwise spread to the derivatives with respect to shared parameters.
     gain, shift = np.where(found, gain, 0), np.where(found, u - plain.u0[:, ids], 0)
     found = found[: given.size]
-    u0 = anp.where(found, _moved(given, ids, shift, gain), np.nan)
+    u0 = anp.where(found, _shifted(given, ids, shift, gain), np.nan)
     return ConsistentStart(given._replace(u0=u0), ~found)
 
 
@@ -61,7 +61,7 @@ def null_vectors(matrix: Array) -> Array:
     return np.linalg.svd(matrix)[2][len(matrix) - missing :].T
 
 
-def _solved(
+def _by_newton(
     batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
     """Return the states after Newton's method, the matrices N A⁻¹ Lᵀ, shape (d, d, n), and a mask of convergence."""
@@ -117,7 +117,7 @@ def applied(gain: Array, k: Array) -> Array:
     return total
 
 
-def _moved(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
+def _shifted(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
     """Return the shifted initial states after the Newton steps in traced arithmetic."""
     real, field, leaves = given.plain().u0.real.dtype, Field(given), given.p.chosen(ids)
     u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)

@@ -156,7 +156,8 @@ def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
 def _sum_of_products(a: Array, b: Array) -> Array:
     """Return the real part of the sum of products over the second to last axis.
 
-    The rows are added one after the other: so no sum depends on other columns, and temporary arrays fit into the cache.
+    The rows are added one after the other. So the sum of a column doesn't depend on other columns, and temporary arrays fit
+    into the cache.
     """
     if type(b) is not np.ndarray:  # on a device each operation has a large overhead
         return np.sum((a * b).real, axis=-2)

@@ -95,8 +95,8 @@ def jacobian_of(batch: Batch) -> Jacobian:
         return _ProgramJacobian(found, packing_of(batch.p))
     if is_on_device(batch):
         raise TypeError(
-            f"solve: on a device a Rosenbrock method needs an f that can be traced, but tracing failed ({found}). Write f "
-            "with the functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
+            f"solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed ({found}). Write "
+            "it with the functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
         )
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:

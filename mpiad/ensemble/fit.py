@@ -132,7 +132,7 @@ _CALLED = (
 
 
 class Residuals:
-    """The residuals ``fun(u, p, data)`` of some trajectories, with states of a shape; `count` of them per trajectory."""
+    """The residuals ``fun(u, p, data)`` of some trajectories; `shape` is that of a state, `count` their number."""
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):
         self._fun, self._shape, self.count = fun, shape, 0
@@ -459,8 +459,8 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     bounds = mpi.bounds(count, used.size)
     with raising_together(used, Exception):
         mine = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-    said, parts = zip(*used.data.allgather((compiler.warnings, mine)))
-    compiler.log_warnings(said, used.rank)
+    warnings, parts = zip(*used.data.allgather((compiler.warnings, mine)))
+    compiler.log_warnings(warnings, used.rank)
     every = joined_fits(parts)
     # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
     mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)

@@ -423,9 +423,9 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = mine.u.shape[1:], mine.u.dtype
     parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
-    said, retcode, niter, jacobian, kinds = zip(*parts)
+    warnings, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
-    compiler.log_warnings(said, used.rank)
+    compiler.log_warnings(warnings, used.rank)
     every = np.concatenate(retcode)
     if used.rank == 0:
         report("steady_state", "trajectories", every)
