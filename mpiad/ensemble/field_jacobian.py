@@ -96,7 +96,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
     if is_on_device(batch):
         raise TypeError(
             f"solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed ({found}). Write "
-            "it with the functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
+            "it with functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
         )
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:

@@ -89,7 +89,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         refuse_traced_times("solve: saveat", saveat)
         if is_device_array(saveat):
             got = f"{named(saveat)} of shape {saveat.shape}"
-            raise TypeError(f"solve: saveat must be on the host, but got {got}. Pass mpiad.device.to_host(saveat).")
+            raise TypeError(f"solve: saveat must be times on the host, but got {got}. Pass mpiad.device.to_host(saveat).")
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")

@@ -59,38 +59,33 @@ class CheckpointFile(NamedTuple):
 def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile | None:
     """Return the user's argument as a `CheckpointFile`; raise a TypeError or ValueError if it is invalid.
 
-    If `writes` is False, this rank writes no file, and the existence of the folder isn't checked.
+    The existence of the folder is checked only if this rank `writes` files.
     """
     if given is None:
         return None
     found = given if isinstance(given, CheckpointFile) else CheckpointFile(given)
     if not isinstance(found.path, (str, PathLike)):
-        raise TypeError(
-            f"{call}: checkpoint must be a path or an mpiad.optimize.CheckpointFile, but got {type(given).__name__} "
-            f"{given!r:.60}."
-        )
+        got = f"{type(given).__name__} {given!r:.60}"
+        raise TypeError(f"{call}: checkpoint must be a path or an mpiad.optimize.CheckpointFile, but got {got}.")
     if not (isinstance(found.every, (int, np.integer)) and found.every >= 1):
         raise ValueError(f"{call}: every must be a positive number of iterations, but got {found.every!r}.")
     if writes and not found.file.parent.is_dir():
         raise ValueError(
-            f"{call}: the folder of checkpoint {found.path!s:.200} doesn't exist: {found.file.parent}. Make it first; with "
-            "sharded methods, on a file system that all ranks share."
+            f"{call}: the folder of checkpoint {found.path!s:.200} doesn't exist: {found.file.parent}. Make it; for "
+            "sharded methods on a file system that all ranks share."
         )
     return found
 
 
 class WriteFailures:
-    """Warnings for states that couldn't be written, once for each reason.
-
-    `call`: name of the public function.
-    """
+    """Warnings about states that couldn't be written, once for each reason."""
 
     def __init__(self, call: str):
         self._call, self._last = call, ""
 
     @staticmethod
     def reason(error: OSError, file: Path) -> str:
-        """Return the reason for which a file wasn't written, and a remedy."""
+        """Return a text with the reason for which a file wasn't written, and a remedy."""
         return f"{file}: {error.strerror or error}. {remedy(error, file)}"
 
     def warn(self, iteration: int, reason: str) -> None:
@@ -117,7 +112,7 @@ def fingerprint(*arrays: np.ndarray) -> str:
 
 
 def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int) -> dict[str, Any]:
-    """Return a description of the problem, by which checkpoints of other problems are recognized."""
+    """Return a description of the problem, which is compared with that in a checkpoint."""
     return {
         "ranks": size,
         "objective": program.objective,
@@ -128,10 +123,7 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
 
 
 class RootCheckpoint:
-    """Writes and reads iterates on the root; without a checkpoint it does nothing.
-
-    `problem`: description of the problem. `call`: name of the public function.
-    """
+    """Writes and reads iterates on the root; without a checkpoint it does nothing."""
 
     def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, Any], call: str = "minimize"):
         self._checkpoint, self._problem, self._written, self._call = checkpoint, problem, -1, call
@@ -145,7 +137,7 @@ class RootCheckpoint:
     def found(self) -> dict[str, np.ndarray] | None:
         """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None if there is none.
 
-        The gradient is empty if it wasn't known. Raise a ValueError if the file is damaged, or belongs to another problem.
+        The gradient is empty if it wasn't known.
         """
         if self._checkpoint is None:
             return None
@@ -170,8 +162,8 @@ class RootCheckpoint:
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return
         x, made = point.x, np.array(list(counts))
-        # At the end of a solve an iterate is written again if the last line search has found a better point or has used
-        # further evaluations, which count for `maxfun`.
+        # At the end of a solve an iterate is written again if the last line search has found a better point or made further
+        # evaluations, which count for `maxfun`.
         if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(made, self._counts):
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient

@@ -1,6 +1,6 @@
 """Bounds of variables, and constraints.
 
-Constraints are functions of the pytree of variables, evaluated on the root only. The other ranks wait meanwhile, so that
+Constraints are functions of the pytree of variables. Only the root evaluates them, while the other ranks wait, so
 communication inside a constraint raises. If a constraint depends on data of other ranks, gather the data on the root before
 the solve.
 
@@ -29,7 +29,7 @@ from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 from mpiad.transport.device_arrays import is_device_array, named
 
-# Bertsekas's epsilon: a variable this close to a bound is set to it if the steepest descent leads across the bound.
+# Bertsekas's epsilon: a variable this close to a bound is held there if the steepest descent leads across the bound.
 _CLOSE = 1e-6
 
 
@@ -54,7 +54,7 @@ class Box:
         return fingerprint(self._low, self._high)
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
-        """Project x, the variables of a part, onto their bounds in place; return whether any variable changed."""
+        """Project the variables x of a part onto their bounds, in place; return whether any variable changed."""
         moved = bool(to_host(np.any(x < self._low[part]) | np.any(x > self._high[part])))
         if moved:
             np.clip(x, self._low[part], self._high[part], out=x)
@@ -67,9 +67,9 @@ class Box:
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
         """Return a mask of a part's variables that aren't held at a bound; `norm` is the largest entry of `projected_step`.
 
-        A variable is held if it is at a bound, or close to it, and the negative gradient leads across the bound.
+        A variable is held if it is at a bound or close to it, and the negative gradient leads across the bound.
         """
-        # The margin goes to zero with the projected step, so that no free variable is held forever.
+        # The margin goes to zero with the projected step, so no variable is held at a wrong bound forever.
         close = min(_CLOSE, norm)
         held = (x - self._low[part] <= close) & (gradient > 0.0)
         held |= (self._high[part] - x <= close) & (gradient < 0.0)
@@ -85,18 +85,14 @@ class Box:
 
 
 def box_of(bounds: Any, size: int) -> Box | None:
-    """Return the bounds of `size` variables, None if there are none.
-
-    Raise a TypeError if they are on a device; a ValueError if they aren't pairs, if their number is wrong, or if a lower
-    bound exceeds the upper one.
-    """
+    """Return the bounds of `size` variables, None if there are none; raise a TypeError or ValueError if one is invalid."""
     if bounds is None:
         return None
     for limit in (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else (bounds,):
         if is_device_array(limit):
             raise TypeError(
-                f"minimize: bounds must be on the host, but got {named(limit)}. Pass mpiad.device.to_host(bounds); a "
-                "method for variables on a device copies the bounds there."
+                f"minimize: bounds must be on the host, but got {named(limit)}. Pass mpiad.device.to_host(bounds), also "
+                "for variables on a device."
             )
     if isinstance(bounds, scipy.optimize.Bounds):
         low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
@@ -113,23 +109,20 @@ def box_of(bounds: Any, size: int) -> Box | None:
     try:
         low, high = np.broadcast_to(low, size).copy(), np.broadcast_to(high, size).copy()
     except ValueError:
-        raise ValueError(
-            f"minimize: expected one pair of bounds for each of the {size} variables, but got "
-            f"{low.size} lower and {high.size} upper bounds."
-        ) from None
+        got = f"{low.size} lower and {high.size} upper bounds"
+        expected = f"one pair of bounds for each of the {size} variables"
+        raise ValueError(f"minimize: expected {expected}, but got {got}.") from None
     wrong = np.flatnonzero(~(low <= high))
     if wrong.size:
         k = int(wrong[0])
-        raise ValueError(
-            f"minimize: no lower bound may exceed the upper bound, but variable {k} has lower bound {low[k]} and upper "
-            f"bound {high[k]}."
-        )
+        got = f"lower bound {low[k]} and upper bound {high[k]}"
+        raise ValueError(f"minimize: no lower bound may exceed the upper bound, but variable {k} has {got}.")
     return Box(low, high)
 
 
 _REMEMBERED = 4  # number of stored values of a constraint
-_NOTHING = 1e-8  # smaller violations count as rounding
-_REFUSAL = "constraints are evaluated on the root alone, and the other ranks don't participate"
+_ROUNDING = 1e-8  # violations up to this size count as rounding
+_ON_ROOT = "constraints are evaluated on the root alone, and the other ranks don't participate"
 
 
 class _Function:
@@ -139,7 +132,7 @@ class _Function:
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
         self._given = jac if callable(jac) else None
         self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
-        # '2-point' may be SciPy's default instead of the user's choice, and is replaced by the exact Jacobian.
+        # The exact Jacobian replaces '2-point', which is SciPy's default.
         self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
 
     def value(self, vector: np.ndarray) -> np.ndarray:
@@ -148,16 +141,16 @@ class _Function:
         for known, value in self._known:
             if known == key:
                 return value.copy()
-        with self._used.refusing(_REFUSAL):
+        with self._used.refusing(_ON_ROOT):
             found = to_host(self._fun(self._packing.unpack(vector), *self._args))
-        # A copy, as below, because the user's function may write its next result into the same array.
+        # Copies, because the user's function may write its next result into the same array.
         value = np.array(found, dtype=float).reshape(-1)
         self._known.append((key, value))
         return value.copy()
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         x = self._packing.unpack(vector)
-        with self._used.refusing(_REFUSAL):
+        with self._used.refusing(_ON_ROOT):
             if self._given is not None:
                 return np.atleast_2d(np.array(to_host(self._given(x, *self._args)), dtype=float))
             # By reverse mode, since a constraint has few values and many variables.
@@ -174,7 +167,7 @@ class ConstraintSet:
         self._checks: list[tuple[Callable[[np.ndarray], np.ndarray], Any, Any]] = []
 
     def add(self, constraint: object, fun: Callable[[np.ndarray], np.ndarray], low: object, high: object) -> None:
-        """Append a constraint, whose function's values must lie between `low` and `high`."""
+        """Append a constraint, whose values ``fun(x)`` must lie between `low` and `high`."""
         self.for_scipy.append(constraint)
         self._checks.append((fun, low, high))
 
@@ -185,7 +178,7 @@ class ConstraintSet:
             value = fun(vector)
             gaps = np.maximum(np.asarray(low) - value, value - np.asarray(high))
             worst = max(worst, float(np.max(gaps, initial=0.0))) if not np.any(np.isnan(gaps)) else np.inf
-        return worst if worst > _NOTHING else 0.0
+        return worst if worst > _ROUNDING else 0.0
 
 
 def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
@@ -225,7 +218,7 @@ def _add_nonlinear(
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
 
         def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
-            with used.refusing(_REFUSAL):
+            with used.refusing(_ON_ROOT):
                 return given.hess(packing.unpack(vector), weights)
 
     kept = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}

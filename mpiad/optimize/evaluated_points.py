@@ -13,7 +13,7 @@ from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
 
 _REMEMBERED = 4  # number of stored points, since a line search may accept an earlier point than the last one
-# If the objective isn't finite at a trial point, the next trial step has this fraction of its length, in all methods. For
+# In all methods, if the objective isn't finite at a trial point, the next trial step has this fraction of the length. For
 # log barriers values from 0.2 to 0.4 take the fewest evaluations.
 RETREAT = 0.3
 _NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "product"}
@@ -36,10 +36,7 @@ STOPPED = Ending(99, "`callback` raised `StopIteration`.")
 
 
 class Left(Exception):  # noqa: N818 - like StopIteration, not an error
-    """Raised in the functions that a method calls, to end it.
-
-    `ending`: the end to report. `at_best`: whether to return the best point found instead of the last iterate.
-    """
+    """Raised in the functions that a method calls, to end it; `at_best`: at the best point instead of the last iterate."""
 
     def __init__(self, ending: Ending, at_best: bool = False):
         super().__init__(ending.message)
@@ -88,24 +85,7 @@ class Point:
 class Points:
     """Values and gradients at points, evaluated on all ranks unless they are stored.
 
-    Parameters
-    ----------
-    together : bool
-        Whether the method always needs the gradient together with the value.
-
-    Attributes
-    ----------
-    counts : Counts
-    maxfun : float or None
-        Maximum number of evaluations of the objective; the first is always made.
-    excess : callable or None
-        ``excess(x)`` returns the violation of bounds and constraints by x.
-    best : Point or None
-        The point with the lowest finite objective among those with the least violation.
-    iterate : Point or None
-        The last iterate, at which methods end.
-    interruptible : bool
-        Whether the solve ends after a rank received SIGTERM.
+    `together`: whether the method always needs the gradient together with the value.
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
@@ -114,12 +94,12 @@ class Points:
         self._last_valued: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_REMEMBERED)
         self.counts = Counts(value=0, gradient=0, both=0, product=0)
-        self.maxfun: float | None = None
-        self.excess: Callable[[np.ndarray], float] | None = None
-        self.best: Point | None = None
+        self.maxfun: float | None = None  # maximum number of evaluations of the objective; the first is always made
+        self.excess: Callable[[np.ndarray], float] | None = None  # returns the violation of bounds and constraints
+        self.best: Point | None = None  # with the lowest finite objective of the points with the least violation
         self._first: Point | None = None
-        self.iterate: Point | None = None
-        self.interruptible = False
+        self.iterate: Point | None = None  # the last iterate
+        self.interruptible = False  # whether the solve ends after a rank received SIGTERM
         self._least = math.inf
 
     @property
@@ -130,17 +110,17 @@ class Points:
 
     def limit_reached(self) -> Left:
         """Return the exception that leaves a method when it needs more evaluations than `maxfun`."""
-        said = f"STOP: all maxfun={self.maxfun:.0f} evaluations are done. Raise options['maxfun'], or accept "
-        return Left(Ending(1, said + "x, the best point so far."), at_best=True)
+        text = f"STOP: all maxfun={self.maxfun:.0f} evaluations are done. Raise options['maxfun'], or accept "
+        return Left(Ending(1, text + "x, the best point so far."), at_best=True)
 
     @property
     def broken(self) -> bool:
-        """Return whether a value or gradient wasn't finite at the last points."""
+        """Return whether a value or gradient isn't finite at one of the last points."""
         known = [thing for point in self._recent for thing in (point.value, point.gradient) if thing is not None]
         return not all(np.all(np.isfinite(thing)) for thing in known)
 
     def valued(self, x: np.ndarray) -> Point:
-        """Return the point x with a known objective. The user's function gets x itself, and may overwrite it."""
+        """Return the point x with its objective. The user's function gets x itself, and may overwrite it."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:
@@ -148,10 +128,7 @@ class Points:
         return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient at x, shape (n,).
-
-        For methods that need it with each value, which don't write into it, it is a read-only view instead of a copy.
-        """
+        """Return the gradient at x, shape (n,), as a read-only view for methods that need it with each value."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.gradient is None:
@@ -166,18 +143,18 @@ class Points:
         return view
 
     def shown(self, point: Point) -> float:
-        """Return the objective at a point, or a substitute if it isn't finite, for the method."""
+        """Return the objective at a point; a substitute if it isn't finite."""
         return self._continuation(point)[0]
 
     def value_found(self, x: np.ndarray, shown: float) -> float:
-        """Return the objective at the end of a method, whose reported value `shown` may be a substitute."""
+        """Return the objective at the end of a method, given its value `shown`, which may be a substitute."""
         value = self.at(np.ascontiguousarray(x, dtype=float)).value
         return shown if value is None or math.isfinite(value) else value
 
     def _continuation(self, point: Point) -> tuple[Any, Any]:
         """Return value and gradient at a point; substitutes if they aren't finite, since SciPy's line searches fail at NaN.
 
-        The substitutes are those of a parabola along the line from the iterate, with the iterate's value and slope, whose
+        The substitutes belong to a parabola along the line from the iterate, with the value and slope of the iterate. Its
         minimum is the point that a line search should try next.
         """
         here, known = self.iterate, (point.value, point.gradient)
@@ -197,7 +174,7 @@ class Points:
 
     def at(self, x: np.ndarray) -> Point:
         """Return the stored point at x, an array of doubles; a new one if there is none."""
-        # The newest first; the best point and the iterate may no longer be among the recent ones.
+        # The best point and the iterate may be older than the recent points.
         for point in (*reversed(self._recent), self.best, self.iterate):
             if point is not None and point.lies_at(x):
                 return point
@@ -225,14 +202,14 @@ class Points:
             self.best, self._least = point, excess
 
     def lowers(self, x: np.ndarray, value: float) -> bool:
-        """Return whether the best point has a smaller violation than x, or the same and a lower value."""
+        """Return whether the best point has a smaller violation than x, or the same violation and a lower value."""
         if self.best is None:
             return False
         excess = 0.0 if self.excess is None else self.excess(x)
         return (self._least, self.best.value) < (excess, value)
 
     def not_finite_at_start(self) -> str:
-        """Return a sentence on the ranks on which the objective or its gradient isn't finite at x0; "" if both are."""
+        """Return a sentence about the ranks on which the objective or its gradient isn't finite at x0, or ""."""
         first = self._first
         if first is None or all(np.all(np.isfinite(known)) for known in (first.value, first.gradient) if known is not None):
             return ""
@@ -241,7 +218,7 @@ class Points:
 
     @property
     def foremost(self) -> Point | None:
-        """Return the last iterate, or the best point if that is better: SLSQP reports trial points like iterates."""
+        """Return the last iterate or the best point, whichever is better: SLSQP reports trial points as iterates."""
         if self.iterate is None or self.iterate.value is None or self.best is None:
             return self.iterate or self.best
         finite = math.isfinite(self.iterate.value)

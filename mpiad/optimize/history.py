@@ -87,8 +87,8 @@ class History(NamedTuple):
 class Record:
     """The rows of a solve in progress.
 
-    Some methods call the callback before they have requested the gradient at their iterate. The norm of this gradient is
-    added later, or remains NaN if they never request it.
+    Some methods call the callback before they request the gradient at their iterate. The row gets the norm of this gradient
+    when the next row is added.
     """
 
     def __init__(self) -> None:
@@ -98,40 +98,39 @@ class Record:
 
     def add(self, point: Iterate, evaluations: int, step: float) -> Row:
         """Append an iterate, with the length of the step from the one before, and return its row."""
-        self._settle()
+        self._complete_last()
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
         self.rows.append(row)
         self._last = point
         return row
 
-    def _settle(self) -> None:
+    def _complete_last(self) -> None:
         if self._last is not None and math.isnan(self.rows[-1].gradient_norm):
             self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.norm)
 
     def table(self) -> np.ndarray:
         """Return the rows as an array for files, shape (rows, 6)."""
-        self._settle()
+        self._complete_last()
         return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
 
     def restore(self, table: np.ndarray) -> None:
         """Continue with the rows of an earlier run, and with its elapsed time."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
-        # Seconds continue from the end of the earlier run.
         self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None
 
     def history(self) -> History:
         """Return the rows as arrays."""
-        self._settle()
+        self._complete_last()
         columns = [[row[k] for row in self.rows] for k in range(1, 6)]
         return History(*(np.array(column, kind) for column, kind in zip(columns, (float, float, float, int, float))))
 
 
 class Progress:
-    """The progress bar of one solve, on the root.
+    """The progress bar of a solve, on the root.
 
-    `options`: the user's options. The bar counts iterations up to their limit, or evaluations if only these have a limit.
-    Default limits aren't used, since they are too high to be informative.
+    The bar counts iterations, or evaluations if the user's options limit only these. It doesn't use default limits, which
+    are too high to be informative.
     """
 
     def __init__(self, options: dict[str, Any] | None):
@@ -154,7 +153,7 @@ class Progress:
         self._by_evaluations = iterations is None and evaluations is not None
         count = row.evaluations if self._by_evaluations else row.iteration
         unit = "evaluations" if self._by_evaluations else "iterations"
-        # The count before the first row, such as that of an earlier run, isn't used to estimate the remaining time.
+        # The remaining time is estimated without the iterations of an earlier run.
         return progress_bar(unit, evaluations if self._by_evaluations else iterations, count)
 
     def _limit(self, name: str) -> int | None:

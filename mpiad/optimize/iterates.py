@@ -29,11 +29,7 @@ class Moved(Iterate, Protocol):
 
 
 class Iterates:
-    """The iterates of a method that the root drives.
-
-    `callback`: the user's function. `keeper`: writes checkpoints. `in_callback`: whether the user's callback is running, or
-    has raised.
-    """
+    """The iterates of a method that the root drives; `in_callback` is true while the callback runs, and after it raised."""
 
     def __init__(self, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
         self._callback, self._keeper = _of_iterates(callback), keeper
@@ -83,7 +79,7 @@ class Iterates:
         if self._callback is None:
             return None
         self.in_callback = True
-        # A copy, because SciPy continues to write into x, and the callback may keep or overwrite its argument.
+        # A copy, because SciPy writes into x again, and the callback may keep or overwrite its argument.
         variables = self._packing.unpack(np.array(x, dtype=float))
         with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
             answer = self._callback(variables, row)
@@ -92,13 +88,11 @@ class Iterates:
 
 
 class IteratesOfPoints(Iterates):
-    """The callback and the objective for SciPy's minimizers; the first point that they evaluate is the first iterate.
-
-    `done`: number of iterations of earlier runs. `spent`: whether earlier runs have used all evaluations.
-    """
+    """The callback and the objective for SciPy's minimizers; the first point that they evaluate is the first iterate."""
 
     def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
         super().__init__(callback, leader, keeper)
+        # The number of iterations of earlier runs, and whether these have used all evaluations.
         self._points, self.done, self.spent = points, 0, False
         self._resumed = False
 
@@ -111,7 +105,7 @@ class IteratesOfPoints(Iterates):
         points.iterate, self.done, self._resumed = points.at(found["x"]), self.count, True
         self.spent = points.exhausted
         if self.spent:
-            # SciPy isn't called then, so that value and gradient are those of the file.
+            # SciPy won't be called, so value and gradient are read from the file.
             points.iterate.value, gradient = float(found["value"]), found["gradient"]
             points.iterate.gradient = gradient if gradient.size else None
         return found["x"]
@@ -149,8 +143,7 @@ class IteratesOfPoints(Iterates):
 class ShardedIterates:
     """The iterates of a sharded method: history and callback on all ranks, progress on the root.
 
-    `agreement`: makes an exception in a callback known to all. `callback`: this rank's callback. `anyone`: whether any rank
-    has a callback.
+    `anyone`: whether any rank has a callback.
     """
 
     def __init__(
@@ -168,10 +161,9 @@ class ShardedIterates:
         return row
 
     def report(self, point: Moved, evaluations: int) -> bool:
-        """Add a row and call the callback; return whether it wants the solve to end. All ranks call this."""
+        """Add a row and call the callback; return whether it raised StopIteration. All ranks call this."""
         row = self.note(point, evaluations)
 
-        # If any rank has a callback, all ranks agree, since it may raise.
         def ends() -> bool:
             if self._callback is not None:
                 try:
@@ -184,14 +176,13 @@ class ShardedIterates:
 
 
 def _of_iterates(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
-    """Return a function of variables and row that calls the callback with the variables, or with an OptimizeResult."""
+    """Return a function that calls the callback with variables, or with an OptimizeResult made from variables and row."""
     if callback is None:
         return None
     try:
         parameters = set(inspect.signature(callback).parameters)
     except ValueError:  # some builtins have no signature
         parameters = set()
-    # SciPy's rule.
     if parameters != {"intermediate_result"}:
         return lambda x, row: callback(x)
 

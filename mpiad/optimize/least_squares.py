@@ -1,9 +1,9 @@
 """`least_squares`: the root runs SciPy's trust-region method; residuals and Jacobian remain distributed.
 
-For a trial point the root needs the cost. At an iterate with few variables it needs the factor R of a QR factorization of
-the matrix [f, J] of residuals and Jacobian: each rank reduces its own rows to a triangle of (n + 1)² numbers, and the root
-reduces all triangles to one. With many variables the root needs products with J and its transpose, for which vectors of
-residuals are gathered on the root and scattered.
+At a trial point the root needs the cost. At an iterate with few variables it also needs the factor R of a QR factorization
+of the matrix [f, J] of residuals and Jacobian. Each rank reduces its own rows to a triangle of (n + 1)² numbers, and the
+root reduces all triangles to one. With many variables the root needs products with J and its transpose instead, for which
+vectors of residuals are gathered on the root and scattered.
 """
 
 from __future__ import annotations
@@ -70,31 +70,28 @@ LOSSES: dict[str, Any] = {"linear": None, "soft_l1": _soft_l1, "huber": _huber, 
 
 
 class Loss:
-    """A robust loss ρ with its scale: larger residuals are outliers.
-
-    `rho`: ``rho(z)`` returns ρ and its first two derivatives, shape (3, m).
-    """
+    """A robust loss ρ with its scale; ``rho(z)`` returns ρ and its first two derivatives, shape (3, m)."""
 
     def __init__(self, rho: Callable[[np.ndarray], Any], scale: float):
         self._rho, self._scale = rho, scale
 
     def weighed(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows."""
-        # No warnings for residuals that aren't finite at a trial point: the trust region shrinks then.
+        # If residuals aren't finite at a trial point, the trust region shrinks, without a warning.
         with np.errstate(all="ignore"):
             z = (f / self._scale) ** 2
         rho = np.asarray(self._rho(z), dtype=float)
         if rho.shape != (3, f.size):
             raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
-        # The second derivative of ρ(f²)/2 with respect to f is ρ' + 2 ρ'' f², at a scale of one. It may be negative, as for
-        # far outliers, but the model must be convex.
+        # For a scale of one the second derivative of ρ(f²)/2 with respect to f is ρ' + 2 ρ'' f². It is negative for far
+        # outliers, but the model must be convex.
         with np.errstate(all="ignore"):
             factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
             return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the loss with this name, None for the sum of squares; raise a ValueError if it or the scale is invalid."""
+    """Return the `Loss`, None for the sum of squares; raise a ValueError if loss or scale are invalid."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
@@ -107,12 +104,9 @@ def loss_of(loss: object, scale: Scalar) -> Loss | None:
 class ResidualEvaluation:
     """Evaluation of residuals and their derivatives; every rank calls the same method with the root's variables.
 
-    - `program`: its `jac` returns this rank's rows of the Jacobian.
-    - `solver`: {"exact", "lsmr"} or None.
     - `few`: largest number of variables for which the solver is "exact" by default.
     - `agreement`: makes an exception on one rank known to all.
-    - `gathers`: whether the root gets the residuals themselves.
-    - `counts`: number of residuals of each rank, if they are gathered.
+    - `gathers`: whether the root gets the residuals, of which each rank has `counts`.
     """
 
     def __init__(
@@ -163,14 +157,11 @@ class ResidualEvaluation:
 
     def _counted(self, found: object, size: int | None = None) -> np.ndarray:
         """Return residuals or their tangents; raise if their number isn't `size`, by default that of the first call."""
-        # The gather would fail, with an error of MPI, if the number changed.
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
         if size is not None and found.size != size:
-            raise WrongValueError(
-                f"least_squares: fun must return the same number of residuals each time, but got {size} and then "
-                f"{found.size}."
-            )
+            got = f"{size} and then {found.size}"
+            raise WrongValueError(f"least_squares: fun must return the same number of residuals each time, but got {got}.")
         return found
 
     def _gathered(self, f: np.ndarray) -> np.ndarray | None:
@@ -186,23 +177,23 @@ class ResidualEvaluation:
         def reduced() -> tuple[np.ndarray, np.ndarray]:
             model, factors = self._weighed(f)[2:]
             weighed = rows if factors is None else rows * factors[:, None]
-            # The gradient could be computed from R, but with only half of the digits if the loss weights far outliers.
+            # If the loss weights far outliers, a gradient computed from R would have only half of the digits.
             return _triangle(np.column_stack([model, weighed])), model @ weighed
 
-        # The stacked triangles have the same factor R as all rows, since RᵀR is the sum over the ranks.
+        # The factor R of the stacked triangles is that of all rows, since RᵀR is the sum over the ranks.
         pieces = self._comm.gather(self.agreement.run(reduced), self._program.root)
         if pieces is None:
             return None
         return _triangle(np.concatenate([piece[0] for piece in pieces])), np.sum([piece[1] for piece in pieces], axis=0)
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
-        """Return this rank's rows, shape (m_r, n)."""
+        """Return this rank's rows of the Jacobian, shape (m_r, n)."""
         if self._rows is not None and self._rows[0] == vector.tobytes():
             return self._rows[1]
         x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
         size = self._residuals(vector).size
         if callable(given):
-            # A copy for all products at x, because the user's function may write its next result into the same array.
+            # A copy, because the user's function may write its next result into the same array.
             rows = self.agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
         else:
 
@@ -242,8 +233,7 @@ class ResidualEvaluation:
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
-        """Return this rank's residuals, shape (m_r,); keep those of the last point and their record."""
-        # SciPy requests residuals, Jacobian and products at the same point in separate calls.
+        """Return this rank's residuals, shape (m_r,); keep them, since SciPy later requests the Jacobian at this point."""
         key = vector.tobytes()
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # frees its memory before the next one is allocated
@@ -280,9 +270,9 @@ def _triangle(rows: np.ndarray) -> np.ndarray:
 # SciPy's trust region on the root, with the residuals of all ranks.
 #
 # Let R be the triangular factor of [f, J]. Its first column is (‖f‖, 0, ..., 0) up to a sign, and ‖f + J p‖ = ‖R e₁ + R[:,
-# 1:] p‖ for all p. So SciPy gets the first column of R as residuals, and the other columns as Jacobian, with n + 1 rows.
-# The first column is known without J, which isn't needed at trial points. With a robust loss, the cost isn't the norm of f;
-# it is passed in a second row, which SciPy reads through its `loss` function.
+# 1:] p‖ for all p. So SciPy gets the first column of R as residuals, and the other columns as Jacobian, with n + 1 rows. J
+# isn't needed at trial points, since the first column is known without J. With a robust loss, the cost isn't the norm of f.
+# A second row passes it to the `loss` function that SciPy calls.
 
 
 _STOPPED = Ending(-2, STOPPED.message)
@@ -293,7 +283,7 @@ class RootArguments(NamedTuple):
     """The root's further arguments."""
 
     keywords: dict[str, Any]  # SciPy's arguments: bounds, tolerances and others
-    robust: dict[str, Any]  # the loss and its scale; SciPy's arguments if the residuals are gathered
+    robust: dict[str, Any]  # the arguments `loss` and `f_scale`
     callback: Function | None
     checkpoint: CheckpointFile | None
     program: Program
@@ -315,7 +305,7 @@ class RootArguments(NamedTuple):
 
 
 class _Problem:
-    """The functions that SciPy calls on the root; each quantity is evaluated once per point."""
+    """The functions that SciPy calls on the root."""
 
     def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
@@ -344,7 +334,6 @@ class _Problem:
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
-        # Between two iterations, when the last iterate is recorded and its gradient known.
         if self._active and self.place is not None and self._evaluation.agreement.end_requested:
             raise Left(INTERRUPTED)
         self._ask(RESIDUALS, "residuals", x)
@@ -383,7 +372,7 @@ class _Problem:
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
         rows, norm = triangle[:, 1:].copy(), float(self.seen[0])
         if norm > 0.0:
-            # Then Jᵀf, with residuals (norm, 0, ...), is the summed gradient instead of its less accurate value from R.
+            # With this row, Jᵀf in SciPy is the summed gradient, which is more accurate than its value from R.
             rows[0] = place.gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
@@ -391,7 +380,7 @@ class _Problem:
         def transposed(weights: np.ndarray) -> np.ndarray:
             self._ask(COTANGENT, "product", place.x)
             found = self._evaluation.cotangent(place.x, np.array(weights, dtype=float).reshape(-1))
-            # SciPy's first product at a point is with the residuals, and gives the gradient.
+            # The first product that SciPy requests at a point is the gradient.
             if place.gradient is None:
                 place.gradient = found
             return found  # type: ignore[return-value]
@@ -459,9 +448,9 @@ def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[s
 
 
 def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
-    """Return substitutes for the residuals, shape (n + 1,), or (n + 2,) with a robust loss.
+    """Return substitutes for the residuals, shape (n + 1,), or (n + 2,) with a robust loss, for n = `size` variables.
 
-    `sums`: twice the cost, and the squared norm of the weighted residuals. `size`: the number n of variables.
+    `sums` are twice the cost, and the squared norm of the weighted residuals.
     """
     out = np.zeros(size + 1 + robust)
     if np.all(np.isfinite(sums)):
@@ -475,7 +464,7 @@ def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarra
 
 
 def _carried_cost(z: np.ndarray) -> np.ndarray:
-    """Return the loss for SciPy if ours is robust: the second residual holds the cost, the others are weighted already."""
+    """Return the loss for SciPy if the user's loss is robust, given weighted residuals, the second of them the cost."""
     rho = np.zeros((3, z.size))
     rho[0, 1] = z[1]
     rho[1] = 1.0
@@ -605,7 +594,7 @@ def least_squares(
 def _agree_on_arguments(
     used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
 ) -> tuple[Tree, Loss | None, CheckpointFile | None]:
-    """Check the arguments on all ranks; return the root's x0 as a pytree of variables, the loss and the checkpoint."""
+    """Check the arguments on all ranks; return the root's x0 as variables, the loss and the checkpoint."""
     loss, scale, solver, method = shared
     with raising_together(used, Exception):
         kept = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
@@ -619,7 +608,7 @@ def _agree_on_arguments(
         weigh = loss_of(loss, scale)
         start = sendable_variables(x0, _CALL) if used.rank == program.root else None
     named = loss if isinstance(loss, str) else "a function"
-    # All ranks or none must have `jac`, because differentiation runs the function's messages.
+    # All ranks or none must have `jac`, because differentiation repeats the communications of the function.
     jac = None if program.jac is None else "a function"
     described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
     described += f", jac={jac}"

@@ -1,10 +1,9 @@
 """`minimize`: the root runs one of SciPy's methods, and all ranks evaluate the objective; `mpi_optimize`.
 
-Every decision (another trial, stop, a limit, an error) is made on the root and sent to all, so that the ranks can't
-disagree on whether another evaluation follows. `root_driven` begins and ends a solve, `root_protocol` sends the root's
-instructions, `objective_evaluation` executes them, `transport.user_failures` makes a failure on one rank known to all,
-`evaluated_points` stores evaluated points, and `scipy_methods` runs the method and corrects its result. The package
-`sharded` contains the methods for distributed variables.
+The root makes every decision (another trial, stop, a limit, an error) and sends it to all ranks. `root_driven` begins and
+ends a solve, `root_protocol` sends the root's instructions, `objective_evaluation` executes them, `transport.user_failures`
+makes a failure on one rank known to all, `evaluated_points` stores evaluated points, and `scipy_methods` runs the method
+and corrects its result. The package `sharded` contains the methods for distributed variables.
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ def minimize(
         - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product".
 
         If a limit is reached, the result is the best point found, with ``success=False``. The same holds if a method ends
-        at a point at which the objective isn't finite, or is higher than at an earlier point; in the latter case `success`
-        may be True if the gradient at the better point isn't larger.
+        at a point at which the objective isn't finite, or is higher than at an earlier point. In the latter case `success`
+        is True if the method succeeded and the gradient at the earlier point isn't larger.
 
     Raises
     ------
@@ -175,7 +174,7 @@ def minimize(
 def _agree_on_arguments(
     used: Channel, program: Program, method: object, x0: Tree, arguments: MethodArguments
 ) -> tuple[Tree | Piece, MethodArguments]:
-    """Check the arguments on all ranks; return the root's x0 as a pytree of variables, or this rank's own `Piece`."""
+    """Check the arguments on all ranks; return the root's x0 as variables, or this rank's `Piece`."""
     settings = ""
     # Invalid arguments are reported before differences between ranks, since an invalid argument often differs, too.
     with raising_together(used, Exception):
@@ -186,10 +185,8 @@ def _agree_on_arguments(
         start = sendable_variables(x0, "minimize") if writes and not sharded else None
         if sharded:
             if arguments.constraints is not None and np.size(arguments.constraints):
-                raise ValueError(
-                    f"minimize: method {method!r} doesn't support constraints, but got {arguments.constraints!r:.60}. "
-                    "Use 'SLSQP' or 'trust-constr'."
-                )
+                got = f"{arguments.constraints!r:.60}. Use 'SLSQP' or 'trust-constr'"
+                raise ValueError(f"minimize: method {method!r} doesn't support constraints, but got {got}.")
             start = piece_of(str(method), as_variables(x0), arguments)
             settings = f", {start.settings}"
             if arguments.callback is not None and not callable(arguments.callback):
@@ -266,7 +263,7 @@ def mpi_optimize(
     >>> print(np.round(result.x, 4))
     [3. 3.]
     """
-    # None and True have another meaning for `minimize`, which raises for a string.
+    # None and booleans have another meaning for `minimize`; for a string it raises.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     solver = {"method": method, "bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
     output = {"callback": callback, "checkpoint": checkpoint, "progress": progress}

@@ -1,4 +1,4 @@
-"""Evaluate the objective and its derivatives, on all ranks together."""
+"""The collective evaluation of the objective and its derivatives."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ class Evaluation:
     """Evaluation of the objective and its derivatives; every rank calls the same method with the root's variables.
 
     - `used`: the user's communicator.
-    - `comm`: the solve's communicator, over which gradients are summed; None if each rank has its own variables, so that
-      the gradients computed by the user are those of J.
+    - `comm`: the solve's communicator, over which gradients are summed; None if each rank has its own variables. In that
+      case the gradients computed by the user are gradients of J.
     - `agreement`: makes an exception on one rank known to all.
-    - `only_both`: whether value and gradient are only available together.
-    - `separate`: whether the gradient doesn't need the value's forward pass.
     """
 
     def __init__(
@@ -46,10 +44,11 @@ class Evaluation:
         self._weight = weight_of(program.objective, used, program.root)
         self._gradient_weight = 1.0 if comm is None else self._weight  # weight of the result of `jac`
         self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
-        self._forward: tuple[Traced, Variables] | None = None  # ready to be run backwards once
+        self._forward: tuple[Traced, Variables] | None = None  # the last forward pass, until its reverse pass
         self._hessian: tuple[bytes, Callable] | None = None
         self._begun = self._unreached = False
         self.at_start = StartValues()
+        # Whether value and gradient are only available together, and whether the gradient needs no forward pass.
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
@@ -65,19 +64,19 @@ class Evaluation:
         return self.product(vector, direction)  # type: ignore[arg-type]
 
     def not_finite_at_start(self) -> str:
-        """Return a sentence on the values that aren't finite at x0, and their ranks; collective."""
+        """Return a sentence about the values that aren't finite at x0, and their ranks; collective."""
         return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
         """Return the objective, on all ranks; keep the forward pass for `gradient`.
 
-        Except at the start, value and gradient are NaN if a solver inside the function hasn't converged on some rank.
+        If a solver inside the function doesn't converge on some rank, value and gradient are NaN, except at the start.
         """
         return self.attempted(lambda: self._value(vector), lambda: math.nan)
 
     def attempted(self, evaluate: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return the result of an evaluation; that of `otherwise` on all ranks if a solver on some rank didn't converge."""
-        self.agreement.tolerates = self._begun  # at the start there is no step that could be shortened
+        """Return ``evaluate()``, or on all ranks ``otherwise()`` if a solver inside it doesn't converge on some rank."""
+        self.agreement.tolerates = self._begun  # at the start there is no step to shorten
         try:
             found = evaluate()
         except Unreached:
@@ -94,7 +93,7 @@ class Evaluation:
         if self.separate:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
         self._forward = None  # frees its memory before the next one is allocated
-        # The ranks agree on failures before the reverse pass, in which they wait for each other.
+        # The ranks agree on failures before the reverse pass, in which they communicate.
         variables = variables_of((x,), 0, "minimize")
         traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
         self._forward = traced, variables
@@ -116,12 +115,12 @@ class Evaluation:
     def _backward(self) -> np.ndarray:
         traced, variables = self._forward  # type: ignore[misc]
         self._forward = None
-        # All ranks take part, even those with weight zero, since cotangents of other ranks pass through them.
+        # Ranks with weight zero take part, too, since they propagate cotangents of other ranks.
         found = gradients_of_term(traced, self._weight, variables)
         return self._flat(variables.filled(found, lambda leaf: None))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
-        """Return this rank's part of a gradient as a vector; a view of the user's array is possible if it is sent next."""
+        """Return this rank's part of a gradient as a vector, which may be a view of the user's array if it is sent next."""
         flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat
@@ -149,23 +148,23 @@ class Evaluation:
         return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return the product of the Hessian with a direction, on the root; keep the record for products at this point."""
+        """Return the product of the Hessian with a direction, on the root; keep the record for this point."""
         if self._hessian is None or self._hessian[0] != vector.tobytes():
             self._hessian = None  # frees its memory before the next one is allocated
             self._hessian = vector.tobytes(), self.hessian(vector)
         return self._hessian[1](direction)
 
     def hessian(self, vector: np.ndarray) -> Callable[[np.ndarray], np.ndarray | None]:
-        """Return a function that multiplies directions by the Hessian at a point; the products are on the root."""
+        """Return a function that returns, on the root, the product of the Hessian at a point with a direction."""
         x, given, args = self._packing.unpack(vector), self._program.hessp, self._program.args
         if given is not None:
             return lambda v: self._multiplied(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
-        # The sum of the products of all ranks' copies is the product for the shared variable.
+        # The product for the shared variables is the sum of the products for the copies of all ranks.
         product = self.differentiated(self.value_at, x).product
         return lambda v: self._multiplied(lambda v: self._packing.pack_gradient(product(v)), v)
 
     def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
-        """Return value, gradient and Hessian products, at x, of the objective with `fun` as the user's function."""
+        """Return value, gradient and Hessian products of the objective at x, with `fun` as the user's function."""
         objective, root = self._program.objective, self._program.root
         evaluate = make_hvp(
             lambda x: self.agreement.run(lambda: fun(x)), objective=objective, root=root, comm=self._used.user
@@ -180,7 +179,7 @@ class Evaluation:
         return part if self._comm is None else total_on_root(self._comm, self._program.root, part)
 
     def value_at(self, x: Tree) -> Scalar:
-        """Return this rank's number, without an agreement of the ranks."""
+        """Return this rank's number, without a check for failures on other ranks."""
         out = self._program.fun(x, *self._program.args)
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
 
@@ -193,7 +192,7 @@ class Evaluation:
         return value
 
     def _weighted(self, local: Tree, source: str) -> np.ndarray:
-        """Return this rank's part of a gradient that the user computes."""
+        """Return this rank's part of a gradient, given the result of a user's function."""
         if self._gradient_weight == 0.0:
             return self._nothing
         try:
@@ -209,8 +208,8 @@ class Evaluation:
             return 0.0
         if type(value) in Box.types:
             raise WrongValueError(
-                "minimize: fun returned a traced value, but a solve can't be differentiated. Use mpiad.stop_gradient for "
-                "the traced values that fun reads from the enclosing function."
+                "minimize: fun returned a traced value, but a solve can't be differentiated. Apply mpiad.stop_gradient to "
+                "traced values that fun reads from the enclosing function."
             )
         value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
@@ -223,19 +222,18 @@ class StartValues:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def note(self, name: str, values: Any) -> None:
-        """Count values at the first evaluation, and do nothing at later ones."""
-        # Arrays on a device aren't counted, since the copies would cost too much.
+        """Count values that aren't finite at the first evaluation; do nothing at later ones, and for device arrays."""
         if name not in self._counts and not is_device_array(values := stop_gradient(values)):
             array = np.asarray(values)
             self._counts[name] = int(np.sum(~np.isfinite(array))), array.size
 
     def not_finite(self, comm: Comm, args: tuple) -> str:
-        """Return a sentence on the ranks whose values, or numbers in `args`, aren't finite; collective."""
+        """Return a sentence about the ranks whose values, or numbers in `args`, aren't finite; collective."""
         for path, leaf in named_leaves(args, "args"):
             if getattr(getattr(leaf, "dtype", None), "kind", None) in ("f", "c"):
                 self.note(f"values of {path}", leaf)
-        said = ", ".join(f"{bad} of {size} {name}" for name, (bad, size) in self._counts.items() if bad)
-        ranks = [f"on rank {rank} {found}" for rank, found in enumerate(comm.allgather(said)) if found]
+        mine = ", ".join(f"{bad} of {size} {name}" for name, (bad, size) in self._counts.items() if bad)
+        ranks = [f"on rank {rank} {text}" for rank, text in enumerate(comm.allgather(mine)) if text]
         return f" NaN or infinite at x0: {'; '.join(ranks)}." if ranks else ""
 
 
@@ -246,8 +244,7 @@ class Program(NamedTuple):
     jac: Function | bool | None  # the gradient; True if `fun` returns it with its value, None to differentiate `fun`
     hessp: Function | None
     args: tuple
-    # {"root", "sum", "mean"}; the ranks' results of `fun`, `jac` and `hessp` are combined in this way.
-    objective: str
+    objective: str  # {"root", "sum", "mean"}: the combination of the ranks' results of `fun`, `jac` and `hessp`
     root: Rank
 
 

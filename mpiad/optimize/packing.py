@@ -19,7 +19,7 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 @dataclass(frozen=True)
 class RemoteArray:
-    """The placeholder, on other ranks, of an array on the root's device; `arrays` makes arrays on this rank's device."""
+    """The placeholder, on other ranks, of an array on the root's device; `arrays` are those of this rank's device."""
 
     shape: Shape
     dtype: np.dtype
@@ -30,7 +30,7 @@ class RemoteArray:
 class BufferPool:
     """Vectors of one length for the user's function, without an allocation in each evaluation.
 
-    The function may keep or overwrite its argument. A vector is used again when there are no other references to it.
+    The function may keep or overwrite its argument. A vector is used again if there are no other references to it.
     """
 
     def __init__(self, size: int):
@@ -62,14 +62,13 @@ _UNHELD = _count_of_unheld()
 
 
 _NUMBERS = (int, float, np.integer, np.floating)
-_LARGE = 1 << 20  # bytes; allocation of smaller arrays causes no page faults
+_LARGE = 1 << 20  # bytes; the allocation of smaller arrays causes no page faults
 
 
 def as_variables(x0: Tree, call: str = "minimize") -> Tree:
-    """Return x0 as the pytree for the function.
+    """Return x0 as the pytree for the function; raise a TypeError if it can't be one.
 
-    A list of numbers becomes an array, and integers become doubles, as in SciPy; other pytrees are unchanged. Raise a
-    TypeError if x0 holds no variables, a traced value, or an object that isn't an array, number, string or None.
+    A list of numbers becomes an array, and integers become doubles, as in SciPy; other pytrees are unchanged.
     """
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
         x0 = np.array(x0, dtype=float)
@@ -79,16 +78,14 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     if any(type(leaf) in Box.types for leaf in leaves):
         raise TypeError(f"{call}: x0 is a traced value, but a solve can't be differentiated. Pass mpiad.stop_gradient(x0).")
     if not any(is_variable(leaf) for leaf in leaves):
-        raise TypeError(
-            f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got "
-            f"{type(x0).__name__} {x0!r:.60}."
-        )
+        got = f"{type(x0).__name__} {x0!r:.60}"
+        raise TypeError(f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got {got}.")
     refuse_objects(x0, "x0", call)
     return x0
 
 
 def sendable_variables(x0: Tree, call: str) -> Tree:
-    """Return the root's x0 as the pytree for the function on all ranks; raise if that is impossible."""
+    """Return the root's x0 as the pytree for the function on all ranks; raise if it is invalid."""
     start = as_variables(x0, call)
     if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # SciPy's methods need a variable
         raise ValueError(f"{call}: x0 must hold at least one number, but got {start!r:.60}.")
@@ -113,18 +110,17 @@ def _is_number(x: Array) -> bool:
 
 
 class Packing:
-    """The layout of a pytree in one vector of doubles; complex numbers as pairs.
+    """The layout of a pytree in one vector of doubles, with complex numbers as pairs.
 
-    `template`: pytree that defines structure, shapes, dtypes and the leaves that aren't variables (integers, strings).
-    `size`: length of the vector. `specs`: shape and dtype of each array of variables. `namespaces`: device of each, None on
-    the host.
+    The `template` defines structure, shapes, dtypes and the leaves that aren't variables (integers, strings). `size` is the
+    length of the vector. `specs` and `namespaces` are shape and dtype, and the device, of each array of variables.
     """
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)
         self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is RemoteArray]
         found = [self._leaves[p] for p in self._places]
-        # A dtype from a message is another object than NumPy's own, which would change pickled results.
+        # A dtype from a message isn't NumPy's own object, which would change pickled results.
         self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.namespaces = [leaf.arrays if type(leaf) is RemoteArray else arrays_of(leaf) for leaf in found]
         self._on_device = any(xp is not None for xp in self.namespaces)
@@ -164,7 +160,7 @@ class Packing:
         return out
 
     def _arrays(self, tree: Tree) -> list[Array]:
-        """Return a pytree's arrays of variables, on the vector's device; a TypeError unless they match the template."""
+        """Return a pytree's arrays of variables, on the vector's device; raise unless they match the template."""
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a pytree of {len(self._leaves)} leaves like x0, but got {len(leaves)}.")
@@ -217,9 +213,8 @@ class Packing:
 class HostPacking(Packing):
     """Like `Packing`, for a rank's own part of the variables, without an allocation in each evaluation.
 
-    The page faults of a new large array take up to a tenth of the time of an iteration. So the function's argument is
-    written into the previous one if there are no other references to it. The vector of a gradient is valid only until the
-    next evaluation, since it may be a view of the function's result.
+    The page faults of a new large array take up to a tenth of the time of an iteration, so arguments of the function share
+    the vectors of a `BufferPool`. The vector of a gradient is valid only until the next evaluation.
     """
 
     def __init__(self, template: Tree):
@@ -257,10 +252,7 @@ class HostPacking(Packing):
 
 
 class DevicePacking(Packing):
-    """Like `Packing`, for variables on a device; the vector is on the device, too.
-
-    `xp`: array module of the device.
-    """
+    """Like `Packing`, for variables on a device, with a vector on the device."""
 
     def __init__(self, template: Tree):
         super().__init__(template)
@@ -302,7 +294,7 @@ def local_packing(start: Tree) -> LocalPacking:
     packing = DevicePacking(start)
     if len(set(packing.namespaces)) > 1:
         raise TypeError(
-            "minimize: with sharded methods a rank's variables must all be on the host or on one device, but x0 holds "
-            "both. Bring them together with mpiad.device.to_device or mpiad.device.to_host."
+            "minimize: with sharded methods all variables of a rank must be on the host or on one device, but x0 holds "
+            "both. Apply mpiad.device.to_device or mpiad.device.to_host."
         )
     return packing

@@ -1,4 +1,4 @@
-"""Solves whose variables are on the root, from the check of x0 to the result; and the base class of all solves."""
+"""Solves with variables on the root, from the check of x0 to the result; and the base class of all solves."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ from mpiad.transport.replication import Difference, compare, listed
 from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import StageFailures
 
-# All ranks raise if a rank's starting point differs from the root's.
-#
-# Otherwise a starting point for each rank's own variables, such as a block of a distributed grid, would silently be
-# replaced by the root's, and the result would be wrong if the shapes agree.
+# All ranks raise if the x0 of a rank differs from the root's. Otherwise the root's x0 would silently replace an x0 that
+# holds a rank's own variables, such as a block of a distributed grid.
 
 Leaves = list[tuple[str, Any]]
 
@@ -69,8 +67,7 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     if any(type(leaf) is RemoteArray for leaf in flatten(template)[0]):
         with raising_together(used, ImportError):
             if not leads:
-                # The placeholders get this rank's device: that of its arguments, or the current one (an ImportError without
-                # CuPy). The root's device number is meaningless on another node.
+                # The placeholders get this rank's device: that of its arguments, or the current device.
                 xp = arrays_of(leaf_on_device([x0, program.args])) or arrays_of(to_device(np.zeros(0)))
                 template = map_leaves(
                     lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
@@ -81,7 +78,7 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
 
 
 def _fingerprint(array: np.ndarray) -> bytes:
-    """Return a hash of an array's values, which doesn't depend on their precision, the sign of zeros, or NaN payloads."""
+    """Return a hash of an array's values that doesn't depend on the precision, signs of zeros, or bits of NaNs."""
     values = np.array(array, complex if array.dtype.kind == "c" else float)
     parts = values.reshape(-1).view(float)
     parts += 0.0  # converts -0.0 to 0.0
@@ -98,10 +95,10 @@ def _as_given(x0: Tree) -> Tree:
 
 
 def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, call: str) -> None:
-    """Raise a ReplicationError on all ranks if the x0 of one differs from the root's in structure or value; collective.
+    """Raise a ReplicationError on all ranks if the x0 of one differs from the root's; collective.
 
-    Values are compared by ``==``, except that all NaNs are equal; precisions may differ. `mine`, `roots` : leaves of this
-    rank's and of the root's x0 with their paths; `mine` is None if the rank passed no x0.
+    Values are compared by ``==``, except that all NaNs are equal. `mine` and `roots` are the leaves of this rank's x0, if
+    it passed one, and of the root's x0, with their paths.
     """
     found = None if mine is None or used.rank == root else _difference(mine, roots, root)
     if not on_any_rank(used.data, found is not None):
@@ -119,7 +116,6 @@ def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
         for (path, _), (other, _) in zip_longest(mine, roots, fillvalue=("nothing more", None)):
             if path != other:
                 return _structural_difference(path, f"it holds {path}, but rank {root}'s holds {other} at this position")
-        # `fetched` copies all device arrays at once.
         own, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (mine, roots))
         found = (_of_leaf(path, here, there, root) for (path, _), here, there in zip(mine, own, theirs))
         return next(filter(None, found), None)
@@ -146,7 +142,7 @@ def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | 
     if equal.all():
         return None
     wide = np.result_type(a, b)
-    # `compare` compares bits, so values that are equal, such as 0.0 and -0.0, are replaced by the same bits.
+    # `compare` compares bits, so equal values, such as 0.0 and -0.0, get the same bits.
     return compare(path, here, a.astype(wide), np.where(equal, a, b).astype(wide), root, 0)
 
 
@@ -163,30 +159,28 @@ def _structural_difference(path: str, text: str) -> Difference:
 
 
 class Solve:
-    """The base class of all solves: it owns a duplicate of the communicator and makes failures known to all ranks.
+    """The base class of all solves.
 
-    `used`: the user's communicator. `call`: name of the public function. `agreement`: makes an exception on one rank known
-    to all; its `error` is the exception that ended the solve.
+    `used` is the user's communicator. `agreement` makes an exception on one rank known to all; its `error` is the exception
+    that ended the solve.
     """
 
     def __init__(self, used: Channel, call: str):
-        # A separate duplicate, because the user's function may communicate on the channel while instructions are pending,
-        # and messages of an interrupted solve mustn't be received by a later call.
+        # A duplicate of the communicator, because the user's function may communicate while instructions are pending, and
+        # later calls mustn't receive messages of an interrupted solve.
         self._used, self._comm, self._call = used, used.derive(), call
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
 
     @contextmanager
     def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
-        """Postpone SIGTERM if states are written; free the solve's resources, and renew the channel after a failure."""
+        """Postpone SIGTERM if states are written; at the end free resources, or renew the channel after a failure."""
         try:
-            # Without a checkpoint SIGTERM has its usual effect.
             with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
                 yield
         except Exception as error:
             if isinstance(error, DeadlockError):
                 self.agreement.close()  # this isn't collective
-            # Freeing the communicator is collective, so it is skipped if ranks no longer communicate. It may also still be
-            # needed to interrupt waiting ranks.
+            # If ranks no longer communicate, the communicator can't be freed, and may be needed to interrupt waiting ranks.
             elif not self.agreement.broken and not is_interruption(error):
                 self._close()
             if self.agreement.error is not None:
@@ -216,8 +210,7 @@ class Leader(NamedTuple):
 class RootDriven(Solve):
     """A solve that the root drives: it runs the method, and the other ranks execute its instructions; collective.
 
-    `program`: the functions to evaluate, checked before. `start`: the starting point, on all ranks. `kind`: class that
-    executes the root's instructions.
+    `kind` is the class that executes the root's instructions.
     """
 
     def __init__(
@@ -225,7 +218,6 @@ class RootDriven(Solve):
     ):
         super().__init__(used, call)
         self._start, self._packing, self._leads = start, Packing(start), used.rank == program.root
-        # With a single rank there are no other copies.
         program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))
         self._evaluation = kind(program, self._packing, self.agreement, used, self._comm)
         self._instructions = Instructions(self._comm, program.root, self._packing.size)
@@ -240,14 +232,14 @@ class RootDriven(Solve):
         leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
             outcome: Any = drive(leader)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other ranks mustn't wait after any exception
             # After a timeout or an interruption the other ranks raise by themselves.
             if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
             cause, outcome = error, Refusal(error, self._call)
-        # Also after an exception on the root, which the others then raise, too: they wait for an instruction.
+        # The other ranks wait for an instruction also after an exception on the root, which they will raise, too.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)
 

@@ -1,7 +1,7 @@
 """The messages of a solve: the root's instructions to the other ranks, sums on the root, and its decisions.
 
 An instruction is a broadcast of one number, for which the other ranks wait. Further broadcasts send the variables, and the
-direction of a product. The last message is the pickled outcome. All messages use the solve's own communicator.
+direction of a product. The last message is the pickled outcome.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _WITH_DIRECTION = (PRODUCT, TANGENT)
 
 
 class Instructions:
-    """Sends and receives instructions.
-
-    `comm`: the solve's communicator. `size`: number of variables.
-    """
+    """Sends and receives instructions over the solve's communicator; `size` is the number of variables."""
 
     def __init__(self, comm: Comm, root: Rank, size: int):
         self.comm, self.root = comm, root
@@ -45,12 +42,12 @@ class Instructions:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return the root's next instruction; the other ranks call this. The caller may keep or overwrite the variables."""
+        """Return the root's next instruction, on another rank; the caller may keep or overwrite the variables."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
         kind, vector = int(self._kind[0]), self._pool.vector()
         direction = self._direction if kind in _WITH_DIRECTION else None
         if kind != FINISH:
-            # Blocking calls, since the root sends these messages immediately.
+            # The root sends these messages immediately, so the calls may block.
             for array in (vector, direction):
                 if array is not None:
                     self.comm.Bcast(array, self.root)
@@ -65,7 +62,7 @@ class Instructions:
 
 
 class Refusal:
-    """An exception that is raised on the root outside of evaluations: in the method, its options, or the callback."""
+    """An exception on the root outside of evaluations: in the method, its options, or the callback."""
 
     def __init__(self, error: BaseException, call: str = "minimize"):
         self._call = call
@@ -90,10 +87,7 @@ def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.n
 
 
 def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> bool:
-    """Execute the root's next instruction; return whether it wasn't the last one.
-
-    A function of its own, so that no reference to the variables remains while the rank waits.
-    """
+    """Execute the root's next instruction; return whether others follow. No reference to the variables may remain."""
     kind, vector, direction = instructions.await_next()
     if kind != FINISH:
         carry_out(kind, vector, direction)
@@ -110,10 +104,9 @@ def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None
 
 
 class Totals:
-    """Sums and maxima over all ranks, bitwise the same on all of them.
+    """Sums and maxima over all ranks, bitwise the same on all of them: reduced to the root, and broadcast.
 
-    They are reduced to the root and broadcast, since an all-reduction may round differently on different ranks, so that one
-    would stop while another continues.
+    After an all-reduction that rounds differently on different ranks, one rank might stop while another continues.
     """
 
     def __init__(self, comm: Comm, root: Rank):

@@ -1,7 +1,7 @@
 """SciPy's methods: their properties, their runs on the root, and corrections of their results.
 
-SciPy's methods return their last point. If the objective isn't finite there, or was lower at an earlier trial point, the
-best point is returned instead, without success.
+SciPy's methods return their last point. If the objective isn't finite at that point, or was lower at an earlier point, the
+best point is returned instead.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
     except ValueError as error:  # some of SciPy's methods raise for NaN and infinities in their matrices
         if iterates.in_callback or not points.broken:
             raise
-        said = f"ABNORMAL: the objective or its gradient isn't finite at a trial point, so that SciPy raised {error!r}."
-        result = cut_short(Ending(3, said), points, iterates.count, at_best=True)
+        text = f"ABNORMAL: the objective or its gradient isn't finite at a trial point, at which SciPy raised {error!r}."
+        result = cut_short(Ending(3, text), points, iterates.count, at_best=True)
     if not result.success:
         result.message += points.not_finite_at_start()
     iterates.keep(ended=True)
@@ -98,11 +98,11 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
 
 
 def _run_out(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
-    """Evaluate at the start only: a substitute for SciPy's `minimize` if an earlier run has made all iterations."""
+    """Evaluate only the start, instead of SciPy's `minimize`, if an earlier run has made all iterations."""
     value(start.copy())
     jac(start.copy())
-    said = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
-    raise Left(Ending(1, said))
+    text = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
+    raise Left(Ending(1, text))
 
 
 def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
@@ -112,7 +112,7 @@ def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
     maxfun = options["maxfun"]
     if not isinstance(maxfun, (int, float, np.integer)) or not 0 <= maxfun or (maxfun % 1 and maxfun != math.inf):
         raise ValueError(f"minimize: option maxfun must be an integer of at least 0, but got {maxfun!r}.")
-    # SciPy's methods that have this option check it only between line searches.
+    # SciPy checks this option only between line searches.
     return float(maxfun), options if method.knows_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
 
 
@@ -155,14 +155,14 @@ def method_named(name: object) -> Method:
 
 
 def is_sharded(name: object) -> bool:
-    """Return whether a method is one for distributed variables; raise a ValueError if it doesn't exist."""
+    """Return whether a method is for distributed variables; raise a ValueError if it doesn't exist."""
     if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
         return True
     method_named(name)
     return False
 
 
-# Values with a smaller relative difference are equal up to rounding.
+# Values with at most this relative difference are equal up to rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
 
 
@@ -182,11 +182,11 @@ def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 
 
 def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
-    """Replace, in place, a result of SciPy that isn't finite or isn't the best point found.
+    """Change a result of SciPy, in place, if its objective isn't finite or an earlier point is better.
 
-    With constraints the point of a successful method isn't replaced, since a lower one may violate them.
+    With constraints the point of a successful method isn't replaced, since a lower point may violate them.
     """
-    if points.maxfun is not None:  # SciPy also counts values that the root had stored
+    if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.counts.of_objective)
     best, value = points.best, float(result.fun)
     # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac.
@@ -198,7 +198,7 @@ def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained
     elif not math.isfinite(value):
         _move(result, best, f"x is the best point found, since the objective is {value} at the last point.")
     elif constrained and not result.success and points.lowers(np.asarray(result.x, dtype=float), value):
-        _move(result, best, "x is the point with the least violation of the constraints, and of these the lowest.")
+        _move(result, best, "x is the point with the least violation of constraints, and the lowest value of such points.")
     elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
         converged = result.success and best.norm <= np.max(np.abs(gradient), initial=0.0)
         _move(result, best, f"x is the best point found, since the last one has a higher value, {value}.", converged)

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 from mpiad._typing import Function
 from mpiad.optimize.evaluated_points import STOPPED, Ending
 
-_REAL = "gtol", "grtol", "ftol", "radius"  # the others are integers
-
-
+_REAL = "gtol", "grtol", "ftol", "radius"  # other options are integers
 GRADIENT = Ending(0, "CONVERGENCE: the largest entry of the projected gradient is at most gtol.")
 REDUCTION = Ending(0, "CONVERGENCE: the relative decrease of the objective is at most ftol.")
 ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept the best point so far.")
@@ -28,10 +26,8 @@ class Settings(NamedTuple):
     """Stopping criteria, and the size of the memory."""
 
     maxcor: int = 10  # number of stored pairs of steps and gradient changes, m in the literature
-    # Largest absolute entry of the (projected) gradient, over all ranks, at which the solve has converged.
-    gtol: float = 1e-5
-    # Relative decrease of the objective in one iteration at which the solve has converged; 0 to disable this criterion.
-    ftol: float = 2.2204460492503131e-09
+    gtol: float = 1e-5  # tolerance of the largest absolute entry of the (projected) gradient over all ranks
+    ftol: float = 2.2204460492503131e-09  # tolerance of the relative decrease in one iteration; 0 for none
     maxiter: int = 15000
     maxfun: int = 15000  # evaluations, including those of line searches
     maxls: int = 20  # evaluations per line search
@@ -61,9 +57,8 @@ def ending_at(
 ) -> Ending | None:
     """Return the ending of a solve at an iterate whose gradient isn't small enough, or None if it continues.
 
-    `before`: the objective at the previous iterate; infinite, so that `ftol` isn't applied, if the last line search found
-    no better point. `made`: the numbers of iterations and evaluations so far. ``stopped()`` returns whether a callback
-    wants the solve to end.
+    `before` is the objective at the previous iterate, or infinite if the last line search found no better point. `made` are
+    the numbers of iterations and evaluations so far. ``stopped()`` returns whether a callback has raised StopIteration.
     """
     if settings.ftol > 0.0 and before < math.inf:
         # Relative for large values and absolute below one, as in L-BFGS-B.
@@ -83,25 +78,23 @@ _FUNCTIONS = "preconditioner", "inner_product", "regularizer"
 class NewtonSettings(NamedTuple):
     """The components of a Newton step, and stopping criteria."""
 
-    # {"full", "gauss-newton"}. Matrix of the Newton system: the Hessian of the objective, or, with the Jacobian J of the
-    # residuals, JᵀJ plus the Hessian of the regularizer.
+    # {"full", "gauss-newton"}. The matrix of the Newton system: the Hessian of the objective, or JᵀJ plus the Hessian of
+    # the regularizer, with the Jacobian J of the residuals.
     product: str = "full"
     globalization: str = "line search"  # {"line search", "trust region"}
-    # Product of an approximate H⁻¹ with a vector. By default the method `precondition` of `inner_product`, or R⁻¹ if it has
-    # no such method.
+    # Product of an approximate inverse Hessian with a vector. By default the method `precondition` of `inner_product`, or
+    # `inner_product` itself.
     preconditioner: Callable[[Any], Any] | None = None
-    inner_product: Callable[[Any], Any] | None = None  # product of R⁻¹ with a vector, where R is its matrix
+    inner_product: Callable[[Any], Any] | None = None  # product of R⁻¹ with a vector, for the inner product uᵀ R v
     regularizer: Function | None = None  # added to half the sum of squared residuals ("gauss-newton")
-    # `gtol`, `grtol`: tolerances of the gradient's norm, absolute and relative to that at x0.
-    gtol: float = 1e-5
-    grtol: float = 1e-6
+    gtol: float = 1e-5  # tolerance of the norm of the gradient
+    grtol: float = 1e-6  # the same, relative to the norm at x0
     ftol: float = 0.0  # as in L-BFGS-sharded
     maxiter: int = 200
     maxfun: int = 15000
     maxls: int = 20
     maxcg: int = 200  # products per iteration
-    # Radius of the first trust region, in the preconditioner's norm; by default the length of the steepest descent step.
-    radius: float | None = None
+    radius: float | None = None  # of the first trust region; by default the length of the steepest descent step
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -118,10 +111,7 @@ class NewtonSettings(NamedTuple):
 
 
 def settings_of(method: str, tol: float | None, options: dict | None) -> Settings | NewtonSettings:
-    """Return the settings of a method; `tol` is the default of the tolerances, as in SciPy.
-
-    Raise a ValueError if an option doesn't exist, or its value is invalid.
-    """
+    """Return the settings of a method; `tol` is the default of the tolerances, as in SciPy."""
     given, newton = dict(options or {}), method.lower().startswith("newton")
     kind = NewtonSettings if newton else Settings
     if tol is not None:
@@ -146,17 +136,14 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
     settings = kind(**given)
     if isinstance(settings, NewtonSettings) and settings.regularizer is not None and settings.product == "full":
         raise ValueError(
-            "minimize: option regularizer is for product='gauss-newton', whose fun returns residuals. With product='full' "
-            "add the regularizer to the result of fun."
+            "minimize: option regularizer is for product='gauss-newton', with a fun that returns residuals. With "
+            "product='full' add the regularizer to the result of fun."
         )
     return settings
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function of an option.
-
-    For an object with methods, such as a prior, it is `cost` for the regularizer, and `solve` for the other options.
-    """
+    """Return the function of an option; of an object with methods the method `cost` (regularizer) or `solve` (others)."""
     method = "cost" if name == "regularizer" else "solve"
     if callable(found := getattr(value, method, None)):
         return found

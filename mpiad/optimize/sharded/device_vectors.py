@@ -1,7 +1,4 @@
-"""The vectors of L-BFGS on a device: all rows are one array, whose products with two vectors are one operation.
-
-In an iteration only a few numbers are copied to the host: those of trial points, and the products for the root.
-"""
+"""The vectors of L-BFGS on a device, as the rows of one array; an iteration copies only a few numbers to the host."""
 
 from __future__ import annotations
 
@@ -17,22 +14,18 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.sharded.host_vectors import Parts, Ring
 from mpiad.transport.device_arrays import ArrayModule
 
-# Columns per operation with temporary arrays, which then take a few tens of megabytes.
+# Columns per operation. Temporary arrays then take a few tens of megabytes.
 _STRETCH = 1 << 18
 
 
 class DeviceVectors:
-    """The counterpart of `HostVectors` on a device, with the same methods.
-
-    `box`: the bounds, on the host; they are copied to the device once.
-    """
+    """The counterpart of `HostVectors` on a device, with the same methods; `box` is on the host."""
 
     def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
         self.height, self.size, self._xp = height, size, xp
         self.memory: Array = xp.full((height, size), 0.0, float)
         self.box = None if box is None else Box(*(xp.to_device(limit) for limit in box.limits))
-        # Whether a bound stopped any variable in the last step; on the device, and copied together with the numbers of the
-        # trial point.
+        # Whether a bound stopped any variable in the last step; on the device.
         self._clipped: Array = xp.full((), False, bool)
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:
@@ -75,7 +68,7 @@ class DeviceVectors:
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         if not self.size:
             return of_change, of_gradient, 0.0
-        # One product with all rows, including unused ones, costs less than two with some rows.
+        # One product with all rows, including unused rows, costs less than two products with some rows.
         products = self.memory @ np.stack(vectors, axis=1)
         found = self.to_host(np.concatenate([products.reshape(-1), square.reshape(1)]))
         products = found[:-1].reshape(self.height, len(vectors))[ring.rows()]
@@ -83,11 +76,11 @@ class DeviceVectors:
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row; the coefficients are copied to the device."""
-        there = self._xp.to_device(coefficients)
+        factors = self._xp.to_device(coefficients)
         (part, places), *others = parts
-        total = there[places] @ self.memory[part]
+        total = factors[places] @ self.memory[part]
         for part, places in others:
-            total += there[places] @ self.memory[part]
+            total += factors[places] @ self.memory[part]
         self.memory[row] = total
 
     def advance(
@@ -111,8 +104,6 @@ class DeviceVectors:
         # If an entry is NaN, so is the largest.
         return largest if largest < math.inf else math.inf, slope, square
 
-    # ---- within bounds
-
     def project(self, x: Array) -> Array:
         """Project a vector onto the bounds, in place; return whether any variable moved, as an array on the device."""
         low, high = self.box.limits  # type: ignore[union-attr]
@@ -131,7 +122,7 @@ class DeviceVectors:
             np.subtract(x, before, out=rows[ring.newest + 1])  # the step after projection
         free, projected = self.box.free_and_step(x, gradient, norm, slice(None))  # type: ignore[union-attr]
         of_held = np.sum(gradient * np.where(free, 0.0, projected))
-        # All rows, including unused ones, since selecting rows would copy them.
+        # A selection of used rows would copy them.
         products = functools.reduce(operator.add, ((tile * free[part]) @ tile.T for part, tile in self))
         found = self.to_host(np.concatenate([products.reshape(-1), of_held.reshape(1)]))
         return found[:-1].reshape(self.height, self.height)[np.ix_(ring.rows(), ring.rows())], found[-1]

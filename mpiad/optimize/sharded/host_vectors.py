@@ -1,12 +1,12 @@
-"""The vectors of L-BFGS on the host, stored as the rows of a matrix, and the passes of an iteration over them.
+"""The vectors of L-BFGS on the host, stored as the rows of a matrix, and the operations on them.
 
-A tile is a range of columns of all rows, in contiguous memory. Passes go tile by tile, so that the output of one step on a
-tile is still in cache for the next. `device_vectors` is the counterpart on a device.
+A tile is a range of columns of all rows, in contiguous memory. Operations process one tile after the other, since a tile
+fits into the cache. `device_vectors` is the counterpart on a device.
 
-A slot has two rows. The slot of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
+Two rows form a slot. The slot of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
 stores the gradient g at the current point and the direction from there. The next slot stores the gradients of trial points.
-When a trial is accepted, the slots change their roles without copies: g becomes y in place, the direction is the step, and
-the slot of the oldest pair becomes that for trials.
+When a trial is accepted, the slots change their roles without copies: g becomes y in place, the direction becomes the step,
+and the slot of the oldest pair becomes the slot for trials.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from mpiad.optimize.constraints import Box
 from mpiad.transport.threads import combination, gram, vdot, vdots
 
-# Columns of a tile: two ranges of this length fit a core's own cache, and the overhead of a call per tile is small.
+# Columns of a tile: two rows of this length fit into the cache of a core.
 LENGTH = 16384
-# Unused columns after those of a full tile: rows at distances of a power of two would share cache sets.
+# Unused columns after those of a full tile, since rows at distances of a power of two share cache sets.
 PADDING = 24
 
 # Slices of rows, each with the slice of its coefficients or products.
@@ -30,13 +30,10 @@ Outputs = tuple[np.ndarray, np.ndarray | None]
 
 
 class Ring:
-    """Roles of the slots.
-
-    `maxcor`: largest number of pairs. `first`: slot of the oldest pair. `count`: number of pairs.
-    """
+    """The roles of the slots: `first` is the slot of the oldest pair, `count` the number of pairs, at most `maxcor`."""
 
     def __init__(self, maxcor: int):
-        self._maxcor, self._slots = maxcor, maxcor + 2  # with the current slot and that of trials
+        self._maxcor, self._slots = maxcor, maxcor + 2  # with the current slot and the slot for trials
         self.first = self.count = 0
 
     @property
@@ -65,7 +62,7 @@ class Ring:
         return 2 * ((self.first + self.count + 1) % self._slots)
 
     def advance(self) -> None:
-        """Make the current slot the newest pair, and the slot of trials the current one."""
+        """Make the current slot the newest pair, and the slot for trials the current slot."""
         if self.count < self._maxcor:
             self.count += 1
         else:
@@ -76,7 +73,7 @@ class Ring:
         self.first, self.count = self.gradient // 2, 0
 
     def rows(self) -> np.ndarray:
-        """Return the rows of all pairs, y before s and the oldest first, and then that of the current gradient."""
+        """Return the rows of all pairs, y before s and the oldest first, followed by that of the current gradient."""
         return (2 * self.first + np.arange(2 * self.count + 1)) % self.height
 
     def parts(self) -> list[tuple[slice, slice]]:
@@ -90,15 +87,12 @@ class Ring:
 
 
 class HostVectors:
-    """Rows of doubles; other vectors have shape (size,).
-
-    `height`: number of rows. `size`: length of each. `box`: the bounds of the variables.
-    """
+    """Rows of `size` doubles, `height` of them; other vectors have shape (size,). `box` are the bounds."""
 
     def __init__(self, height: int, size: int, box: Box | None = None):
         self.height, self.size, self.box, self._clipped = height, size, box, False
         whole, rest = divmod(size, LENGTH)
-        # Zeros, since checkpoints contain all of it, even before its first use.
+        # Zeros, since checkpoints contain the whole memory, even before its first use.
         self.memory = np.zeros(height * (whole * (LENGTH + PADDING) + rest))
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
@@ -120,7 +114,7 @@ class HostVectors:
         return x
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
-        """Return a vector unchanged; store an array of rows, shape (height, size), and return the memory."""
+        """Return a vector unchanged; write an array of rows, shape (height, size), to the memory and return the memory."""
         if x.ndim == 1:
             return x
         for part, tile in self:
@@ -138,13 +132,11 @@ class HostVectors:
         for part, tile in self:
             np.copyto(tile[row], vector[part])
 
-    # ---- without bounds
-
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the products of the ring's rows with the newest change y and with the gradient, and the gradient's square.
 
-        With `change` the row of y holds the previous gradient: y is computed, and the products with it; otherwise they are
-        zero. Without `gradient` the products with the gradient are zero.
+        With `change` the row of y holds the previous gradient, from which y is computed. Products that aren't requested by
+        `change` or `gradient` are zero.
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
@@ -155,7 +147,7 @@ class HostVectors:
         return of_change, of_gradient, square
 
     def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
-        """Replace row `before` by `row` minus it, unless they are the same; write the products of rows with it to `out`.
+        """Replace row `before` by `row` - `before`, unless they are the same row; write its products with rows to `out`.
 
         Return the square of `row`.
         """
@@ -177,19 +169,16 @@ class HostVectors:
     def advance(
         self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float, outs: Outputs
     ) -> None:
-        """Call `combine`, unless `parts` is empty, and write the point ``here + step * row``.
-
-        `outs` are a vector for the point, and one for a copy or None.
-        """
+        """Call `combine`, unless `parts` is empty, and write the point ``here + step * row`` to the vectors `outs`."""
         out, copy = outs
         for part, tile in self:
-            direction, there = tile[row], out[part]
+            direction, point = tile[row], out[part]
             if parts:
                 self._combine(tile, parts, coefficients, direction)
-            np.multiply(direction, step, out=there)
-            there += here[part]
+            np.multiply(direction, step, out=point)
+            point += here[part]
             if copy is not None:
-                np.copyto(copy[part], there)
+                np.copyto(copy[part], point)
 
     def _combine(self, tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
         first, *others = parts
@@ -199,9 +188,9 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def take(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient to row `out`; return its largest entry, its product with the direction, and that row's square.
+        """Copy a gradient to row `out`; return its largest absolute entry, and the direction's slope and square.
 
-        The largest absolute entry is infinite if an entry isn't finite.
+        The largest entry is infinite if an entry isn't finite.
         """
         largest = slope = square = 0.0
         for part, tile in self:
@@ -212,8 +201,6 @@ class HostVectors:
             square += float(vdot(along, along))
         return largest, slope, square
 
-    # ---- within bounds
-
     def project(self, x: np.ndarray) -> None:
         """Project a vector onto the bounds, in place."""
         self.box.project(x)  # type: ignore[union-attr]
@@ -223,8 +210,8 @@ class HostVectors:
     ) -> tuple[np.ndarray, float]:
         """Return the products of the ring's rows with each other over free variables, and the slope along held ones.
 
-        `x`: the current point. `norm`: the largest absolute entry of the projected gradient on any rank. `before`: the
-        previous point, if the step from there is that of the newest pair.
+        x is the current point, `norm` the largest absolute entry of the projected gradient on any rank, `before` the
+        previous point, if the newest pair belongs to the step from there.
         """
         rows, box = ring.rows(), self.box
         products, of_held = np.zeros((len(rows), len(rows))), 0.0
@@ -260,8 +247,8 @@ class HostVectors:
         """Copy the gradient of a trial point x to its row, and return numbers for the line search.
 
         These are: the largest absolute entry of the projected gradient, infinite if an entry of the gradient isn't finite;
-        for a step from `here` the slope along the direction, the step's products with the gradients at `here` and at x, and
-        its square; whether a bound has stopped any variable.
+        for a step from `here` the slope along the direction, the products of the step with the gradients at `here` and x,
+        and the square of the step; whether a bound has stopped any variable.
         """
         found = np.zeros(5)
         for part, tile in self:
@@ -290,13 +277,13 @@ class HostVectors:
 
 def _largest(gradient: np.ndarray) -> float:
     """Return the largest absolute entry; infinite if one is NaN."""
-    # Without the temporary array of np.abs; max and min propagate NaN.
+    # np.abs would make a temporary array; max and min propagate NaN.
     size = max(float(gradient.max()), -float(gradient.min()))
     return size if size < math.inf else math.inf
 
 
 def untiled(memory: np.ndarray, size: int) -> np.ndarray:
-    """Return the rows, shape (height, size), of a memory from a checkpoint, of which that of a device has this shape."""
+    """Return the rows, shape (height, size), of a memory from a checkpoint; from a device it has this shape already."""
     if memory.ndim == 2:
         return memory
     whole, rest = divmod(size, LENGTH)

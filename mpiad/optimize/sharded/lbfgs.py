@@ -23,9 +23,9 @@ from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 #
 # It follows Moré and Thuente: an interval that brackets a minimizer is reduced by safeguarded cubic steps, at first for the
 # function minus the required linear decrease, which has a minimizer at which the conditions hold. There are two additions.
-# If a trial isn't finite, the next trial is closer to the best step, and later trials don't exceed it. If values are equal
-# up to rounding, only slopes are compared (Hager and Zhang's approximate conditions), so that the gradient can be reduced
-# below the square root of the precision.
+# If the function isn't finite at a trial, the next trial is closer to the best step, and later trials aren't longer. If
+# values are equal up to rounding, only slopes are compared (Hager and Zhang's approximate conditions), so the gradient can
+# become smaller than the square root of the precision.
 #
 # References
 # ----------
@@ -51,12 +51,9 @@ class End(NamedTuple):
 
 
 class LineSearch:
-    """One search along a direction of descent.
+    """One search along a direction of descent, with value and slope at step zero, and the first step to try.
 
-    - `value`, `slope`: at step zero; the slope is negative.
-    - `first`: the first step to try.
-    - `step`: the next step to try.
-    - `stuck`: whether the interval can't be reduced any further.
+    `step` is the next step to try; `stuck` is true if the interval can't be reduced any further.
     """
 
     def __init__(self, value: float, slope: float, first: float):
@@ -83,9 +80,9 @@ class LineSearch:
         self._advance(trial, modified=self._early and value <= self._best.value and value > wanted)
         return False
 
-    def decreases(self, value: float, predicted: float) -> bool:
+    def decreases(self, value: float, change_before: float) -> bool:
         """Return whether a value is low enough, given the change that the first-order model predicts."""
-        return value <= self._start.value + _DECREASE * predicted
+        return value <= self._start.value + _DECREASE * change_before
 
     def back_away(self) -> None:
         """Choose a shorter step, since the value at `step` isn't finite."""
@@ -98,7 +95,7 @@ class LineSearch:
         start = self._start
         if trial.value > start.value + _ROUNDING * abs(start.value):
             return False
-        # The usual conditions are for decreases larger than rounding.
+        # For larger decreases the usual conditions apply.
         if trial.value < start.value - _ROUNDING * abs(start.value):
             return False
         return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
@@ -110,8 +107,7 @@ class LineSearch:
 
     def _advance(self, trial: End, modified: bool) -> None:
         tilt = _DECREASE * self._start.slope if modified else 0.0
-        # Before the required decrease is reached, Moré and Thuente interpolate the function minus that decrease, which
-        # has a minimizer in the interval.
+        # Until the required decrease is reached, Moré and Thuente interpolate the function minus that decrease.
         ends = self._best, self._other, trial
         best, other, new = (End(end.step, end.value - end.step * tilt, end.slope - tilt) for end in ends)
         step = next_step(best, other, new, self._bracketed, self._low, self._high)
@@ -140,14 +136,14 @@ class LineSearch:
 def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
     """Return the step to try after `trial`: cases 1 to 4 in section 4 of [1].
 
-    `best` has the lowest value so far. `other` is the other end of the interval if a minimizer is bracketed; otherwise
-    steps are between `lowest` and `highest`.
+    `best` has the lowest value so far. If a minimizer is bracketed, `other` is the other end of the interval; otherwise
+    steps lie between `lowest` and `highest`.
     """
-    # A minimizer is bracketed between the best point, from which the function falls, and a higher one.
+    # The trial is higher than the best point, so it brackets a minimizer.
     if trial.value > best.value:
         return _after_rise(best, trial)
     if trial.slope * best.slope < 0.0:
-        # Bracketed by slopes of opposite signs: the estimate farther from the trial.
+        # Slopes of opposite signs bracket a minimizer: take the estimate farther from the trial.
         cubic, secant = _cubic(trial, best), _secant(best, trial)
         return max(cubic, secant, key=lambda step: abs(step - trial.step))
     # A lower value and a smaller slope: the minimizer lies beyond the trial, where the cubic may not have one.
@@ -203,9 +199,9 @@ def _cubic_terms(a: End, b: End) -> tuple[float, float]:
 
 
 class Trials:
-    """Evaluation of points along a direction, with two small messages per point besides those of the objective.
+    """Evaluation of points along a direction; `count` is the number of evaluations so far.
 
-    `memory`: holds directions and gradients. `count`: number of evaluations so far.
+    It takes two small messages per point in addition to those of the objective.
     """
 
     def __init__(self, evaluation: Evaluation, packing: LocalPacking, totals: Totals, memory: LimitedMemory):
@@ -234,10 +230,12 @@ class Trials:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
         largest, *terms, clipped = self._memory.measure(point, here, gradient)
-        # A separate flag, because MPI doesn't specify the maximum of a NaN.
+        # MPI doesn't specify the maximum of NaN.
         broken = not math.isfinite(largest)
         numbers = self._totals.of(terms, [0.0 if broken else largest, broken, clipped], [value])
-        point.slope, point.predicted, point.met, square, point.norm, any_broken, any_clipped, point.value = numbers
+        point.slope, point.change_before, point.change_after, square, point.norm, any_broken, any_clipped, point.value = (
+            numbers
+        )
         point.clipped, point.length = bool(any_clipped), math.sqrt(square)
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
         return point
@@ -297,13 +295,13 @@ class LBFGS:
 
     def _moved(self, here: Point, before: Point | None, stop: bool) -> State:
         """Add a point to the memory; return the state of the solve there."""
-        # The memory stores the step only if the curvature along it is positive.
-        curved = before is not None and here.met - here.predicted > -sys.float_info.epsilon * here.predicted
+        # The memory stores a step only if the curvature along it is positive.
+        curved = (
+            before is not None and here.change_after - here.change_before > -sys.float_info.epsilon * here.change_before
+        )
         slope, length, stopped = self._memory.update(here, before if curved else None, stop)
         value_before = math.inf if before is None else before.value
         return State(self._count, self._trials.count, here, value_before, slope, length, stopped)
-
-    # ---- line search
 
     def _search(self, here: Point, slope: float, length: float) -> Point:
         """Return the point at which a line search ends, or the best trial point; `here` if none is better."""
@@ -313,41 +311,39 @@ class LBFGS:
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
             trial = self._trials.along(here, line.step)
-            # Without bounds both follow from the slopes; with bounds the path isn't straight, and `measure` computes them.
+            # With bounds the path isn't straight, and `measure` has computed these products.
             if not self._bounded:
-                trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
+                trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
                 self._wall = min(self._wall, trial.length)
                 self._trials.release(trial)
                 line.back_away()
                 continue
             # If a variable has reached a bound, the slope along the path is discontinuous, and only a decrease is required.
-            lower = trial.clipped and line.decreases(trial.value, trial.predicted)
+            lower = trial.clipped and line.decreases(trial.value, trial.change_before)
             if lower or line.accepts(trial.value, trial.slope):
                 self._drop(best, here)
                 return trial
             if trial.value < best.value:
-                self._memory.put_aside(trial)
+                self._memory.store_gradient(trial)
                 trial, best = best, trial
             self._drop(trial, here)
             if self._files.interrupted:
                 self._drop(best, here)
                 return here
-        self._memory.take_back(best)
+        self._memory.restore_gradient(best)
         return best
 
     def _first_step(self, here: Point, slope: float, length: float) -> float:
         if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
             return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
-        # If the last search met points that aren't finite, the model may still predict a minimizer beyond them. The length
-        # of the direction is at least -slope / length, so that this step can reach the distance to these points.
+        # If the last search met points that aren't finite, the model may predict a minimizer beyond them. The length of the
+        # direction is at least -slope / length, so this step isn't shorter than the distance to these points.
         return min(1.0, here.range * length / -slope)
 
     def _drop(self, point: Point, here: Point) -> None:
         if point is not here:
             self._trials.release(point)
-
-    # ---- checkpoint
 
     def _keep(self, state: State, ending: Ending | None) -> None:
         """Write the state if it is due; all ranks call this."""
@@ -366,7 +362,7 @@ class LBFGS:
         """Restore the state of the solve from the arrays of `_arrays`."""
         here = Point(self._memory.vectors.from_host(found["x"]))
         here.value, here.norm, value_before, slope, length, here.range = found["numbers"].tolist()
-        here.settled = True  # the gradient is in the memory
+        here.current = True  # the gradient is in the memory
         self._count, self._trials.count = self._files.iteration, int(found["count"])
         self._iterates.record.restore(found["history"])
         self._memory.restore(found)

@@ -1,15 +1,14 @@
 """The limited memory of L-BFGS, with two passes over it and one reduction per iteration.
 
-The first pass replaces the previous gradient by the newest change and computes its products with all other rows. Their sums
-are reduced to the root, which broadcasts the coefficients of the direction. The second pass computes the direction. So
-(4m + 3) n numbers are read or written per iteration.
+The first pass replaces the previous gradient by the newest gradient change, and computes the products of this change with
+all other rows. The sums of these products over all ranks are reduced to the root, which broadcasts the coefficients of the
+direction. The second pass computes the direction. So (4m + 3) n numbers are read or written per iteration.
 
-Products of the rows with the gradient are updated by adding those with the newest change. They are computed from the rows
-only if the gradient has become so small that rounding errors of the updates would matter.
+The products of the rows with the gradient are updated by adding the products with the newest change. They are computed from
+the rows only if the gradient has become so small that rounding errors of the updates would matter.
 
-The two-loop recursion works on scalar products only. Given those of the steps s, the gradient changes y and the gradient g,
-the direction -H g is a combination of these 2m + 1 vectors. Products of two steps aren't needed, nor those of a step with
-an older change: the first loop uses products of a step with newer changes, the second those of a change with older steps.
+The two-loop recursion needs only scalar products of the steps s, the gradient changes y and the gradient g. The direction
+-H g is a combination of these 2m + 1 vectors.
 
 References
 ----------
@@ -29,48 +28,50 @@ from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
-# The products with the gradient are computed again after its norm has fallen by this factor, by which rounding errors grow.
+# The products with the gradient are computed again when its norm has fallen by this factor, by which rounding errors grow.
 _FALL = 100.0
 _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the numbers that are part of the state
 
 
 class LimitedMemory:
-    """The last steps and gradient changes, and the gradients of the current point and of a trial point.
+    """The last steps and gradient changes, and the gradients at the current point and at a trial point.
 
-    `ring`: roles of the rows. `vectors`: the rows. With bounds, products are sums over the free variables, and all of them
-    are computed in each iteration.
+    `ring` are the roles of the rows `vectors`. With bounds, products are sums over the free variables, and all products are
+    computed in each iteration.
     """
 
     def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
         self.ring, self.vectors, self._totals = ring, vectors, totals
         height = ring.height
-        # A row of steps stores the direction; these are the factors by which the steps are longer.
+        # The row of a step stores the direction; these are the factors by which the step is longer.
         self._lengths = np.ones(height)
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
         self._coefficients, self._made = np.zeros(1), False  # `_made`: whether the direction has been computed
         self._largest_norm = 0.0  # largest norm of a gradient since the products with it were computed from the rows
-        self._aside: Array | None = None
+        self._stored_gradient: Array | None = None
 
-    def put_aside(self, point: Point) -> None:
-        """Store a trial point's gradient while others are tried."""
-        self._aside = self.vectors.read(self.ring.trial, self.vectors.new() if self._aside is None else self._aside)
-        point.aside = True
+    def store_gradient(self, point: Point) -> None:
+        """Store the gradient of a trial point while other points are tried."""
+        self._stored_gradient = self.vectors.read(
+            self.ring.trial, self.vectors.new() if self._stored_gradient is None else self._stored_gradient
+        )
+        point.stored = True
 
-    def take_back(self, point: Point) -> None:
+    def restore_gradient(self, point: Point) -> None:
         """Restore a stored gradient to the row for trial points."""
-        if point.aside:
-            self.vectors.write(self.ring.trial, self._aside)  # type: ignore[arg-type]
-            point.aside = False
+        if point.stored:
+            self.vectors.write(self.ring.trial, self._stored_gradient)  # type: ignore[arg-type]
+            point.stored = False
 
     def gradient(self, point: Point) -> Array:
         """Return the gradient at the current point, or at the last trial point."""
-        return self.vectors.read(self.ring.gradient if point.settled else self.ring.trial, self.vectors.new())
+        return self.vectors.read(self.ring.gradient if point.current else self.ring.trial, self.vectors.new())
 
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
-        """Make a point the current one; return the next direction's slope, the gradient's 2-norm, and whether to stop.
+        """Make `new` the current point; return the slope of the next direction, the gradient's 2-norm, and whether to stop.
 
-        `new`: the last trial point, or the current point. `before`: the previous point, if the step from there is stored as
-        a pair. `stop`: whether this rank wants the solve to end.
+        `before` is the previous point, if the step from there is stored as a pair. `stop`: whether this rank's callback has
+        raised StopIteration.
         """
         keep = before is not None
         self._move(new, keep)
@@ -93,7 +94,7 @@ class LimitedMemory:
         return slope, length, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return all arrays of the state; that of the rows isn't a copy."""
+        """Return all arrays of the state, without copying the rows."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
         vectors = {"rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers)}
         return {**vectors, **{name: getattr(self, f"_{name}") for name in _TABLES}}
@@ -111,10 +112,10 @@ class LimitedMemory:
         if keep:
             self.ring.advance()
             self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
-        elif not new.settled:
+        elif not new.current:
             for _, tile in self.vectors:
                 np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
-        new.settled = True
+        new.current = True
 
     def _decide(self, sums: np.ndarray, new: Point, keep: bool, again: bool) -> np.ndarray:
         """Return the root's decision: the coefficients, the slope, the gradient's 2-norm, and whether to stop."""
@@ -131,7 +132,7 @@ class LimitedMemory:
         return np.concatenate([coefficients * lengths, [slope + of_held, np.sqrt(with_gradient[-1]), stop]])
 
     def _take(self, sums: np.ndarray, rows: np.ndarray, new: Point, keep: bool, again: bool) -> None:
-        """Store new products in the tables; those with a direction are scaled to the step."""
+        """Store new products in the tables; products with a direction are scaled to the step."""
         lengths, old, known = self._lengths[rows], rows[:-1], self._with_gradient
         of_change, of_gradient = sums[: len(rows)] * lengths, sums[len(rows) : 2 * len(rows) - 1] * lengths[:-1]
         if keep:
@@ -145,9 +146,9 @@ class LimitedMemory:
         known[rows[-1]] = sums[2 * len(rows) - 1]
 
     def advance(self, at: Point, step: float, outs: tuple[Array, Array | None]) -> None:
-        """Write the point at a step along the direction from `at` to `outs`, a vector and another one, or None, for a copy.
+        """Write the point at a step along the direction from the current point `at` to `outs`: a vector, and one or None.
 
-        `at` is the current point, for which `update` was called last. The first call then also computes the direction.
+        The first call after `update` also computes the direction.
         """
         ring, vectors = self.ring, self.vectors
         parts = [] if self._made else ring.parts()
@@ -163,8 +164,8 @@ class LimitedMemory:
     def measure(self, point: Point, here: Point | None, gradient: Array) -> list[float]:
         """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.
 
-        These are the largest entry of the gradient, terms of the slope, of the step's products with the gradients at both
-        ends, and of the step's square, and whether a bound has stopped a variable.
+        These are the largest entry of the gradient; this rank's terms of the slope, of the products of the step with the
+        gradients at both ends, and of the square of the step; and whether a bound has stopped a variable.
         """
         ring = self.ring
         if self.vectors.box is not None:
@@ -176,8 +177,8 @@ class LimitedMemory:
 def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: float) -> tuple[np.ndarray, float]:
     """Return the coefficients of -H g, shape (2m + 1,), that of g last, and the slope g · (-H g).
 
-    `products`, (2m, 2m), are those of all y and s with each other; y and s of pair j have rows 2j and 2j + 1, and the
-    oldest pair is the first. A pair without positive curvature is omitted. `with_gradient`, (2m,), are the products with g,
+    `products`, (2m, 2m), are those of all y and s with each other: y and s of pair j have rows 2j and 2j + 1, and the
+    oldest pair comes first. Pairs without positive curvature are omitted. `with_gradient`, (2m,), are the products with g,
     and `square` is g · g.
     """
     least = sys.float_info.epsilon

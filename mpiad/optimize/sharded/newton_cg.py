@@ -1,8 +1,9 @@
 """An inexact Newton method for distributed variables; all ranks run the iteration and decide by the same numbers.
 
 A step solves the Newton system by `truncated_cg`, with a tolerance that decreases with the gradient (Eisenstat and Walker).
-It is shortened until the objective falls enough, by a line search or a trust region. The norm of the gradient g is that of
-the user's inner product R, √(gᵀ R⁻¹ g). If R is the inverse covariance of a prior, this norm doesn't depend on the mesh.
+A line search or a trust region shortens the step until the objective decreases enough. The norm of the gradient g is
+√(gᵀ R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this norm doesn't
+depend on the mesh.
 
 With bounds, the system is restricted to the free variables. The others are set to their bounds, and points are projected
 (Bertsekas's two-metric projection).
@@ -39,9 +40,9 @@ from mpiad.transport.threads import vdot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
-# The norm of the residual is that of the gradient, in the user's inner product: in the norm of the preconditioner P it may
-# be small although the gradient of the model isn't. The norm of the step is ‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never applied: this
-# norm and the product of the step with the direction are updated by recurrences.
+# The residual is measured like the gradient, in the user's inner product: in the norm of the preconditioner P it may be
+# small although the gradient of the model isn't. The norm of the step is ‖p‖² = pᵀ P⁻¹ p. This norm and the product of the
+# step with the direction are updated by recurrences, without P⁻¹.
 #
 # References
 # ----------
@@ -54,23 +55,21 @@ from mpiad.transport.threads import vdot
 class System(NamedTuple):
     """A Newton system H p = -g."""
 
-    # `multiply`, `precondition`: products with H and P, from this rank's part of a vector to its part; collective.
-    multiply: Callable[[Array], Array]
-    precondition: Callable[[Array], Array]
+    multiply: Callable[[Array], Array]  # this rank's part of the product with H; collective
+    precondition: Callable[[Array], Array]  # this rank's part of the product with P; collective
     dot: Callable[[Array, Array], float]  # the product of two vectors over all ranks, bitwise the same on all
-    ended: Callable[[], bool]  # whether a rank received SIGTERM; the same on all
+    ended: Callable[[], bool]  # whether a rank received SIGTERM; the same on all ranks
     square: float  # squared norm of the gradient in the inner product
-    # `measure`, which is expensive, isn't called while the squared norm in P exceeds this multiple of its target.
+    # The expensive `measure` isn't called while the squared norm in P exceeds this multiple of its target.
     slack: float = math.inf
-    # Squared norm of a residual in the inner product; None if that is r · P r. Collective.
-    measure: Callable[[Array], float] | None = None
+    measure: Callable[[Array], float] | None = None  # squared norm in the inner product; None: r · P r; collective
 
 
 class Step(NamedTuple):
     """The result of `truncated_cg`."""
 
-    vector: Array  # this rank's part of the step
-    decrease: float  # of the objective, as predicted by the quadratic model
+    vector: Array  # this rank's part
+    decrease: float  # of the quadratic model
     length: float  # in the preconditioner's norm
     bound: bool  # whether the step ends at the boundary of the trust region
 
@@ -78,9 +77,9 @@ class Step(NamedTuple):
 def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
     """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank received SIGTERM.
 
-    The norm of the residual must fall by the factor `forcing`, in at most `limit` products. If the radius is infinite, for
-    a line search, negative curvature ends the iteration with the step so far, or with the steepest descent direction if
-    there is none. Raise a ValueError on all ranks if the preconditioner isn't positive definite, or a product isn't finite.
+    The norm of the residual must fall by the factor `forcing`, in at most `limit` products. If the radius is infinite,
+    negative curvature ends the iteration with the step so far, or with the steepest descent direction if there is none.
+    Raise a ValueError on all ranks if the preconditioner isn't positive definite, or a product isn't finite.
     """
     p, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
@@ -92,7 +91,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         curvature = system.dot(direction, product)
         if not math.isfinite(curvature):
             raise ValueError(
-                "minimize: a product with the Hessian isn't finite, though the objective and its gradient are. Check the "
+                "minimize: a product with the Hessian isn't finite, but the objective and its gradient are. Check the "
                 "second derivatives of fun, or hessp."
             )
         step = square / curvature if curvature > 0.0 else math.inf
@@ -138,21 +137,20 @@ _DECREASE = 1e-4
 _ROUNDING = 10.0 * sys.float_info.epsilon
 # Parameters of Eisenstat and Walker: the first and largest forcing term, gamma, alpha, and the threshold of the safeguard.
 _LARGEST, _GAMMA, _ALPHA, _KEPT = 0.5, 0.9, 2.0, 0.1
-# Tolerance of the relative difference between g·P(Pg) and Pg·Pg, since iterative solvers aren't exactly symmetric.
+# Tolerance of the relative difference between g·P(Pg) and Pg·Pg; iterative solvers aren't exactly symmetric.
 _ASYMMETRY = 1e-3
 _NEAR = 1.5  # see `System.slack`
 _EVERYWHERE = slice(None)
 
 
 class NewtonPoint:
-    """A point: this rank's variables, shape (n,), and its known quantities; scalars are the same on all ranks.
+    """A point x: this rank's variables, shape (n,), and known quantities; scalars are the same on all ranks.
 
-    - `gradient`: dJ/dx.
     - `finite`: whether the value and all entries of the gradient are finite.
     - `free`: mask of the free variables; None for all.
-    - `projected_step` (or None): with bounds, P(x - g) - x.
+    - `projected_step`: with bounds, P(x - g) - x.
     - `norm`: norm of the gradient in the inner product, NaN until it is computed. `square`: squared norm of its free part.
-    - `length`, `slope`: length of the step from the previous point, and derivative along the step at that point.
+    - `length`, `slope`: length of the step from the previous point, and derivative at the previous point along the step.
     """
 
     def __init__(self, x: Array, found: Derivatives):
@@ -166,10 +164,7 @@ class NewtonPoint:
 
 
 class NewtonCG:
-    """The iteration.
-
-    `box`: the bounds, on the device of the variables; all ranks have one or none.
-    """
+    """The iteration; `box` are the bounds, on the device of the variables, on all ranks or none."""
 
     def __init__(self, evaluation: SecondOrderEvaluation, iterates: ShardedIterates, files: StateFiles, box: Box | None):
         self._evaluation, self._totals, self._iterates, self._files = evaluation, evaluation.totals, iterates, files
@@ -177,7 +172,7 @@ class NewtonCG:
         settings = evaluation.settings
         self._represent = evaluation.on_vectors(settings.inner_product, "inner_product")
         self._precondition = evaluation.on_vectors(settings.preconditioner, "preconditioner") or self._represent
-        # If both are methods of one object, such as a prior, they are similar operators, and `solve` is the expensive one.
+        # If both are methods of one object, such as a prior, they are similar operators, and `inner_product` is expensive.
         owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
         self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
         self.count, self._iteration = 0, 0
@@ -232,8 +227,6 @@ class NewtonCG:
     def _exhausted(self) -> Ending | None:
         return EVALUATIONS if self.count >= self._settings.maxfun else None
 
-    # ---- points
-
     def _evaluated(self, x: Array, here: NewtonPoint | None) -> NewtonPoint:
         """Evaluate the point x; `here` is the previous point."""
         self.count += 1
@@ -264,7 +257,7 @@ class NewtonCG:
         held, square = self._sums(held, _dot(gradient, represented))
         if not 0.0 <= square < math.inf:
             raise ValueError(
-                f"minimize: the inner product must be symmetric and positive definite, but for its inverse R⁻¹ and the "
+                "minimize: the inner product must be symmetric and positive definite, but with its inverse R⁻¹ and the "
                 f"gradient g, g · R⁻¹ g = {square:.3e}."
             )
         point.norm, point.square = math.sqrt(held + square), square
@@ -284,8 +277,6 @@ class NewtonCG:
 
     def _sums(self, *local: float) -> list[float]:
         return self._totals.decided(np.array(local), len(local), lambda sums: sums).tolist()
-
-    # ---- steps
 
     def _step(self, here: NewtonPoint, radius: float = math.inf) -> Step | None:
         def by(operator: Callable | None) -> Callable[[Array], Array]:
@@ -312,26 +303,26 @@ class NewtonCG:
         return x
 
     def _along_a_line(self, here: NewtonPoint) -> NewtonPoint | None:
-        """Return a sufficiently low point along the Newton step; None if there is none."""
+        """Return a point along the Newton step with sufficient decrease; None if there is none."""
         found = self._step(here)
         step = 1.0
         for _ in range(self._settings.maxls if found is not None else 0):
             if self._exhausted():
                 break
-            there = self._evaluated(self._moved(here, found.vector, step), here)  # type: ignore[union-attr]
-            if there.finite and there.slope < 0.0 and self._falls(here, there, -_DECREASE * there.slope):
-                return there
-            if not there.finite:
+            new = self._evaluated(self._moved(here, found.vector, step), here)  # type: ignore[union-attr]
+            if new.finite and new.slope < 0.0 and self._falls(here, new, -_DECREASE * new.slope):
+                return new
+            if not new.finite:
                 step *= RETREAT
             else:
                 # The minimizer of the parabola through both values and the first slope.
-                rise = there.value - here.value - there.slope
-                lowest = -0.5 * there.slope / rise if rise > 0.0 else 0.5
+                rise = new.value - here.value - new.slope
+                lowest = -0.5 * new.slope / rise if rise > 0.0 else 0.5
                 step *= min(max(lowest, 0.1), 0.5)
         return None
 
     def _within_a_region(self, here: NewtonPoint) -> NewtonPoint | None:
-        """Return a sufficiently low point in a trust region, whose radius adapts; None if there is none."""
+        """Return a point in a trust region with sufficient decrease; None if there is none."""
         if self._radius is None:
             gradient = here.masked(here.gradient)
             # The length of the preconditioned steepest descent step, in the preconditioner's norm.
@@ -346,7 +337,7 @@ class NewtonCG:
             expected = found.decrease if self._box is None else self._expected(here, there)
             ratio = (here.value - there.value) / expected if there.finite and expected > 0.0 else -math.inf
             falls = there.finite and expected > 0.0 and self._falls(here, there, _DECREASE * expected)
-            # If the differences are at rounding level, the ratio isn't meaningful, and the radius isn't reduced.
+            # Differences at rounding level don't reduce the radius.
             if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(here.value)):
                 self._radius = 0.25 * found.length
             elif ratio > 0.75 and found.bound:
@@ -363,13 +354,11 @@ class NewtonCG:
     def _falls(self, here: NewtonPoint, there: NewtonPoint, enough: float) -> bool:
         if there.value <= here.value - enough:
             return True
-        # If the values are equal up to rounding, the gradients are compared.
+        # Values that are equal up to rounding: the gradients are compared.
         if there.value > here.value + _ROUNDING * abs(here.value) or enough > _ROUNDING * abs(here.value):
             return False
         self._measure(there)
         return there.norm < here.norm
-
-    # ---- checkpoint
 
     def _keep(self, here: NewtonPoint, ending: Ending | None) -> None:
         """Write the state if it is due; all ranks call this."""

@@ -1,7 +1,7 @@
 """Redistribution of the state of a sharded solve, from the files of one number of ranks to another number.
 
 Each file contains the boxes (index ranges in the whole arrays) of its variables. A rank reads the files whose boxes
-intersect its own boxes. The rest of a state is the same on all ranks.
+intersect its own boxes. Data other than variables are the same in all files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OldState(NamedTuple):
         size = _length(layout.boxes)
         found: dict[str, np.ndarray] = {}
         pieces = [piece for piece in zip(self.files, self.boxes) if _length(piece[1])]
-        # Every file has the data that aren't distributed, so a rank without variables reads the first one.
+        # A rank without variables reads the first file, for the data that all files have.
         needed = [piece for piece in pieces if any(map(_meet, piece[1], layout.boxes))] or pieces[:1]
         for file, boxes in needed:
             description, arrays = read(file)
@@ -61,8 +61,8 @@ class OldState(NamedTuple):
 def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
     """Return the positions of this rank's variables, given their shapes and dtypes; None if unknown. Collective.
 
-    They are those of the checkpoint's `blocks`. Without `blocks`, arrays with one axis are assumed to be consecutive parts
-    of whole arrays, in the order of ranks.
+    They are given by the `blocks` of the checkpoint. By default arrays with one axis are assumed to be consecutive parts of
+    whole arrays, in the order of ranks.
     """
     blocks = None if checkpoint.blocks is None else [[part.start, part.stop] for part in checkpoint.blocks]
     shapes = [tuple(shape) for shape, _ in specs]
@@ -94,7 +94,7 @@ def place_independent(vector: np.ndarray, layout: Layout, comm: Comm) -> str:
         places = np.zeros(tuple(stop - first for first, stop in box), np.uint64)
         for places_along, n in zip(axes, shape):
             places = places * np.uint64(n) + places_along
-        # Each number is hashed together with its position. The hashes are added, so that the order doesn't matter.
+        # Each number is hashed together with its position. The sum of the hashes doesn't depend on the order.
         total += int(np.sum(_mixed(piece ^ _mixed(places.ravel() + np.uint64(k << 56))), dtype=np.uint64))
         start += len(piece)
     return f"{sum(comm.allgather(total)) % 2**64:016x}"
@@ -112,8 +112,8 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tuple[OldState | None, str | None]:
     """Return the newest iteration of which all ranks of an old job have files, and an error in a file; collective.
 
-    `files`: all files of old ranks, the same on all ranks. `problem`: the part of the description of the problem that
-    doesn't depend on the ranks.
+    `files` are all files of the old ranks; `problem` is the part of the problem's description that doesn't depend on the
+    number of ranks.
     """
     mine, wrong = [], None
     for file in files[comm.rank :: comm.size]:
@@ -146,15 +146,15 @@ def _meet(old: Box, new: Box) -> bool:
 
 def _copy(source: np.ndarray, old: list[Box], target: np.ndarray, new: list[Box]) -> None:
     """Copy the intersections of two lists of boxes, from one array of vectors to another."""
-    at, to = 0, 0
-    for there, here in zip(old, new):
-        parts = source[:, at : at + _length([there])], target[:, to : to + _length([here])]
-        at, to = at + _length([there]), to + _length([here])
-        if not _meet(there, here):
+    begin, out = 0, 0
+    for first, second in zip(old, new):
+        parts = source[:, begin : begin + _length([first])], target[:, out : out + _length([second])]
+        begin, out = begin + _length([first]), out + _length([second])
+        if not _meet(first, second):
             continue
-        common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(there, here)]
+        common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(first, second)]
         views = []
-        for part, box in zip(parts, (there, here)):
+        for part, box in zip(parts, (first, second)):
             shaped = part.reshape(len(part), *[stop - start for start, stop in box])
             views.append(shaped[(slice(None), *[slice(a - start, b - start) for (a, b), (start, _) in zip(common, box)])])
         views[1][...] = views[0]

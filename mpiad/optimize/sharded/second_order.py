@@ -21,7 +21,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.user_failures import WrongValueError
 
-_SAME = 1e-6  # tolerance of the relative difference between the ranks' values of the regularizer, which may be rounding
+_SAME = 1e-6  # tolerance of the relative difference between the ranks' values of the regularizer
 
 
 class Derivatives(NamedTuple):
@@ -29,21 +29,17 @@ class Derivatives(NamedTuple):
 
     value: float  # the objective; NaN if a solver inside the function hasn't converged
     gradient: Array  # this rank's part
-    # Product with the Hessian, or an approximation: from this rank's part of a vector to its part of the product.
-    multiply: Callable[[Array], Array]
+    multiply: Callable[[Array], Array]  # this rank's part of the product with the Hessian, or an approximation
 
 
 class SecondOrderEvaluation:
-    """Evaluation of second-order derivatives; every rank calls the same method with its part of the variables.
-
-    `evaluation`: evaluates the same program. `products`: number of Hessian products so far.
-    """
+    """Evaluation of second-order derivatives; every rank calls the same method with its part of the variables."""
 
     def __init__(
         self, evaluation: Evaluation, program: Program, packing: LocalPacking, totals: Totals, settings: NewtonSettings
     ):
         self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, evaluation.agreement
-        self.totals, self.settings, self.products = totals, settings, 0
+        self.totals, self.settings, self.products = totals, settings, 0  # `products`: number of Hessian products
         if settings.product == "gauss-newton":
             self._derivatives = self._of_residuals
         else:
@@ -73,7 +69,7 @@ class SecondOrderEvaluation:
         return self._flat(self._agreement.run(lambda: product(tree)))
 
     def _flat(self, gradient: Tree) -> Array:
-        return self._packing.pack_gradient(gradient).copy()  # because the packing may reuse its buffer
+        return self._packing.pack_gradient(gradient).copy()  # the packing may reuse its buffer
 
     def _from_user(self, x: Array) -> Derivatives:
         """Return the results of the user's functions; products by differentiation if `hessp` isn't given."""
@@ -82,20 +78,16 @@ class SecondOrderEvaluation:
 
         def multiply(v: Array) -> Array:
             if not kept:
-                # At the first product only, since a point that the line search rejects needs none.
+                # Points that the line search rejects need no products.
                 kept.append(self._evaluation.hessian(x))
             return kept[0](v).copy()
 
         return Derivatives(value, gradient.copy(), multiply)  # type: ignore[union-attr]
 
     def _of_residuals(self, x: Array) -> Derivatives:
-        """Return the derivatives of half the sum of squared residuals, plus the regularizer, by Gauss-Newton.
-
-        Products are those of JᵀJ plus the full Hessian of the regularizer.
-        """
+        """Return the derivatives of half the sum of squared residuals plus the regularizer, with JᵀJ for the residuals."""
         tree = self._packing.unpack(x)
         kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(tree))
-        # Jᵀr, from the same record as the products.
         gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
         half, own, regularizer = 0.5 * float(to_host(anp.sum(kept.value**2))), math.nan, self.settings.regularizer
 
@@ -114,13 +106,13 @@ class SecondOrderEvaluation:
 
         other = self._packed(self._evaluation.differentiated(regularizer_with_value, self._packing.unpack(x)))
         gap = abs(float(own) - other.value) / max(abs(other.value), sys.float_info.min)
-        # False if a value isn't finite, which may happen at trial points.
+        # False if a value isn't finite, which is possible at trial points.
         differs = gap > _SAME and self._program.objective == "root"
         value, differs = self.totals.of([half], [float(differs)], [])
         if differs:
             raise ValueError(
                 "minimize: option regularizer must return the same number on all ranks with objective='root', but the "
-                f"root's is {other.value:.6g} and another rank's differs. Add up the ranks' parts (Domain.sum, "
+                f"root's is {other.value:.6g} and another rank's differs. Add the ranks' parts (Domain.sum, "
                 "mpiad.mpi_allreduce), or pass objective='sum'."
             )
         return Derivatives(value + other.value, gradient + other.gradient, lambda v: multiply(v) + other.multiply(v))
@@ -137,14 +129,14 @@ class SecondOrderEvaluation:
         if array.ndim == 0:
             raise WrongValueError(
                 "minimize: with product='gauss-newton' fun must return an array of this rank's residuals, whose squares "
-                f"are added up, but got the number {out!r:.60}. Return the residuals without squaring and adding them; for "
-                "an objective that is a number use product='full'."
+                f"are summed, but got the number {out!r:.60}. Return the residuals themselves; for an objective that is a "
+                "number use product='full'."
             )
         self._evaluation.at_start.note("residuals", array)
         return array
 
     def on_vectors(self, given: Callable[[Tree], Tree] | None, name: str) -> Callable[[Array], Array] | None:
-        """Return an operator of the user, who gets and returns pytrees like x, as one on this rank's vectors."""
+        """Return an operator on this rank's vectors, given the user's operator on pytrees like x."""
         if given is None:
             return None
 

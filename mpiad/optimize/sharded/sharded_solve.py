@@ -57,10 +57,7 @@ def piece_of(method: str, start: Tree, given: MethodArguments) -> Piece:
 
 
 class Sharded(Solve):
-    """A solve with distributed variables; collective.
-
-    `program`: the functions to evaluate, checked before. `piece`: this rank's arguments.
-    """
+    """A solve with distributed variables; collective."""
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
         super().__init__(used, "minimize")
@@ -73,11 +70,11 @@ class Sharded(Solve):
         start = packing.pack(self._piece.start)
         files = StateFiles(self._piece.checkpoint, self._identity(start), self._used, self.agreement)
         files.look()
-        said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
-        # All ranks must know whether any has bounds or a callback, which cause further messages.
-        bounded, heard = self._totals.of(said, [0.0], [])[:2]
+        # Bounds or a callback of any rank cause further messages of all ranks.
+        own = [float(given) for given in (self._piece.box is not None, callback is not None)]
+        bounded, with_callback = self._totals.of(own, [0.0], [])[:2]
         shown = progress if self._totals.leads else None
-        iterates = ShardedIterates(packing, self.agreement, callback, bool(heard), shown)
+        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), shown)
         box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
@@ -104,7 +101,7 @@ class Sharded(Solve):
             return Identity({})
         problem = piece.problem(self._program, start, self._used.size)
         layout = layout_of(piece.packing.specs, piece.checkpoint, comm)
-        # The mean over the ranks is a different objective on another number of ranks.
+        # On another number of ranks, the mean over the ranks is another objective.
         if layout is None or self._program.objective == "mean":
             return Identity(problem)
         found = {name: value for name, value in problem.items() if name not in OF_RANKS}

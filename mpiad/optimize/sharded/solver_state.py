@@ -1,7 +1,7 @@
 """The state of a sharded solve between two iterations: the current point, and the files from which it resumes.
 
-Each rank writes two files alternately, and starts to write only when all ranks have completed the previous state. So after
-a job was killed at any time, there is an iteration of which every rank has a file: the last or the one before.
+Each rank writes two files alternately, and starts to write only when all ranks have completed the previous state. So if a
+job is killed at any time, every rank has a file of the last iteration, or every rank has one of the iteration before.
 """
 
 from __future__ import annotations
@@ -29,35 +29,33 @@ OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
 
 @dataclass(eq=False, slots=True)
 class Point:
-    """A point: this rank's variables, and scalars of all ranks. `LimitedMemory` stores the gradient."""
+    """A point: this rank's variables, and scalars that are the same on all ranks; `LimitedMemory` has the gradient."""
 
     x: Array  # shape (n,)
     value: float = math.nan  # the objective
     norm: float = math.nan  # largest absolute entry of the (projected) gradient
-    slope: float = math.nan  # of the objective along the direction, without the variables that a bound stopped
+    slope: float = math.nan  # of the objective along the direction, for the variables that no bound stopped
     finite: bool = False  # whether the value and all entries of the gradient are finite
     clipped: bool = False  # whether a bound stopped any variable in the step
     step: float = math.nan  # factor of the direction
     length: float = 0.0  # 2-norm of the step from the previous point, over all ranks
-    range: float = math.inf  # distance to the nearest trial point of the last search that wasn't finite; infinite if none
-    # Products of the step with the gradients at the previous point and at this one.
-    predicted: float = math.nan
-    met: float = math.nan
-    settled: bool = False  # whether this is the current point of the memory
-    aside: bool = False  # whether the memory has stored the gradient separately
+    range: float = math.inf  # distance to the nearest point of the last search at which the objective wasn't finite
+    change_before: float = math.nan  # product of the step with the gradient at the previous point
+    change_after: float = math.nan  # product of the step with the gradient at this point
+    current: bool = False  # whether this is the current point of the memory
+    stored: bool = False  # whether the memory has stored the gradient separately
 
 
 class State(NamedTuple):
     """A solve between two iterations, without its memory."""
 
-    # `iteration`, `count`: numbers of iterations and evaluations so far.
     iteration: int
-    count: int
+    count: int  # number of evaluations
     here: Point
     value_before: float  # objective at the previous iterate; infinite if the last search found no better point
     slope: float  # of the objective along the next direction
     length: float  # 2-norm of the gradient
-    stopped: bool  # whether a callback wants the solve to end
+    stopped: bool  # whether a callback has raised StopIteration
 
 
 class Identity(NamedTuple):
@@ -69,12 +67,9 @@ class Identity(NamedTuple):
 
 
 class StateFiles:
-    """Writes and reads the files of states; without a checkpoint it does nothing.
+    """Writes and reads the files of states; without a checkpoint it does nothing. All ranks have a checkpoint or none.
 
-    - `checkpoint`: this rank's argument; all ranks have one or none.
-    - `used`: the user's communicator.
-    - `agreement`: knows whether a rank received SIGTERM.
-    - `iteration`: that of the last state that was written or found; -1 for none.
+    `iteration` is the number of the last state that was written or found, -1 for none.
     """
 
     def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
@@ -93,16 +88,13 @@ class StateFiles:
         return file.with_name(f"{file.stem}.rank{self._used.rank}of{self._used.size}.{_SLOTS[slot]}{file.suffix}")
 
     def look(self) -> None:
-        """Find the newest state that all ranks have, and read it.
-
-        Raise a ValueError on all ranks if a file of any is damaged, or belongs to another problem.
-        """
+        """Find the newest state that all ranks have, and read it; raise a ValueError on all ranks if a file is invalid."""
         if self._checkpoint is None:
             return
         mine, wrong = {}, None
         others = files_of_ranks(self._checkpoint.file)
         if self._identity.layout is not None:
-            # Redistribute if all ranks see the same files of another number of ranks, and no files of this number.
+            # Redistribute if all ranks find the same files of another number of ranks, and no files of this number.
             seen = [] if self._of_this_number(others) else [file.name for file in others]
             every = self._used.data.allgather(seen)
             if every[0] and all(names == every[0] for names in every):
@@ -171,7 +163,7 @@ class StateFiles:
         return found
 
     def _agreed(self, mine: dict[int, int], wrong: Exception | None) -> int | None:
-        """Return the newest iteration that all ranks have; raise on all if one can't continue."""
+        """Return the newest iteration that all ranks have; raise on all ranks if one has an error."""
         every = self._used.data.allgather((sorted(mine), None if wrong is None else str(wrong)))
         for rank, (_, text) in enumerate(every):
             if text is not None:
@@ -207,7 +199,7 @@ class StateFiles:
             wrong = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
         failures = [text for text in self._used.data.allgather(wrong) if text is not None]
         if failures:
-            # The next state is written to the same slot, since the other one has the last complete state.
+            # The next state is written to the same slot, since the other slot has the last complete state.
             self._failures.warn(iteration, failures[0])
         else:
             self._failures.end()

@@ -248,7 +248,7 @@ def test_gradients_that_dont_have_the_form_of_the_variables_are_refused(returned
 @pytest.mark.serial
 def test_a_piece_in_two_places_is_refused():
     start = {"a": on_device(np.ones(2)), "b": np.ones(2)}
-    with pytest.raises(TypeError, match="all be on the host or on one device"):
+    with pytest.raises(TypeError, match="must be on the host or on one device"):
         minimize(lambda x: anp.sum(x["b"] ** 2), start, method="L-BFGS-sharded")
 
 
