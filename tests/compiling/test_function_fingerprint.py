@@ -178,7 +178,7 @@ CASES = {
     "handed on": handed_on, "renamed": renamed, "computed": computed,
     "closure": in_closure, "sign of zero": in_sign, "method": in_method, "primitive": in_primitive, "wrapped": in_wrapped,
 }  # fmt: skip
-UNKNOWN = ("property", "a method's own", "handed on", "renamed", "computed")
+UNKNOWN = ("property", "handed on", "renamed", "computed")
 by_attribute.a = 2.0
 
 
