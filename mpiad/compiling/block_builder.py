@@ -98,10 +98,9 @@ class BlockBuilder:
 
     def text(self) -> str:
         """Return all blocks as LLVM text, with the stack slots of variables in the first."""
-        entry, *others = self.blocks
-        first = Block(entry.label)
-        first.lines = [*self._slots, *entry.lines]
-        return "\n".join(block.text() for block in (first, *others))
+        first, *others = (block.text() for block in self.blocks)
+        label, *lines = first.split("\n", 1)
+        return "\n".join(["\n  ".join([label, *self._slots]), *lines, *others])
 
     # ---- blocks
 
@@ -183,10 +182,11 @@ class BlockBuilder:
             return x
         if kind == BOOLEAN:
             return self.truth(x)
-        if not x.text.startswith("%"):
-            constant = self._constant(x, kind)
-            if constant is not None:
-                return constant
+        is_constant = not x.text.startswith("%")
+        if is_constant and x.kind == INTEGER and kind == DOUBLE:
+            return Value(kind, float_literal(float(int(x.text))))
+        if is_constant and x.kind == DOUBLE and kind == SINGLE:
+            return Value(kind, float_literal(float(np.float32(literal_value(x.text)))))
         if kind == INTEGER:
             instruction = "zext" if x.kind == BOOLEAN else "fptosi"
         elif x.kind == BOOLEAN:
@@ -196,13 +196,6 @@ class BlockBuilder:
         else:
             instruction = "fpext" if KINDS.index(kind) > KINDS.index(x.kind) else "fptrunc"
         return self.value(kind, f"{instruction} {x.kind} {x.text} to {kind}")
-
-    def _constant(self, x: Value, kind: str) -> Value | None:
-        if x.kind == INTEGER and kind == DOUBLE:
-            return Value(kind, float_literal(float(int(x.text))))
-        if x.kind == DOUBLE and kind == SINGLE:
-            return Value(kind, float_literal(float(np.float32(literal_value(x.text)))))
-        return None
 
     def truth(self, x: Value) -> Value:
         """Return whether a number isn't zero."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact, is_boolean
+from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact, is_boolean, needed_values
 
 # Algebraic simplifications.
 #
@@ -105,10 +105,6 @@ def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
     return None if opposite is None else b.call("where", opposite, y, x)
 
 
-def _same(b: Builder, x: int, y: int) -> int | None:
-    return x if x == y else None
-
-
 def _power(b: Builder, x: int, y: int) -> int | None:
     exponent = b.value(y)
     if exponent == 0:  # NaN to the power of 0 is 1, too
@@ -129,10 +125,7 @@ _RULES: dict[str, Callable[..., int | None]] = {
     "logical_and": _logical(False),
     "logical_or": _logical(True),
     "where": _where,
-    "maximum": _same,
-    "minimum": _same,
-    "fmax": _same,
-    "fmin": _same,
+    **dict.fromkeys(("maximum", "minimum", "fmax", "fmin"), lambda b, x, y: x if x == y else None),
     "power": _power,
 }
 
@@ -201,12 +194,7 @@ class Builder:
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
         """Return the program that computes the values with the numbers `outputs`, without unused values."""
-        # Arguments precede the values computed from them, so one backward pass finds all needed values.
-        needed = set(outputs)
-        for number in range(len(self.instructions) - 1, -1, -1):
-            if number in needed:
-                needed.update(self.instructions[number].arguments)
-        new = {old: place for place, old in enumerate(sorted(needed))}
+        new = {old: place for place, old in enumerate(sorted(needed_values(self.instructions, outputs)))}
         kept = (self.instructions[old] for old in new)
         moved = [Instruction(op, tuple(new[i] for i in arguments), value) for op, arguments, value in kept]
         return Program(groups, moved, [new[i] for i in outputs])

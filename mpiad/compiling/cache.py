@@ -184,7 +184,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     with _lock:
         known = text, name, signature, fast
         if known not in _loaded:
-            key = _key(f"{name} {signature} {fast}\n{text}")
+            key = _checksum(f"{_machine()}\n{name} {signature} {fast}\n{text}".encode()).decode()
             started = time.perf_counter()
             code = partial(code_of, text, name, signature, fast)
             function, origin = _from_disk(key, text, signature) or _made(key, text, code, signature)
@@ -239,10 +239,6 @@ def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None]
     except OSError as error:
         _log.info("the compiled kernel of %s can't be used: %s", key, error)
         return None
-
-
-def _key(text: str) -> str:
-    return hashlib.sha256(f"{_machine()}\n{text}".encode()).hexdigest()
 
 
 @cache

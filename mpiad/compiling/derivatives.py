@@ -85,12 +85,8 @@ PARTIALS: dict[str, Rule] = {
     "sqrt": lambda x, r: [0.5 / abs(r)],  # the root of -0 is -0
     "cbrt": lambda x, r: [1.0 / (3.0 * r * r)],
     "power": _power,
-    "maximum": _larger,
-    "minimum": _larger,
-    "fmax": _larger,
-    "fmin": _larger,
-    "largest": _largest,
-    "smallest": _largest,
+    **dict.fromkeys(("maximum", "minimum", "fmax", "fmin"), _larger),
+    **dict.fromkeys(("largest", "smallest"), _largest),
     "copysign": lambda x, y, r: [x.sign() * r.sign(), None],
     "where": lambda c, x, y, r: [None, lambda g: choose(c, g, 0.0), lambda g: choose(c, 0.0, g)],
     "exp": lambda x, r: [r],
@@ -140,10 +136,11 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     for place, output in enumerate(program.outputs):
         _add(cotangents, new[output], 1.0, Symbol(builder, builder.input(seeds, place)))
     # Values are numbered in the order of computation, so all uses of a value come after it.
-    last = max(new, default=-1)
-    for number in range(last, -1, -1):
+    for number in range(max(new, default=-1), -1, -1):
         if number in cotangents:
-            _pull(builder, number, cotangents)
+            for argument, partial in zip(builder.instructions[number].arguments, _partials(builder, number)):
+                if builder.value(argument) is None:  # not a constant
+                    _add(cotangents, argument, partial, cotangents[number])
     zero = Symbol(builder, builder.constant(0.0))
     outputs = [cotangents.get(builder.input(*place), zero).number for place in _inputs(program, wanted)]
     return builder.program(_with_seeds(program, seeds, len(program.outputs)), outputs)
@@ -196,13 +193,6 @@ def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
     if seeds in program.groups:
         raise ValueError(f"the program has a group {seeds!r} already, of {program.groups[seeds]}: name the seeds otherwise")
     return {**program.groups, seeds: count}
-
-
-def _pull(builder: Builder, number: int, cotangents: dict[int, Symbol]) -> None:
-    """Add the contributions of a value's cotangent to the cotangents of its arguments."""
-    for argument, partial in zip(builder.instructions[number].arguments, _partials(builder, number)):
-        if builder.value(argument) is None:  # not a constant
-            _add(cotangents, argument, partial, cotangents[number])
 
 
 def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:

@@ -126,6 +126,18 @@ class Program:
         return f"<Program of {self.cost} operations>"
 
 
+def needed_values(
+    instructions: Sequence[Instruction], outputs: Iterable[int], terms: Mapping[int, tuple[int, ...]] | None = None
+) -> set[int]:
+    """Return the values from which the outputs are computed; `terms` replaces the arguments of some instructions."""
+    needed = set(outputs)
+    # Arguments precede the values computed from them, so one backward pass finds all.
+    for number in range(len(instructions) - 1, -1, -1):
+        if number in needed:
+            needed.update((terms or {}).get(number, instructions[number].arguments))
+    return needed
+
+
 def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
     """Return whether the value of an instruction is boolean."""
     operation, arguments, value = instructions[number]

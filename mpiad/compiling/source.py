@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from operator import mul
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from mpiad.compiling.builder import Builder, copy_program
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.program import Program
+from mpiad.compiling.program import Program, needed_values
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Lowering of operations without a machine instruction to other operations.
@@ -67,12 +67,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
 
 
 def _by_pairs(operation: str) -> Callable[..., Symbol]:
-    def made(first: Symbol, *others: Symbol) -> Symbol:
-        for other in others:
-            first = first.call(operation, other)
-        return first
-
-    return made
+    return lambda *arguments: reduce(lambda x, y: x.call(operation, y), arguments)
 
 
 # The remainder has the sign of the divisor, unlike C's.
@@ -163,7 +158,8 @@ def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sum
     """Return the expression of each value, and the lines that compute the values."""
     texts: dict[int, str] = {}
     made: list[str] = []
-    for i in sorted(_needed(program, sums)):
+    # A product that is part of an `fma` isn't computed separately.
+    for i in sorted(needed_values(program.instructions, program.outputs, {i: sums[i][:3] for i in sums})):
         operation, arguments, value = program.instructions[i]
         if operation == "constant":
             texts[i] = number(value, single)  # type: ignore[arg-type]
@@ -194,12 +190,3 @@ def _sums(program: Program) -> _Sums:
                 found[i] = (*program.instructions[product].arguments, other, form)
                 break
     return found
-
-
-def _needed(program: Program, sums: _Sums) -> set[int]:
-    """Return the values that must be computed, without products that are part of an `fma`."""
-    needed: set[int] = set(program.outputs)
-    for i in range(len(program.instructions) - 1, -1, -1):
-        if i in needed:
-            needed.update(sums[i][:3] if i in sums else program.instructions[i].arguments)
-    return needed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import numpy as np
@@ -86,10 +86,7 @@ def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
     # In a tie of three or more entries all get equal derivatives, which pairwise maxima wouldn't give.
     if len(row) > 2 and function in _OF_MANY:
         return row[0].call(_OF_MANY[function], *row[1:])
-    total = row[0]
-    for entry in row[1:]:
-        total = function(total, entry)
-    return total
+    return reduce(function, row)
 
 
 def _objects(like: SymbolicArray, value: object) -> Array:
@@ -329,9 +326,7 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     **{function: partial(_joined, function) for function in _JOINING},
     **{function: partial(_computed, function) for function in _COMPUTING},
     **{function: partial(_reduced, ufunc) for function, ufunc in _REDUCING.items()},
-    np.append: lambda like, array, values, axis=None: like.like(
-        np.append(numbers_of(like.builder, array), numbers_of(like.builder, values), axis)
-    ),
+    np.append: lambda like, array, values, axis=None: _joined(np.concatenate, like, (array, values), axis),
     np.broadcast_arrays: lambda like, *arrays: [
         like.like(array) for array in np.broadcast_arrays(*(numbers_of(like.builder, array) for array in arrays))
     ],
@@ -363,14 +358,6 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
 }
 
 
-def _reshape(array: SymbolicArray, *shape: Any) -> SymbolicArray:
-    return array.like(array.numbers.reshape(*shape))
-
-
-def _transpose(array: SymbolicArray, *axes: Any) -> SymbolicArray:
-    return array.like(array.numbers.transpose(*axes))
-
-
 # Methods of arrays, by name.
 METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
@@ -378,7 +365,10 @@ METHODS: dict[str, Callable[..., Any]] = {
         "sum", "prod", "mean", "max", "min", "any", "all", "ravel", "squeeze", "swapaxes", "repeat", "take", "dot", "clip",
         "cumsum", "cumprod", "trace", "copy", "diagonal", "conj", "conjugate",
     )
-} | {"flatten": np.ravel, "reshape": _reshape, "transpose": _transpose}  # fmt: skip
+} | {
+    "flatten": np.ravel, "reshape": lambda array, *shape: array.like(array.numbers.reshape(*shape)),
+    "transpose": lambda array, *axes: array.like(array.numbers.transpose(*axes)),
+}  # fmt: skip
 
 
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -475,9 +465,6 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         made = of_ufunc(self, ufunc, method, inputs, kwargs)
         if out[0] is None:
             return made
-        return self._written(out, made)
-
-    def _written(self, out: tuple[Any, ...], made: SymbolicArray) -> SymbolicArray:
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
         # In place, so that views see the new values; the arguments of f are read-only, as in the vectorized implementation.

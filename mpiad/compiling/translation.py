@@ -524,15 +524,11 @@ class _Function:
     def _assign(self, node: ast.Assign) -> None:
         values = self._values.several(node.value)
         for target in node.targets:
-            if isinstance(target, ast.Tuple):
-                if len(target.elts) != len(values):
-                    refuse(node)
-                for one, value in zip(target.elts, values):
-                    self._store(one, value)
-            else:
-                if len(values) != 1:
-                    refuse(node)
-                self._store(target, values[0])
+            variables = target.elts if isinstance(target, ast.Tuple) else [target]
+            if len(variables) != len(values):
+                refuse(node)
+            for variable, value in zip(variables, values):
+                self._store(variable, value)
 
     def _inlined(self, node: ast.Call) -> list[Value] | None:
         """Return the results of a call of a function in the same text, None for other calls."""
