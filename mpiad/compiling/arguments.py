@@ -93,6 +93,6 @@ def from_row_parts(x: Array, dtype: DTypeLike) -> Array:
     """Return the array of this dtype whose `row_parts` are x."""
     if not is_complex(dtype):
         return x
-    made = np.empty((*x.shape[:-2], x.shape[-2] // 2, x.shape[-1]), dtype)
-    made.real, made.imag = x[..., ::2, :], x[..., 1::2, :]
-    return made
+    result = np.empty((*x.shape[:-2], x.shape[-2] // 2, x.shape[-1]), dtype)
+    result.real, result.imag = x[..., ::2, :], x[..., 1::2, :]
+    return result

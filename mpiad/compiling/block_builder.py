@@ -66,7 +66,7 @@ def literal_value(text: str) -> float:
     return struct.unpack("<d", struct.pack("<Q", int(text, 16)))[0]
 
 
-# An intrinsic that returns its argument; LLVM removes it after all loop optimizations.
+# An intrinsic function that returns its argument. LLVM removes it after all loop optimizations.
 _HIDDEN = "llvm.strip.invariant.group.p0"
 
 
@@ -213,8 +213,8 @@ class BlockBuilder:
 class Variables:
     """The variables of a function, each with a stack slot, which LLVM turns into a register.
 
-    `given`: the function's arguments, by name; those that it assigns to become variables. `kinds`: the widest type
-    assigned to each variable so far. A wider one updates it, and the function must then be translated again.
+    `given`: the function's arguments, by name. `kinds`: the widest type that has been assigned to each variable. If a wider
+    type is assigned, `kinds` is updated, and the function must be translated again.
     """
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):

@@ -13,9 +13,9 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 
 # Algebraic simplifications.
 #
-# All but one are exact, also for NaN and infinity; only the sign of a zero may change: x + 0 becomes x even if x is -0.
-# 0 · x and x - x aren't simplified, since they are NaN if x is NaN or infinite. The exception: |z|², frequent in users'
-# functions, is computed without the root, which changes it by rounding.
+# They are exact, also for NaN and infinity, with two exceptions: x + 0 becomes x even if x is -0, and |z|², frequent in users'
+# functions, is computed without the root, which changes the result by rounding. 0 · x and x - x aren't simplified, since
+# they are NaN if x is NaN or infinite.
 
 
 def _inner(builder: Builder, x: int, operation: str) -> int | None:
@@ -129,7 +129,6 @@ _RULES: dict[str, Callable[..., int | None]] = {
     "power": _power,
 }
 
-
 # Limits the duration of a trace.
 _MAX_OPERATIONS = 50_000
 
@@ -137,8 +136,8 @@ _MAX_OPERATIONS = 50_000
 class Builder:
     """A program under construction. The number of a value is the index of the instruction that computes it.
 
-    `refused`: the first reason why the traced function can't be compiled, None if there is none. It is stored, since the
-    function may catch the exception that reports it.
+    `refused`: the first reason why the traced function can't be compiled, or None. The reason is stored, since the function
+    may catch the exception that reports it.
     """
 
     def __init__(self) -> None:
@@ -214,7 +213,7 @@ class Builder:
 def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
     """Return a program with the same outputs, simplified by `Builder.call`.
 
-    `known`: values of some inputs, by group and index; they become constants. The indices of the other inputs don't change.
+    `known`: values of some inputs, by group and index, which become constants. The other inputs keep their indices.
     """
     builder = Builder()
     new = copy_program(builder, program, known)

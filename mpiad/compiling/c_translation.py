@@ -1,9 +1,9 @@
 """Translation of statements of the kernel language to C++ and CUDA, so that CPU and GPU kernels share one source.
 
-The language is that of `translation`, without arrays: kernels declare their own. A variable is declared at its first
+The language is that of `translation` without arrays, which the kernels declare in C. A variable is declared at its first
 assignment, with the type of the value (`auto`), in the scope of that block. Functions of `math` and NumPy are called by
-their names in C, and are overloaded by precision, as in C++. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for
-GPUs contract if allowed.
+their names in C++, which overloads them by precision. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for GPUs may
+turn into one instruction.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _block(body: Sequence[ast.stmt], known: set[str]) -> list[str]:
 
 def _statement(node: ast.stmt, known: set[str]) -> list[str]:
     if isinstance(node, ast.If):
-        made = [f"if ({_text(node.test)}) {{", *_block(node.body, set(known))]
-        return [*made, *(["} else {", *_block(node.orelse, set(known))] if node.orelse else []), "}"]
+        lines = [f"if ({_text(node.test)}) {{", *_block(node.body, set(known))]
+        return [*lines, *(["} else {", *_block(node.orelse, set(known))] if node.orelse else []), "}"]
     if isinstance(node, ast.For):
         i = ast.unparse(node.target)
         return [f"for ({_counted(i, node.iter)}) {{", *_block(node.body, known | {i}), "}"]
@@ -67,7 +67,7 @@ def _text(node: ast.expr) -> str:
 
 
 class _Expression(ast.NodeTransformer):
-    """Rewrites the parts of an expression that differ in C++: each becomes a name with that text."""
+    """Replaces the parts of an expression that differ in C++ by names that consist of the C++ text."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
         """Return a call, or the operators that C has for it."""

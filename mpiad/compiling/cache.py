@@ -99,7 +99,7 @@ class Store:
         """Write an entry, or replace an invalid one; the caller holds its lock."""
         path, unfinished = self._path(key), ""
         if path.exists() and self.find(key) is None:
-            _log.warning("the compiled kernel in %s isn't what was written there; it is made again.", path)
+            _log.warning("the compiled kernel in %s was changed after it was written; it is compiled again.", path)
         try:
             descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=self.root)
             with open(descriptor, "wb") as file:
@@ -115,7 +115,7 @@ class Store:
         return self.root / f"{key}{_SUFFIX}"
 
     def _tidy(self) -> None:
-        """Remove files left by processes that were killed, and the least recently used entries."""
+        """Remove the least recently used entries, and files left by processes that were killed."""
         used = {}
         for path in self.root.iterdir():
             try:
@@ -130,12 +130,9 @@ class Store:
 
 
 def _own_file(path: str, flags: int) -> int:
-    """Open a regular file; raise a PermissionError if other users can write to it.
-
-    The open file is checked, so that it can't be replaced between the check and its use.
-    """
+    """Open a regular file; raise a PermissionError if other users can write to it."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
-    facts = os.fstat(descriptor)
+    facts = os.fstat(descriptor)  # of the open file, since its path may soon refer to another one
     if not is_private(facts) or not stat.S_ISREG(facts.st_mode):
         os.close(descriptor)
         raise PermissionError(f"{path} isn't a file of this user's alone")
@@ -175,10 +172,9 @@ class Kernel(NamedTuple):
 def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
     """Return the compiled function `name` of a source text in the kernel language (see `translation`).
 
-    The signature is such as ``void(int64, float64[:, ::1])``, with ``linked`` instead of ``void`` for a linked kernel.
-    `fast`: LLVM's fast-math flags, none by default. The call isn't collective. If several processes need the same kernel,
-    one compiles it, and the others wait for its file; without a cache folder, all compile. Compiling and loading are
-    logged, at level INFO if `call`, the name of a public function, is given.
+    `signature` and `fast`: see `code_of`. The call isn't collective. If several processes need the same kernel, one of them
+    compiles it, and the others wait for its file; without a cache folder, all compile it. Compiling and loading are logged,
+    at level INFO if `call`, the name of a public function, is given.
     """
     # A second thread that needs the same kernel waits for the first one.
     with _lock:
@@ -187,7 +183,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
             key = _checksum(f"{_machine()}\n{name} {signature} {fast}\n{text}".encode()).decode()
             started = time.perf_counter()
             code = partial(code_of, text, name, signature, fast)
-            function, origin = _from_disk(key, text, signature) or _made(key, text, code, signature)
+            function, origin = _from_disk(key, text, signature) or _loaded_or_compiled(key, text, code, signature)
             _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
             how, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
             level = logging.INFO if call else logging.DEBUG
@@ -210,8 +206,8 @@ def forget() -> None:
         _loaded.clear()
 
 
-def _made(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
-    """Return the function, loaded from the disk or compiled by one process at a time, and its origin."""
+def _loaded_or_compiled(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
+    """Return the function and its origin; if it isn't on disk, one process compiles it while the others wait."""
     kept = store()
     if kept is None:
         return function_of(code(), signature), "compiled"

@@ -17,11 +17,10 @@ from mpiad.compiling.symbols import Symbol, choose
 
 # The partial derivatives of each operation, written with symbols.
 #
-# At kinks and ties they are autograd's, so that gradients agree with those of the vectorized implementation: 0 for the
-# absolute value at 0, and equal shares for equal arguments of a maximum.
+# At kinks and ties they equal autograd's: the derivative of the absolute value at 0 is 0, and equal arguments of a maximum
+# have equal derivatives. Therefore gradients agree with those of the vectorized implementation.
 
-
-# A factor; or a linear function, if a product could be NaN since 0 is multiplied by infinity; or None for zero.
+# A partial derivative: a factor; or a linear function, if the product with a factor could be 0 · ∞; or None for zero.
 Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
 Rule: TypeAlias = "Callable[..., list[Partial]]"
 
@@ -40,9 +39,9 @@ def _divide(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
 
 
 def _largest(*arguments: Symbol) -> list[Partial]:
-    """Return the derivatives of the largest or smallest of several arguments, shared equally by those that equal it.
+    """Return the derivatives of the largest or smallest of several arguments; equal ones share the derivative equally.
 
-    The last argument of this function is the result.
+    The last of `arguments` is the largest or smallest value.
     """
     *given, r = arguments
     ties = [choose(x == r, 1.0, 0.0) for x in given]
@@ -118,7 +117,6 @@ PARTIALS: dict[str, Rule] = {
     "remainder": lambda x, y, r: [1.0, -(x / y).floor()],
 }
 
-
 # Requested inputs: indices per group, None for all inputs of a group.
 Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 
@@ -126,9 +124,9 @@ Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
     """Return the vector-Jacobian product of a program.
 
-    `seeds`: name of the additional group, the cotangents of the outputs. The outputs of the result are the cotangents of
-    the inputs in `wanted`, in this order, by default of all inputs. Raises a ValueError if the program lacks one of these
-    groups, or has one named `seeds`.
+    It returns the cotangents of the inputs in `wanted`, in this order, by default of all inputs. `seeds`: name of the
+    additional group of inputs, the cotangents of the outputs. Raises a ValueError if the program lacks one of the groups in
+    `wanted`, or has one named `seeds`.
     """
     builder = Builder()
     new = copy_program(builder, program)
@@ -196,22 +194,21 @@ def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
 
 
 def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:
-    """Compute the tangents of the first `size` values; values that this appends have none."""
+    """Compute the tangents of the first `size` values."""
     for number in range(size):
         operation, arguments, _ = builder.instructions[number]
-        moving = [i for i, argument in enumerate(arguments) if argument in tangents]
-        if moving and operation == "where":
+        with_tangents = [i for i, argument in enumerate(arguments) if argument in tangents]
+        if with_tangents and operation == "where":
             condition, x, y = arguments
             # One `where` instead of a sum of two.
             tangents[number] = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
-        elif moving:
+        elif with_tangents:
             partials = _partials(builder, number)
-            for i in moving:
+            for i in with_tangents:
                 _add(tangents, number, partials[i], tangents[arguments[i]])
 
 
 def _partials(builder: Builder, number: int) -> list[Partial]:
-    """Return the derivatives of an operation's value with respect to each argument."""
     operation, arguments, _ = builder.instructions[number]
     rule = PARTIALS.get(operation)
     if rule is None:

@@ -21,7 +21,6 @@ from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 
 # llvmlite is imported when it is needed, since that takes 50 ms.
 
-
 # The first bytes of object files on Linux, macOS and Windows. LLVM ends the process if it reads anything else.
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 
@@ -105,8 +104,8 @@ class Code(NamedTuple):
 def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
     """Compile the kernel `name` of a source text; raise a NotImplementedError if it isn't in the kernel language.
 
-    The signature is such as ``void(int64, float64[:, ::1])``; for a linked kernel, such as ``linked(float64[:, ::1])``.
-    Arrays that a linked kernel writes mustn't overlap others. `fast`: LLVM's fast-math flags, none by default.
+    Examples of signatures: ``void(int64, float64[:, ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. Arrays
+    that a linked kernel writes mustn't overlap others. `fast`: LLVM's fast-math flags.
     """
     # Imported late: a process that finds its kernels on disk doesn't need it.
     from mpiad.compiling.translation import translated
@@ -117,7 +116,8 @@ def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
 def function_of(code: Code, signature: str) -> Callable[..., None]:
     """Return a compiled function that checks its arguments and releases the GIL; raise an OSError if it can't be loaded.
 
-    The function of a linked kernel takes the address of a block, and checks nothing; its attribute `address` is its own.
+    The function of a linked kernel takes the address of a block, and doesn't check it. The attribute `address` of this
+    function is the address of its machine code.
     """
     address, owner = symbol_in(code.file, code.symbol, code.outside)
     if not is_linked(signature):

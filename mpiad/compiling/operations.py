@@ -1,7 +1,7 @@
 """The operations of programs, each as a NumPy function and as text in the kernel language.
 
-The kernel language is a subset of Python (see `translation`). Its function `where` computes both alternatives; conditional
-expressions would be branches, which may prevent vectorization. The derivatives are in `derivatives`, under the same names.
+The kernel language is a subset of Python (see `translation`). Its function `where` computes both alternatives, since
+branches may prevent vectorization. The derivatives of the operations are in `derivatives`, under the same names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Operation(NamedTuple):
       the operation is expressed by others (see `source.lowered`).
     - `boolean`: whether the value is boolean.
     - `commutes`: whether the arguments may be exchanged.
-    - `simple`: whether it is a cheap instruction of vector units; otherwise it is a library call.
+    - `simple`: whether it is a cheap vector instruction, not a call of a library.
     """
 
     arity: int

@@ -1,8 +1,8 @@
 """`Program`: straight-line arithmetic on scalars, in static single assignment form.
 
 A program is a list of instructions without branches or loops. Each instruction computes one scalar, real or boolean, from
-those of preceding instructions; its index in the list is the number of its value. Inputs and constants are instructions,
-too. Inputs belong to groups (such as a state, parameters, seeds), whose names and sizes the caller chooses.
+the scalars of preceding instructions. Its index in the list is called the number of its value. Inputs and constants are
+instructions, too. Inputs belong to groups (such as state and parameters), whose names and sizes the caller chooses.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Program:
 
     @cached_property
     def numbers(self) -> dict[int, float]:
-        """Float constants by value number, without exponents that become products and roots."""
+        """Float constants by value number, without integer and half-integer exponents (see `source.lowered`)."""
         exponents = {x.arguments[1] for x in self.instructions if x.operation == "power"}
         constants = ((i, x.value) for i, x in enumerate(self.instructions) if x.operation == "constant")
         found = {i: value for i, value in constants if isinstance(value, float)}
@@ -100,8 +100,8 @@ class Program:
 
     def with_inputs(self, inputs: Mapping[int, Input], groups: Mapping[str, int]) -> Program:
         """Return the program with some constants of `numbers` replaced by inputs; `groups` has the new sizes."""
-        made = (Instruction("input", (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions))
-        return Program({**self.groups, **groups}, made, self.outputs)
+        instructions = (Instruction("input", (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions))
+        return Program({**self.groups, **groups}, instructions, self.outputs)
 
     @property
     def cost(self) -> int:
@@ -152,9 +152,9 @@ def exact(value: float | bool | Input | None) -> str:
 
 
 def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
-    """Return the outputs of a program, computed by NumPy one operation after the other: the reference for compiled code.
+    """Return the outputs of a program, computed by NumPy operation by operation: the reference for compiled code.
 
-    `groups`: per group a sequence with a value per input; arrays evaluate the program elementwise.
+    `groups`: per group a sequence of the values of its inputs, which may be arrays.
     """
     inputs = dict(zip(program.groups, groups, strict=True))
     values: list[Any] = []

@@ -23,11 +23,10 @@ from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Lowering of operations without a machine instruction to other operations.
 #
-# It happens only when a program becomes text, after differentiation: derivatives of the lowered form (of a power as a
-# product, of the largest of three as two maxima) would differ from autograd's at zeros and ties.
+# Operations are lowered when a program becomes text, after differentiation. At zeros and ties, the derivatives of a lowered
+# operation (such as a power written as a product) would differ from autograd's.
 
-
-# Takes at most twelve multiplications.
+# Powers up to this one take at most twelve multiplications.
 _LARGEST_EXPONENT = 64
 
 
@@ -45,8 +44,8 @@ def lowered(program: Program) -> Program:
 
 
 def are_simple(programs: Iterable[Program]) -> bool:
-    """Return whether programs contain no calls, around which registers must be saved (slower for wide vectors)."""
-    operations = {made.operation for program in programs for made in lowered(program).instructions}
+    """Return whether programs call no functions; calls in a loop over wide vectors are slow, since they save registers."""
+    operations = {instruction.operation for program in programs for instruction in lowered(program).instructions}
     return all(OPERATIONS[operation].simple for operation in operations & OPERATIONS.keys())
 
 
@@ -55,15 +54,15 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
     exponent = x.builder.value(y.number)
     if exponent is None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
         return None
-    made = whole_power(x, int(abs(exponent)), mul)
+    result = whole_power(x, int(abs(exponent)), mul)
     if exponent % 1:
         root = x.sqrt()
-        made = root if made is None else made * root
+        result = root if result is None else result * root
         # The root of -0 is -0, and its reciprocal would be -inf instead of inf.
-        made = abs(made) if exponent < 0 else made
-    if made is None:
+        result = abs(result) if exponent < 0 else result
+    if result is None:
         return Symbol(x.builder, x.builder.constant(1.0))
-    return made if exponent > 0 else 1.0 / made
+    return result if exponent > 0 else 1.0 / result
 
 
 def _by_pairs(operation: str) -> Callable[..., Symbol]:
@@ -92,7 +91,6 @@ _RULES: dict[str, Callable[..., Symbol | None]] = {
     "expit": lambda x: 1.0 / (1.0 + (-x).exp()),
     "logit": lambda x: (x / (1.0 - x)).log(),
 }
-
 
 # Per group, the expressions of its inputs.
 Names: TypeAlias = "Mapping[str, Sequence[str]]"
@@ -125,13 +123,13 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
     """Return statements, without indentation, that compute a program's outputs.
 
-    `names`: per group, the expressions of its inputs; they are repeated at each use, so they should be local scalars.
-    `outputs`: the targets of the outputs, which are assigned after everything has been computed. `dtype`: float64 or
-    float32. `prefix`: beginning of the names of local scalars; two programs in one function need different ones.
+    `names`: per group, the expressions of its inputs; they should be local scalars, since they are repeated at each use.
+    `outputs`: the variables to which the outputs are assigned, at the end. `prefix`: beginning of the names of local
+    scalars; two programs in one function need different prefixes.
     """
     program = lowered(program)
-    texts, made = _texts(program, names, np.dtype(dtype) == np.float32, prefix, {})
-    return made + [f"{target} = {texts[i]}" for target, i in zip(outputs, program.outputs, strict=True)]
+    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, prefix, {})
+    return statements + [f"{target} = {texts[i]}" for target, i in zip(outputs, program.outputs, strict=True)]
 
 
 def function_source(
@@ -140,8 +138,8 @@ def function_source(
 ) -> str:  # fmt: skip
     """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
 
-    `names`: the names of each group's inputs. `arguments`: the parameters of the function in their order. `fused`: whether
-    products that are added become `fma`. In C numbers have the type `real`, and the function is `INLINE`.
+    `names`: the names of each group's inputs. `arguments`: the names of the parameters. `fused`: whether products that are
+    added become `fma`. In C numbers have the type `real`, and the function is `INLINE`.
     """
     if language == "c":
         outputs = numbered("out", len(program.outputs))
@@ -149,15 +147,14 @@ def function_source(
         body = indented(c_lines(lines(program, names, outputs, dtype), outputs))
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *body, "}"])
     program = lowered(program)
-    texts, made = _texts(program, names, np.dtype(dtype) == np.float32, "v", _sums(program) if fused else {})
-    body = [*made, f"return ({', '.join(texts[o] for o in program.outputs)},)"]
+    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, "v", _sums(program) if fused else {})
+    body = [*statements, f"return ({', '.join(texts[o] for o in program.outputs)},)"]
     return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"
 
 
 def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
-    """Return the expression of each value, and the lines that compute the values."""
     texts: dict[int, str] = {}
-    made: list[str] = []
+    statements: list[str] = []
     # A product that is part of an `fma` isn't computed separately.
     for i in sorted(needed_values(program.instructions, program.outputs, {i: sums[i][:3] for i in sums})):
         operation, arguments, value = program.instructions[i]
@@ -174,8 +171,8 @@ def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sum
                 zero, one = number(0.0, single), number(1.0, single)
                 text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
             texts[i] = f"{prefix}{i}"
-            made.append(f"{texts[i]} = {text}")
-    return texts, made
+            statements.append(f"{texts[i]} = {text}")
+    return texts, statements
 
 
 def _sums(program: Program) -> _Sums:

@@ -25,10 +25,7 @@ from mpiad.compiling.symbols import BRANCHES, Symbol, choose, numbers_of
 def of_ufunc(
     like: SymbolicArray, ufunc: np.ufunc, method: str, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> SymbolicArray:
-    """Return the result of a ufunc, or of a method of it, for arguments some of which are symbolic arrays.
-
-    Raises a Refusal if it isn't supported.
-    """
+    """Return the result of a ufunc or of its method `method`; raise a Refusal if it isn't supported."""
     if method == "reduce" and ufunc in _REDUCED:
         return reduced(like, ufunc, *inputs, **keywords)
     if method == "outer":
@@ -54,8 +51,8 @@ def entrywise(like: SymbolicArray, function: Callable[..., Symbol], *inputs: Any
     if any(array.shape != arrays[0].shape for array in arrays):
         arrays = np.broadcast_arrays(*arrays)
     entries = zip(*(array.ravel().tolist() for array in arrays))
-    made = [function(*(Symbol(builder, number) for number in parts)).number for parts in entries]
-    return like.like(np.array(made, int).reshape(arrays[0].shape))
+    result = [function(*(Symbol(builder, number) for number in parts)).number for parts in entries]
+    return like.like(np.array(result, int).reshape(arrays[0].shape))
 
 
 def reduced(
@@ -77,20 +74,19 @@ def reduced(
     rows = np.transpose(objects, [*others_first, *axes]).reshape(math.prod(kept), -1)
     if not rows.shape[1]:
         like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce of nothing")
-    made = [_folded(_REDUCED[ufunc], row).number for row in rows]
+    result = [_folded(_REDUCED[ufunc], row).number for row in rows]
     shape = [1 if i in axes else n for i, n in enumerate(objects.shape)] if keepdims else kept
-    return like.like(np.array(made, int).reshape(shape))
+    return like.like(np.array(result, int).reshape(shape))
 
 
 def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
-    # In a tie of three or more entries all get equal derivatives, which pairwise maxima wouldn't give.
+    # If three or more entries are equal, their derivatives are equal, which pairwise maxima wouldn't give.
     if len(row) > 2 and function in _OF_MANY:
         return row[0].call(_OF_MANY[function], *row[1:])
     return reduce(function, row)
 
 
 def _objects(like: SymbolicArray, value: object) -> Array:
-    """Return an object array of symbols."""
     return like.like(numbers_of(like.builder, value)).objects()
 
 
@@ -165,9 +161,8 @@ _REDUCED: dict[np.ufunc, Callable[..., Symbol]] = {
 
 # NumPy's functions that aren't elementwise.
 #
-# Those that only move entries are applied to the array of value numbers. Those that add and multiply are applied to an
-# object array of symbols, which record the operations.
-
+# Functions that only move entries are applied to the array of value numbers. Functions that add and multiply are applied to
+# an object array of symbols, which record the operations.
 
 # Interpolation takes one comparison per entry of its table.
 _LONGEST_TABLE = 64
@@ -175,8 +170,8 @@ _LONGEST_TABLE = 64
 
 def _moved(function: Callable, like: SymbolicArray, array: Array, *args: Any, **kwargs: Any) -> Any:
     """Apply a function that rearranges the entries of its first argument."""
-    made = function(numbers_of(like.builder, array), *args, **kwargs)
-    return [like.like(part) for part in made] if isinstance(made, (list, tuple)) else like.like(made)
+    result = function(numbers_of(like.builder, array), *args, **kwargs)
+    return [like.like(part) for part in result] if isinstance(result, (list, tuple)) else like.like(result)
 
 
 def _joined(function: Callable, like: SymbolicArray, arrays: Array, *args: Any, **kwargs: Any) -> SymbolicArray:
@@ -202,27 +197,27 @@ def _as_objects(like: SymbolicArray, value: object) -> Any:
 
 def _where(like: SymbolicArray, condition: object, *choices: Any) -> SymbolicArray:
     if len(choices) != 2:
-        like.builder.refuse("it looks for places where a traced condition holds: give np.where three arguments")
+        like.builder.refuse("it looks for the indices at which a traced condition is true: give np.where three arguments")
     return entrywise(like, choose, condition, *choices)
 
 
 def _select(like: SymbolicArray, conditions: Sequence[Array], choices: Sequence[Array], default: Array = 0) -> Any:
-    made = default
+    result = default
     # Backwards, since the first true condition decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
-        made = entrywise(like, choose, condition, choice, made)
-    return made
+        result = entrywise(like, choose, condition, choice, result)
+    return result
 
 
 def _clip(like: SymbolicArray, array: Array, a_min: Array = None, a_max: Array = None, **others: Any) -> Any:
-    least, most = others.pop("min", a_min), others.pop("max", a_max)
+    lower, upper = others.pop("min", a_min), others.pop("max", a_max)
     if others:
         like.builder.refuse(f"it calls numpy.clip with {', '.join(others)}=")
     # Maximum and minimum would give half the derivative at a bound, but autograd's clip has derivative zero there.
-    if least is not None:
-        array = entrywise(like, lambda x, y: choose(x <= y, y, x), array, least)
-    if most is not None:
-        array = entrywise(like, lambda x, y: choose(x >= y, y, x), array, most)
+    if lower is not None:
+        array = entrywise(like, lambda x, y: choose(x <= y, y, x), array, lower)
+    if upper is not None:
+        array = entrywise(like, lambda x, y: choose(x >= y, y, x), array, upper)
     return array
 
 
@@ -262,19 +257,19 @@ def _rounded(like: SymbolicArray, x: Array, decimals: int = 0) -> SymbolicArray:
 
 
 def _filled(value: float | None) -> Callable:
-    def made(like: SymbolicArray, array: Array, *args: Any, shape: Shape | None = None, **_: Any) -> SymbolicArray:
+    def result(like: SymbolicArray, array: Array, *args: Any, shape: Shape | None = None, **_: Any) -> SymbolicArray:
         fill = args[0] if value is None else complex(value) if np.iscomplexobj(array) else value
         numbers = np.empty(np.shape(numbers_of(like.builder, array)) if shape is None else shape, int)
         numbers[...] = numbers_of(like.builder, fill)
         return like.like(numbers)
 
-    return made
+    return result
 
 
 def _interpolated(
     like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
 ) -> SymbolicArray:
-    """Implement `numpy.interp` by a comparison per interval; a traced or long table is refused."""
+    """Return `numpy.interp`, computed by one comparison per interval; raise a Refusal if the table is traced or long."""
     traced = any(isinstance(part, type(like)) for part in (xp, fp, left, right, period))
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
         like.builder.refuse(
@@ -286,24 +281,24 @@ def _interpolated(
     slopes = np.diff(values) / np.diff(places)
 
     def one(x: Symbol) -> Symbol:
-        made = choose(x < places[0], low, values[0])
-        # The last `choose` whose condition is true decides: that of the interval that contains x.
+        result = choose(x < places[0], low, values[0])
+        # The last `choose` whose condition is true decides; it belongs to the interval that contains x.
         for place, value, slope in zip(places, values, slopes):
-            made = choose(x >= place, slope * (x - place) + value, made)
-        made = choose(x == places[-1], values[-1], choose(x > places[-1], high, made))
-        return choose(x != x, x, made)
+            result = choose(x >= place, slope * (x - place) + value, result)
+        result = choose(x == places[-1], values[-1], choose(x > places[-1], high, result))
+        return choose(x != x, x, result)
 
     return entrywise(like, one, x)
 
 
 def _polynomial(like: SymbolicArray, coefficients: Iterable[Array], x: Array) -> Any:
-    made = 0.0 * x
+    result = 0.0 * x
     for coefficient in coefficients:
-        made = made * x + coefficient
-    return made
+        result = result * x + coefficient
+    return result
 
 
-# np.diag, np.tril etc. aren't among these: they insert zeros, which would be read as the value number 0.
+# np.diag, np.tril etc. are missing, since the zeros that they insert would be read as the value number 0.
 _MOVING = (
     np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis, np.swapaxes, np.roll,
     np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.take, np.delete, np.split,
@@ -357,7 +352,6 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     ),
 }
 
-
 # Methods of arrays, by name.
 METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
@@ -374,8 +368,8 @@ METHODS: dict[str, Callable[..., Any]] = {
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of values that are unknown during the trace.
 
-    `builder`: the program under construction. `numbers`: the value numbers of the entries. `dtype`: the dtype of complex
-    entries, or of real ones if nothing is complex; arrays of conditions report bool, and real ones a real dtype.
+    `builder`: the program under construction. `numbers`: the value numbers of the entries. `dtype`: a real or complex
+    dtype, which gives the precision.
     """
 
     def __init__(self, builder: Builder, numbers: Array, dtype: DTypeLike):
@@ -422,8 +416,8 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._each(lambda symbol: symbol.imag)
 
     def _each(self, function: Callable[[Symbol], Symbol]) -> SymbolicArray:
-        made = [function(symbol).number for symbol in self.objects().ravel()]
-        return self.like(np.array(made, int).reshape(self.shape))
+        result = [function(symbol).number for symbol in self.objects().ravel()]
+        return self.like(np.array(result, int).reshape(self.shape))
 
     def like(self, numbers: Array) -> SymbolicArray:
         """Return an array with other value numbers of the same program."""
@@ -432,9 +426,9 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     def objects(self) -> Array:
         """Return the entries as an object array of symbols."""
         # Filled as one row, since NumPy would otherwise treat symbols as possible sequences.
-        made = np.empty(self.numbers.shape, object)
-        made.reshape(-1)[:] = [Symbol(self.builder, number) for number in self.numbers.ravel().tolist()]
-        return made
+        result = np.empty(self.numbers.shape, object)
+        result.reshape(-1)[:] = [Symbol(self.builder, number) for number in self.numbers.ravel().tolist()]
+        return result
 
     def astype(self, dtype: DTypeLike, **_: Any) -> SymbolicArray:
         """Return the array as real or complex numbers; other dtypes are refused."""
@@ -462,21 +456,21 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         out = kwargs.pop("out", (None,))
         if kwargs and method == "__call__":
             self.builder.refuse(f"it calls numpy.{ufunc.__name__} with {', '.join(kwargs)}=")
-        made = of_ufunc(self, ufunc, method, inputs, kwargs)
+        result = of_ufunc(self, ufunc, method, inputs, kwargs)
         if out[0] is None:
-            return made
+            return result
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
         # In place, so that views see the new values; the arguments of f are read-only, as in the vectorized implementation.
-        out[0].numbers[...] = made.numbers
+        out[0].numbers[...] = result.numbers
         return out[0]
 
     def __array_function__(self, function: Callable, types: object, args: tuple, kwargs: dict) -> Any:
-        made = FUNCTIONS.get(function)
-        if made is None:
+        result = FUNCTIONS.get(function)
+        if result is None:
             name = f"{function.__module__}.{function.__name__}"
             self.builder.refuse(f"it calls {name}, which isn't among the functions that can be compiled")
-        return made(self, *args, **kwargs)
+        return result(self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_") or name not in METHODS:
@@ -491,10 +485,9 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._check_key(key)
         self.numbers[key] = numbers_of(self.builder, value)
 
-    # Indices must be known during the trace.
     def _check_key(self, key: object) -> None:
         if any(isinstance(part, SymbolicArray) for part in (key if isinstance(key, tuple) else (key,))):
-            self.builder.refuse("it looks up places that depend on traced values: write np.where(u > 0, ...) instead")
+            self.builder.refuse("it uses traced values as an index: write np.where(u > 0, ...) instead")
 
     def __len__(self) -> int:
         return len(self.numbers)

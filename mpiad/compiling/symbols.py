@@ -22,7 +22,6 @@ from mpiad.compiling.operations import OPERATIONS
 # function is holomorphic. For finite numbers the results agree with NumPy's to rounding. Products with a constant zero,
 # such as the real part of 1j, are omitted, so infinities may give other results than in NumPy, where they make NaN.
 
-
 # NumPy computes powers with integer exponents up to this one by multiplication.
 _LARGEST_EXPONENT = 100
 # For larger arguments tanh is 1 to rounding, and squares might overflow.
@@ -30,10 +29,7 @@ _FLAT = 22.0
 
 
 def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
-    """Return the value of an operation with a complex argument.
-
-    Raises a Refusal if it isn't defined for complex numbers, or can't be compiled.
-    """
+    """Return the value of an operation with a complex argument; raise a Refusal if it can't be compiled."""
     rule = _RULES.get(operation)
     if rule is None:
         arguments[0].builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
@@ -48,7 +44,7 @@ def _is_zero(x: Symbol) -> bool:
 
 
 def _times(x: Symbol, y: Symbol) -> Symbol:
-    """Return the product of real values: 0 if one of them is a constant zero."""
+    """Return the product of real values; it is 0 if one of them is a constant zero, also for infinity and NaN."""
     return x if _is_zero(x) else y if _is_zero(y) else x * y
 
 
@@ -83,26 +79,26 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
     value = x.builder.value
     exponent = value(y.real.number) if _is_zero(y.imag) else None
     if exponent is not None and exponent % 1 == 0 and abs(exponent) <= _LARGEST_EXPONENT:
-        made = whole_power(x, int(abs(exponent)), _multiply)
-        made = _one(x) if made is None else made
-        return made if exponent >= 0 else _divide(_one(x), made)
+        result = whole_power(x, int(abs(exponent)), _multiply)
+        result = _one(x) if result is None else result
+        return result if exponent >= 0 else _divide(_one(x), result)
     # 0 to the power of a number that isn't an integer is 0, but its logarithm is infinite.
-    nothing = _equal(x, 0.0 * _one(x))
-    safe = nothing.chosen(1.0, x.real).plus_i(x.imag)
-    made = _exp(_multiply(y, _log(safe)))
-    return nothing.chosen(0.0, made.real).plus_i(nothing.chosen(0.0, made.imag))
+    is_zero = _equal(x, 0.0 * _one(x))
+    safe = is_zero.chosen(1.0, x.real).plus_i(x.imag)
+    result = _exp(_multiply(y, _log(safe)))
+    return is_zero.chosen(0.0, result.real).plus_i(is_zero.chosen(0.0, result.imag))
 
 
 def whole_power(x: Symbol, n: int, times: Callable[[Symbol, Symbol], Symbol]) -> Symbol | None:
     """Return x to the power of n by repeated squaring (for n = 6, x² · (x²)²); None for n = 0."""
-    made = None
+    result = None
     while n:
         if n % 2:
-            made = x if made is None else times(made, x)
+            result = x if result is None else times(result, x)
         n //= 2
         if n:
             x = times(x, x)
-    return made
+    return result
 
 
 def _equal(x: Symbol, y: Symbol) -> Symbol:
@@ -137,7 +133,8 @@ def _logarithm(base: float) -> Callable[[Symbol], Symbol]:
 def _sqrt(z: Symbol) -> Symbol:
     a, b = z.real, z.imag
     right = a >= 0.0
-    # The larger part, and the smaller one without cancellation. Absolute values would have no derivative if a or b is 0.
+    # The smaller part is computed from the larger one, without cancellation. Absolute values of a and b aren't used, since
+    # they have no derivative at 0.
     larger = ((right.chosen(a, -a) + _modulus(z)) * 0.5).sqrt()
     smaller = b / (2.0 * (larger == 0.0).chosen(1.0, larger))
     sign = _one(z).real.call("copysign", b)
@@ -164,8 +161,8 @@ def _tanh(z: Symbol) -> Symbol:
 
 def _tan(z: Symbol) -> Symbol:
     # -i tanh(iz)
-    made = _tanh((-z.imag).plus_i(z.real))
-    return made.imag.plus_i(-made.real)
+    result = _tanh((-z.imag).plus_i(z.real))
+    return result.imag.plus_i(-result.real)
 
 
 _RULES: dict[str, Callable[..., Symbol]] = {
@@ -191,18 +188,17 @@ _RULES: dict[str, Callable[..., Symbol]] = {
     "tanh": _tanh,
 }
 
-
 BRANCHES = "it decides by a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
 _OBJECTS = (
-    "it compares, or takes the larger, sign or rounding of, an array that np.array or autograd's np.stack made of traced "
-    "values, or decides by one: do that with the components, or put them together by np.concatenate"
+    "it compares, rounds or branches on an array that np.array or autograd's np.stack made of traced values, or takes its "
+    "sign, maximum or minimum: do this with the components, or join them by np.concatenate"
 )
 _VALUES = "it asks for the number that a traced value has (float, int, math.sin instead of np.sin, an index)"
 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
     def method(self: Symbol, other: object) -> Any:
-        # For an array operand, NumPy calls the array's operator, which calls this one for each entry.
+        # If the other operand is an array, NumPy calls the array's operator, which calls this method for each entry.
         if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
         if swapped:
@@ -247,14 +243,14 @@ class Symbol:
         return Symbol(self.builder, self.builder.pair(self.number, imag.number))
 
     def as_number(self) -> Symbol:
-        """Return it as a number: 1 if it is true."""
+        """Return a boolean as 0 or 1, and a number unchanged."""
         if not self.is_boolean:
             return self
         one, zero = self.builder.constant(1.0), self.builder.constant(0.0)
         return Symbol(self.builder, self.builder.call("where", self.number, one, zero))
 
     def truth(self) -> Symbol:
-        """Return whether it is not 0."""
+        """Return whether the value isn't 0."""
         return self if self.is_boolean else self.call("not_equal", 0.0)
 
     def call(self, operation: str, *others: Any) -> Symbol:
@@ -339,9 +335,9 @@ def number_of(builder: Builder, value: object) -> int:
 
 def numbers_of(builder: Builder, value: object) -> Array:
     """Return the value numbers of an array of symbols or constants; raise a Refusal for anything else."""
-    held = getattr(value, "numbers", None)  # if it is a SymbolicArray
-    if held is not None:
-        return held
+    numbers = getattr(value, "numbers", None)  # if it is a SymbolicArray
+    if numbers is not None:
+        return numbers
     # Other containers of symbols are lists and object arrays.
     array = np.asarray(value)
     flat = array.ravel().tolist() if array.dtype.kind in "fiubc" else list(array.ravel())

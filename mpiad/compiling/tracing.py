@@ -1,8 +1,8 @@
 """Tracing: a user's function is called with symbols, which record it as a program.
 
-Values that the function closes over become constants of the program. So would the time of a clock or a random number:
-to exclude these, a function is traced twice, and refused if the two programs differ. Programs that passed this check are
-remembered, and aren't traced twice again.
+Values that the function closes over become constants of the program. To exclude values that change at each call, such as
+random numbers, a function is traced twice, and refused if the two programs differ. Functions that passed this check aren't
+traced twice again.
 
 A function that checks the types of its arguments may compute something else with numbers than with symbols. Callers
 therefore compare a few values of the program with the function's (`first_difference`) before they use the program.
@@ -61,14 +61,14 @@ def trace_program(
 def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mapping[str, int]) -> Program:
     builder = Builder()
     try:
-        made = outputs(builder, fun(*arguments(builder)))
+        result = outputs(builder, fun(*arguments(builder)))
     except Exception as error:
         # The first refusal is the reason, even if NumPy or the function has replaced it by another exception.
         reason = builder.refused or f"{type(error).__name__}: {error}"
         raise Untraceable(reason, where_raised(error.__traceback__, fun)) from error
     if builder.refused:  # the function has caught the exception
         raise Untraceable(builder.refused, place_of(fun))
-    return builder.program(groups, made)
+    return builder.program(groups, result)
 
 
 def identity_of(fun: Function) -> Any:
@@ -83,21 +83,21 @@ def input_array(
 ) -> SymbolicArray:
     """Return inputs of a group as a symbolic array.
 
-    `places`: indices of the inputs in the group, in the C order of the array's entries. `in_pairs`: whether the array is
-    complex; then two consecutive inputs are the real and the imaginary part of an entry.
+    `places`: indices of the inputs in the group, in the C order of the array's entries. `in_pairs`: whether two consecutive
+    inputs are the real and the imaginary part of a complex entry.
     """
     numbers = [builder.input(group, place) for place in places]
     if in_pairs:
         numbers = [builder.pair(real, imag) for real, imag in zip(numbers[::2], numbers[1::2])]
-    made = np.array(numbers, int).reshape(shape)
-    made.flags.writeable = False  # as the arguments of a function that isn't traced
-    return SymbolicArray(builder, made, dtype)
+    result = np.array(numbers, int).reshape(shape)
+    result.flags.writeable = False  # as the arguments of a function that isn't traced
+    return SymbolicArray(builder, result, dtype)
 
 
 def output_numbers(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
-    """Return the value numbers of real components; `in_pairs`, of the real and imaginary part of each component.
+    """Return the value numbers of the components, or with `in_pairs` of the real and imaginary part of each.
 
-    A complex component that isn't returned as a pair is refused.
+    Without `in_pairs`, complex components are refused.
     """
     if in_pairs:
         return [part.number for component in components for part in (component.real, component.imag)]
@@ -113,7 +113,7 @@ def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, 
     `given`: the arguments from which both were computed, in the precision of the computation.
     """
     if found.tobytes() == expected.tobytes():
-        return None  # the usual case; every call is checked
+        return None  # the usual case, for speed
     largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, given))
     allowed = _TOLERANCE * float(np.finfo(given.dtype).eps) * (1.0 + largest)
     close = np.isclose(found, expected, rtol=0, atol=allowed, equal_nan=True)

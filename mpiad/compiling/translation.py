@@ -2,9 +2,9 @@
 
 A kernel is a function of numbers and contiguous arrays. It consists of assignments, loops over ranges, `while`, `if`,
 indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions of
-numbers in the same source text, which are inlined. It allocates nothing and raises nothing: indices aren't checked, and
-negative ones don't count from the end. A range counts down if its step is a negative constant, otherwise up. Arithmetic
-follows IEEE 754 in the order of the text; operations are reassociated or contracted only if `fast` allows it.
+numbers in the same source text, which are inlined. It allocates no memory and raises no exceptions. Indices aren't checked,
+and negative indices don't count from the end. A range counts down if its step is a negative constant, otherwise up.
+Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows reassociation or contraction.
 
 The type ("kind") of a variable is the widest type of the values assigned to it. If an assignment widens a variable that
 was used before, the function is translated again.
@@ -38,9 +38,8 @@ from mpiad.compiling.block_builder import (
 
 # The functions that a kernel may call: some of Python's, of `math` and of NumPy, and some machine instructions.
 
-
-# Elementary functions of `math` and NumPy with the same name in C: those that are LLVM intrinsics, and the others, which
-# the C library provides. LLVM turns an intrinsic into instructions or into a call of the C library.
+# Elementary functions of `math` and NumPy with the same name in C. LLVM turns its intrinsic functions into instructions or
+# into calls of the C library.
 _INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
 _LIBRARY = frozenset("expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split())
 _CONVERSIONS = {
@@ -66,7 +65,6 @@ def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value
 
 
 def _float_kind(given: Sequence[Value]) -> str:
-    """Return single precision if all numbers are in it, else double."""
     return SINGLE if all(x.kind == SINGLE for x in given) else DOUBLE
 
 
@@ -133,7 +131,6 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
 
 # Expressions of the kernel language.
 
-
 _FLOATING = {ast.Add: "fadd", ast.Sub: "fsub", ast.Mult: "fmul", ast.Div: "fdiv"}
 _INTEGRAL = {
     ast.Add: "add nsw", ast.Sub: "sub nsw", ast.Mult: "mul nsw", ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor",
@@ -151,8 +148,7 @@ def refuse(node: ast.AST) -> NoReturn:
 class Expressions:
     """Translates expressions, in the current block of a function.
 
-    `inlined`: ``inlined(node)`` returns the results of a call of a function in the same source text, None for calls of
-    other functions.
+    ``inlined(node)`` returns the results of a call of a function in the same source text, None for other functions.
     """
 
     def __init__(self, build: BlockBuilder, variables: Variables, inlined: Callable[[ast.Call], list[Value] | None]):
@@ -182,7 +178,7 @@ class Expressions:
             build.branch(build.truth(self.number(node)), yes, no)
 
     def _conditional(self, test: ast.expr, yes: ast.expr | Value, no: ast.expr | Value) -> Value:
-        """Return one of two values; only that one is computed."""
+        """Return one of two values; the other one isn't computed."""
         build = self._build
         blocks, after = (build.new_block(), build.new_block()), build.new_block()
         self.condition(test, *blocks)
@@ -373,9 +369,8 @@ _WIDE = '"prefer-vector-width"="512"'
 def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
     """Return the kernel `name`, a function in the text, as a module of LLVM's intermediate representation.
 
-    `fast`: LLVM's fast-math flags for floating-point operations. `linked`: whether to make a linked kernel (see
-    `machine_code`); arrays that it writes mustn't overlap others. Raises a NotImplementedError if the text isn't in the
-    kernel language.
+    `fast`: LLVM's fast-math flags. `linked`: whether it is a linked kernel (see `machine_code`). Raises a
+    NotImplementedError if the text isn't in the kernel language.
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     module = _Module(defined, fast, linked)
@@ -399,7 +394,7 @@ class _Module:
         self._assigned: dict[str, set[str]] = {}
 
     def assigned(self, node: ast.FunctionDef) -> set[str]:
-        """Return the names that a function assigns, which is translated several times."""
+        """Return the names to which a function assigns."""
         if node.name not in self._assigned:
             names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             self._assigned[node.name] = {n.id for n in names}
@@ -449,7 +444,7 @@ class _Module:
 
 
 class _Function:
-    """One translation of a function; `kinds` has the kinds of variables that previous translations have found."""
+    """One translation of a function; `kinds`: the kinds of its variables that the previous translation has found."""
 
     def __init__(
         self, module: _Module, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]
@@ -517,7 +512,7 @@ class _Function:
         for length in array.shape[1:]:
             row = self._build.name(f"mul i64 {row}, {length}")
         self._module.declared["llvm.prefetch"] = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
-        # The arguments mean: for reading (0), keep in all cache levels (3), data (1). A row outside the array does no harm.
+        # The arguments mean: for reading (0), in all cache levels (3), data (1). Rows outside the array are allowed.
         place = self._build.name(f"getelementptr {ELEMENTS[array.dtype]}, ptr {array.data}, i64 {row}")
         self._build.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
 

@@ -1,10 +1,9 @@
 """`Watch`: the check at each call that the objects that a jitted function reads besides its arguments are unchanged.
 
-A trace considers the function's closure constant: global variables, variables of enclosing functions, defaults, attributes
-of modules and of the user's objects, arrays, and recursively those of the functions that it calls. A `Watch` records where
-each was read, and checks at the next call that it is unchanged: objects by identity, writable arrays by their contents.
-NumPy, autograd and this library are assumed constant. If some object can't be followed (one that is passed to a function,
-properties, random numbers, communication without the primitives), the function isn't compiled.
+A trace considers these objects (see `FunctionReader`) constant. A `Watch` records the variable, attribute or container from
+which each object was read, and checks at the next call that it still refers to the same object, and that the contents of
+writable arrays are unchanged. If an object can't be followed, or the function communicates without the primitives, the
+function isn't compiled.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from autograd.tracer import Box
 from mpiad._typing import Array
 from mpiad.compiling.function_reader import FunctionReader, Unknown, attributes_of_results, parts_of
 
-# Bitwise comparison of arrays, which each call makes for all writable arrays in the closure.
+# Bitwise comparison of arrays: each call compares all writable arrays in the closure.
 
 
 def _c_comparison() -> Any:
-    """Return the C library's memcmp, which needs no temporary arrays; None if it is unavailable."""
+    """Return the C library's memcmp, which makes no temporary arrays; None if it is unavailable."""
     try:
         compare = ctypes.CDLL(None).memcmp
     except (OSError, TypeError, AttributeError):  # not on Windows
@@ -58,7 +57,7 @@ def is_writable(x: Any) -> bool:
     return x is not None  # memory not owned by NumPy
 
 
-_GONE = object()
+_MISSING = object()
 _boxes = Box.types
 # Attributes of a communicator that may be read without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
@@ -78,7 +77,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._terms: list[str] = []
-        self._values: dict[str, Any] = {"gone": _GONE, "same_parts": _same_parts, "same_bits": same_bits}
+        self._values: dict[str, Any] = {"gone": _MISSING, "same_parts": _same_parts, "same_bits": same_bits}
         self._named: set[tuple[int, str]] = set()
 
     def note(self, term: str, *values: Any) -> None:
@@ -91,7 +90,7 @@ class Watch:
         """Add the condition that a name still refers to the same object."""
         if (id(names), name) not in self._named:
             self._named.add((id(names), name))
-            self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, _GONE))
+            self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, _MISSING))
 
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
@@ -102,7 +101,7 @@ class Watch:
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
     """Return the watch of a function; may raise HoldsTraced or Unfollowed.
 
-    `args`: its positional arguments. `objects`: arguments, or parts of them, that are constants of the trace.
+    `args`: its positional arguments. `objects`: those leaves of its arguments that are constants of the trace.
     """
     reader = _Reader()
     try:
@@ -125,31 +124,31 @@ def closed_over_numbers(fun: Any) -> dict[str, float]:
     if type(fun) is not FunctionType or not fun.__closure__:
         return {}
     cells = zip(fun.__code__.co_freevars, fun.__closure__)
-    return {name: cell.cell_contents for name, cell in cells if type(_held_by(cell)) in (float, np.float64)}
+    return {name: cell.cell_contents for name, cell in cells if type(_content(cell)) in (float, np.float64)}
 
 
 def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
     """Return a copy of a function with other values of some variables of enclosing functions."""
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
-    around = tuple(CellType(numbers[name]) if name in numbers else cell for name, cell in cells)
-    made = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, around)
-    made.__kwdefaults__, made.__dict__ = fun.__kwdefaults__, fun.__dict__
-    return made
+    closure = tuple(CellType(numbers[name]) if name in numbers else cell for name, cell in cells)
+    copy = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, closure)
+    copy.__kwdefaults__, copy.__dict__ = fun.__kwdefaults__, fun.__dict__
+    return copy
 
 
 def are_alike(fun: FunctionType, other: FunctionType, numbers: Collection[str]) -> bool:
-    """Return whether two functions with the same code read the same objects, except for some numbers in their closures."""
+    """Return whether two functions with the same code read the same objects, apart from `numbers` in their closures."""
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), other.__closure__ or ())
-    around = all(name in numbers or _held_by(a) is _held_by(b) for name, a, b in cells)
+    same_closure = all(name in numbers or _content(a) is _content(b) for name, a, b in cells)
     names = "__globals__", "__defaults__", "__kwdefaults__", "__dict__"
-    return around and all(getattr(fun, name) is getattr(other, name) or not getattr(fun, name) for name in names)
+    return same_closure and all(getattr(fun, name) is getattr(other, name) or not getattr(fun, name) for name in names)
 
 
-def _held_by(cell: CellType) -> Any:
+def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
-        return _GONE
+        return _MISSING
 
 
 class _Reader(FunctionReader):

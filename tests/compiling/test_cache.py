@@ -118,7 +118,7 @@ def test_of_processes_that_find_damage_together_one_makes_it_again(folder):
     path.write_bytes(path.read_bytes()[:-9])
     found = together([start(folder) for _ in range(2)], 2.0)
     assert sorted(origin for origin, *_ in found) == ["compiled", "disk"]
-    assert sum("made again" in warnings for *_, warnings in found) == 1
+    assert sum("compiled again" in warnings for *_, warnings in found) == 1
     assert len(list(folder.iterdir())) == 1 and again() == "disk"
 
 
@@ -174,7 +174,7 @@ def test_what_was_damaged_is_made_again(folder, part, damage, caplog):
     place = {"checksum": 9, "text": content.index(b"math.sqrt"), "symbol": content.index(b'"run"') + 2}.get(part, -9)
     path.write_bytes(content[:place] if damage == "cut" else content[:place] + b"?" + content[place:][1:])
     assert again() == "compiled"
-    assert "made again" in caplog.text
+    assert "compiled again" in caplog.text
     assert again() == "disk" and len(list(folder.iterdir())) == 1
 
 
