@@ -201,6 +201,11 @@ class _Reader(FunctionReader):
             self._communicating.update(name for name in dir(value) if callable(getattr(type(value), name, None)))
         super().other(value)
 
+    def read_held(self, value: Any) -> None:
+        if type(value) in _boxes:
+            raise HoldsTraced
+        super().read_held(value)
+
     def library_object(self, value: Any) -> None:
         if not type(value).__module__.startswith(("mpiad", "mpi4py", "autograd")):
             self.read_state(value)

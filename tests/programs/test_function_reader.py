@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 from mpiad.compiling.function_fingerprint import fingerprint_of, text_of
-from mpiad.programs.closure import Unfollowed, watch_of
+from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
 
 pytestmark = pytest.mark.serial
 
@@ -270,3 +270,19 @@ def test_all_methods_of_a_communicator_communicate(name):
     fun.__defaults__ = ([MPI.COMM_SELF],)
     with pytest.raises(Unfollowed, match="bare communication"):
         watch_of(fun)
+
+
+def test_a_traced_value_in_a_function_of_the_library_is_no_constant():
+    """It raises HoldsTraced, as a traced value in a user's function does."""
+
+    def loss(b):
+        def scaled(x):
+            return x * b
+
+        of_library = types.FunctionType(scaled.__code__, {"__name__": "mpiad.example"}, closure=scaled.__closure__)
+        for fun in (scaled, of_library, lambda x: of_library(x)):
+            with pytest.raises(HoldsTraced):
+                watch_of(fun)
+        return b**2
+
+    assert autograd.grad(loss)(3.0) == 6.0
