@@ -78,16 +78,9 @@ class Mass:
 
     def add_to(self, matrices: Array) -> None:
         """Add M/γ to matrices, shape (d, d, n)."""
-        if self._entries is None:
-            diagonal = matrices.dtype.type(1 / self._gamma)
-            if isinstance(matrices, np.ndarray):
-                np.einsum("iin->in", matrices)[...] += diagonal
-            else:  # in other array libraries it may be no view
-                for i in range(len(matrices)):
-                    matrices[i, i] += diagonal
-            return
-        for i, j, value in self._entries:
-            matrices[i, j] += np.array(value / self._gamma, matrices.dtype)
+        diagonal = ((i, i, 1.0) for i in range(len(matrices)))
+        for i, j, value in diagonal if self._entries is None else self._entries:
+            matrices[i, j] += matrices.dtype.type(value / self._gamma)
 
     def times(self, x: Array, transposed: bool = False) -> Array:
         """Return M x, or Mᵀ x, for x of shape (..., d, n)."""

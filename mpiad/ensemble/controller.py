@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -56,37 +56,6 @@ def tolerance(u: Array, rtol: float, atol: Array | float) -> Array:
 
 
 @dataclass(frozen=True)
-class IController:
-    """SciPy's controller, the default: the factor is safety · q^(-1/order), and at most 1 after a rejection.
-
-    E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4.
-    """
-
-    safety: float = 0.9
-    least: float = 0.2
-    most: float = 10.0
-    remembers: ClassVar[bool] = False
-
-    def factor(self, q2: Array, q2_before: Array, accepted: Array, rejected: Array, order: int) -> Array:
-        """Return the factor of the next step.
-
-        Parameters
-        ----------
-        q2, q2_before : array, shape (n,)
-            The squared errors of this step and of the last accepted one.
-        accepted, rejected : array of bool, shape (n,)
-            Whether this step is accepted, and whether the try before it was rejected.
-        order : int
-            The order of the error estimate: see `Tableau.error_order`.
-        """
-        # A root of q² with half the exponent; an error of zero gives infinity, which is then bounded.
-        number = _numbers_for(q2)
-        factor = np.power(q2, number(-0.5 / order))
-        factor *= number(self.safety)
-        return _bounded(factor, rejected, self.least, self.most)
-
-
-@dataclass(frozen=True)
 class PIController:
     """A proportional-integral controller, smoother if stability limits the step size.
 
@@ -99,7 +68,8 @@ class PIController:
 
     References
     ----------
-    E. Hairer, G. Wanner, Solving Ordinary Differential Equations II, IV.2.
+    E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4; E. Hairer, G. Wanner, Solving
+    Ordinary Differential Equations II, IV.2.
 
     Examples
     --------
@@ -114,29 +84,36 @@ class PIController:
     least: float = 0.2
     most: float = 10.0
     beta: float = 0.2
-    remembers: ClassVar[bool] = True
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the factor depends on the error of the previous step."""
+        return self.beta != 0
 
     def factor(self, q2: Array, q2_before: Array, accepted: Array, rejected: Array, order: int) -> Array:
-        """Return the factor of the next step; parameters as for `IController`."""
-        plain = np.power(q2, -0.5 / order)
-        # After a rejection the previous step doesn't predict this one.
-        steady = np.power(q2, -0.5 * (1 - 0.75 * self.beta) / order) * np.power(q2_before, 0.5 * self.beta / order)
-        factor = self.safety * np.where(accepted, steady, plain)
-        return _bounded(factor, rejected, self.least, self.most)
+        """Return the factor by which the next step is longer than this one, shape (n,).
 
+        The factor is safety · q^(-1/order) without a previous error, and at most 1 after a rejection.
 
-Controller: TypeAlias = IController | PIController
-
-
-def _bounded(factor: Array, rejected: Array, least: float, most: float) -> Array:
-    # fmax, because a NaN error must shrink the step.
-    number = _numbers_for(factor)
-    np.fmax(factor, number(least), out=factor)
-    # On a device, reading the mask would synchronize.
-    bounded = type(rejected) is np.ndarray and not np.count_nonzero(rejected)
-    return np.minimum(factor, number(most) if bounded else np.where(rejected, 1.0, most), out=factor)
-
-
-def _numbers_for(x: Array) -> Callable[[float], Any]:
-    """Return the constructor of numbers in the form that ufuncs process fastest with an array."""
-    return _constant if type(x) is np.ndarray else float
+        Parameters
+        ----------
+        q2, q2_before : array, shape (n,)
+            The squared errors of this step and of the last accepted one.
+        accepted, rejected : array of bool, shape (n,)
+            Whether this step is accepted, and whether the previous try was rejected.
+        order : int
+            The order of the error estimate: see `Tableau.error_order`.
+        """
+        number: Callable[[float], Any] = _constant if type(q2) is np.ndarray else float
+        # The exponents are halved, since q2 is q². An error of zero gives infinity, which is bounded below.
+        factor = np.power(q2, number(-0.5 / order))
+        if self.remembers:
+            # After a rejection, the error of the previous step doesn't predict the error of this one.
+            steady = np.power(q2, -0.5 * (1 - 0.75 * self.beta) / order) * np.power(q2_before, 0.5 * self.beta / order)
+            factor = np.where(accepted, steady, factor)
+        factor *= number(self.safety)
+        # fmax, because a NaN error must shrink the step.
+        np.fmax(factor, number(self.least), out=factor)
+        # On a device, reading the mask would synchronize.
+        bounded = type(rejected) is np.ndarray and not np.count_nonzero(rejected)
+        return np.minimum(factor, number(self.most) if bounded else np.where(rejected, 1.0, self.most), out=factor)

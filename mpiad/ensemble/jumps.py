@@ -122,9 +122,7 @@ class Jump(NamedTuple):
 
     def chosen(self, mask: Array) -> Jump:
         """Return the jumps of the trajectories in a mask."""
-        ids, number, event, slot, time, before, after = self
-        event = event[mask] if isinstance(event, np.ndarray) else event
-        return Jump(ids[mask], number[mask], event, slot[mask], time[mask], before[:, mask], after[:, mask])
+        return Jump(*(x[..., mask] if isinstance(x, np.ndarray) else x for x in self))
 
 
 class Jumps:

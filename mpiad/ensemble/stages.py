@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.coefficients import Weights
+from mpiad.ensemble.coefficients import Weights, weighted_sum
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
@@ -119,13 +119,7 @@ class Stages:
             found = self._sums.sum(row)
             if found is not None:
                 return found
-        k, term = self.k, self._term
-        (first, weight), *others = self._rows[row]
-        _multiply(k[first], weight, out)
-        for i, weight in others:
-            _multiply(k[i], weight, term)
-            _add(out, term, out)
-        return out
+        return weighted_sum(self._rows[row], self.k, out, self._term)
 
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         _multiply(self._c, h, self._elapsed)

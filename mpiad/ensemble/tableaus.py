@@ -18,7 +18,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.controller import Controller, IController
+from mpiad.ensemble.controller import PIController
 
 Row: TypeAlias = Sequence[float]
 Rows: TypeAlias = Sequence[Row]
@@ -107,7 +107,7 @@ def explicit(
 class Algorithm:
     """A Runge-Kutta method and its step size controller."""
 
-    controller: Controller = IController()
+    controller: PIController = PIController(beta=0.0)
     tableau: ClassVar[Tableau]
 
 

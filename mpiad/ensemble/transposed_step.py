@@ -33,9 +33,9 @@ from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Columns, Visit
 
 
-def over_slots(x: Array) -> Array:
+def over_slots(x: Array, ndim: int = 2) -> Array:
     """Return the sum over several values per column of one step, which occur on devices; shape (d, n)."""
-    return x if x.ndim == 2 else np.sum(x, axis=0)
+    return x if x.ndim == ndim else np.sum(x, axis=0)
 
 
 class Arrival(NamedTuple):
@@ -276,14 +276,9 @@ class StepCotangents:
             rate = _dot(part.value, sum(r[..., None, :] * k for r, k in zip(rates, stages)))
             by_size = _dot(part.value, sum(w * k for w, k in zip(part.weights, stages)))
             # At a fixed time, x = (time - t) / h.
-            self.t_bar[columns] -= _summed(rate)
-            self.h_bar[columns] += _summed(by_size - rate * part.x)
+            self.t_bar[columns] -= over_slots(rate, 1)
+            self.h_bar[columns] += over_slots(by_size - rate * part.x, 1)
 
 
 def _dot(cotangent: Array, change: Array) -> Array:
     return (cotangent * change).real.sum(axis=-2)
-
-
-def _summed(x: Array) -> Array:
-    """Return the sum over several values per column, as `over_slots` does for states."""
-    return x if x.ndim == 1 else np.sum(x, axis=0)

@@ -346,8 +346,7 @@ if place[l] < n_saved:
 # are compared with the exact limit.
 _LEAST = """
 most = max(abs(t), abs(goal))
-most = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)
-$least = most
+$least = 10.0 * (number_of(bits_of(most) + 1) - most)
 """
 
 # A lane takes the previous step if it was accepted, and proposes the next.

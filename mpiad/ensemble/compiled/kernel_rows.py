@@ -23,8 +23,6 @@ from mpiad.ensemble.settings import Acting
 # then the start of the step: its time, its signed size, and the components of the state, for a complex one its parts. If
 # events act in a kernel that records, those of the state at the event follow.
 T, H, U = 5, 6, 7
-# Initial number of rows, in addition to those of one turn.
-_EVENT_ROWS = 1024
 
 
 class Tape(NamedTuple):
@@ -48,18 +46,6 @@ class Tape(NamedTuple):
             steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], from_parts(found[:, 2:], dtype).T)
             row = self.before[row]
         return steps
-
-
-def event_rows(turn: int, width: int, before: Array | None = None) -> Array:
-    """Return a table for events, with rows for at least one turn; after `before`, a longer one that begins with it.
-
-    A turn can produce `turn` events, whose rows have `width` entries of states.
-    """
-    if before is None:
-        return np.empty((_EVENT_ROWS + turn, U + width))
-    longer = np.empty((2 * len(before) + turn, U + width))
-    longer[: len(before)] = before
-    return longer
 
 
 def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:

@@ -15,7 +15,7 @@ from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_pa
 from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
-from mpiad.ensemble.compiled.kernel_rows import Tape, allocate, event_rows, jumps_of, note_crossings, release
+from mpiad.ensemble.compiled.kernel_rows import Tape, U, allocate, jumps_of, note_crossings, release
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
@@ -25,6 +25,8 @@ from mpiad.ensemble.settings import Settings
 
 # Initial capacity of the record, in steps per trajectory.
 _STEPS = 48
+# Initial number of rows for events, in addition to those of one turn.
+_EVENT_ROWS = 1024
 # Number of trajectories that a thread takes at a time from the shared counter: small, since at the end threads wait for the
 # last block; and large enough for threads to seldom write to the same cache lines.
 _BLOCK = 64
@@ -214,7 +216,7 @@ class _Launch:
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, before = self._rows(size)
         state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)
-        crossings = event_rows(turn, spec.row_of_event) if spec.events else np.empty((0, 0))
+        crossings = np.empty((_EVENT_ROWS + turn, U + spec.row_of_event))
         ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
         lane = *fields_of(spec).buffers(spec.dtype), ids, place, state, self.taken
@@ -229,7 +231,7 @@ class _Launch:
             pause()
             # The arrays may be too small for the steps of a turn, or for its events.
             if found + turn > len(crossings):
-                crossings = event_rows(turn, spec.row_of_event, crossings)
+                crossings = np.concatenate([crossings, np.empty((len(crossings) + turn, crossings.shape[1]))])
             elif spec.record and row + lanes > size:
                 longer = self._rows(2 * size + 1024)
                 longer[0][:size], longer[1][:size] = rows, before
@@ -262,9 +264,7 @@ class _Launch:
             du[:, :, still] = unit[:, :, None]
             if len(dsaved):
                 dsaved[:, still] = unit[:, None, None]
-        failed = self._outcome.failed
-        if failed.any():
-            du[:, :, failed] = 0
-            dsaved[:, failed] = 0
-        dtype = self._outcome.u_end.dtype
+        failed, dtype = self._outcome.failed, self._outcome.u_end.dtype
+        du[:, :, failed] = 0
+        dsaved[:, failed] = 0
         return from_row_parts(du, dtype), from_parts(dsaved, dtype)

@@ -15,7 +15,7 @@ from mpiad.compiling.arguments import aligned, is_complex, real_dtype
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.column_lu import entries_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
-from mpiad.ensemble.controller import Controller, PIController
+from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
@@ -29,7 +29,7 @@ class KernelSpec(NamedTuple):
     varying: int
     shared: int
     tableau: Tableau
-    controller: Controller
+    controller: PIController
     single: bool = False  # whether states are float32
     lanes: int = 16  # number of trajectories that advance together
     inside: bool = False  # whether states inside steps are saved
@@ -73,7 +73,7 @@ class KernelSpec(NamedTuple):
     @property
     def remembers(self) -> bool:
         """Whether the size of a step depends on the error of the previous step."""
-        return self.tableau.error is not None and isinstance(self.controller, PIController)
+        return self.tableau.error is not None and self.controller.remembers
 
     @property
     def numbers(self) -> list[tuple[int, ...]]:

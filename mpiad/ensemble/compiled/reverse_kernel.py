@@ -15,7 +15,7 @@ from typing import Any
 from mpiad.compiling.source import number
 from mpiad.ensemble.compiled.jump_text import jumps_back
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import lanes_of, steps_of
+from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
@@ -53,21 +53,11 @@ def reverse(
         if vacant == {lanes} or turns == 0:
             break
         turns -= 1
-        when quiets: quiet = True
         for l in range({lanes}):
             if ids[l] >= 0:
                 @fetch
-        when quiets:
-            # Few steps have an event inside, where others of lanes have saved times in most turns.
-            if quiet:
-                for l in range({lanes}):
-                    @quiet
-            else:
-                for l in range({lanes}):
-                    @back
-        when not quiets:
-            for l in range({lanes}):
-                @back
+        for l in range({lanes}):
+            @back
         for l in range({lanes}):
             if ids[l] >= 0 and row[l] < 0:
                 @leave
@@ -146,7 +136,6 @@ while place[l] >= 0 and save_step[i, place[l]] == step[l]:
                         $rate_x[{used}, {c}] += x * r{used} * value
     when not inside: each c: $cotangent[{c}] += saved_bar[i, place[l], {c}]
     place[l] -= 1
-when quiets: quiet = quiet and $touched == 0.0
 row[l] = before_rows[now]
 # While this step is taken back memory brings the one before, which isn't always its neighbor.
 fetched(rows, row[l])
@@ -244,19 +233,14 @@ def reverse_source(spec: KernelSpec, wide: bool) -> str:
     names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else ""}
     names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
-    # The steps of Rosenbrock methods differ too little.
-    names["quiets"] = spec.stops and not spec.tableau.implicit
     names |= jumps_back(spec, steps, names)
     names |= {"enter": filled(_ENTER, names), "fetch": filled(_FETCH, names), "leave": filled(_LEAVE, names)}
     names["back"] = _back(spec, steps, names)
-    if names["quiets"]:
-        plain = spec._replace(inside=False)
-        names["quiet"] = _back(plain, steps_of(plain), names)
     return fields.placed(filled(_KERNEL, names))
 
 
 def _back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    names = names | {"inside": spec.inside, "moving": steps.moving_stages}
+    names = names | {"moving": steps.moving_stages}
     pulled = {i: _pulled(spec, steps, i, names) for i in steps.pulled_stages}
     names |= {"rounded_step": steps.rounded_step(), "again": steps.again(), "pulled_last": pulled.pop(spec.stages, [])}
     return filled(_BACK, names | {"pulled": [line for i in reversed(pulled) for line in pulled[i]]})

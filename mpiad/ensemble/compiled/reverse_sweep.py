@@ -105,12 +105,7 @@ def _pulled(
     totals = StepCotangents(step, own, varies, count, True)
     given = run.columns(run.batch.p.leaves, ids[columns])
     inside = pull_event(run, located, totals, given, end, time)
-    for place in places:
-        if varies[place]:
-            # An event may occur more than once in a trajectory.
-            np.add.at(np.moveaxis(leaves[place], -1, 0), ids, np.moveaxis(own[place], -1, 0))
-        else:
-            leaves[place] = leaves[place] + own[place]
+    add_leaves(run, leaves, own, ids)
     rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, located.x), step.k))
     held = (inside.value * rate).real.sum(axis=0)
     at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel no time inside the step
@@ -237,8 +232,6 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     stopped = run.jumps is not None and len(run.stops.ids) > 0
     timed = timed or stopped
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
-    own = [part for part in chosen if part.varies]
-    common = [part for part in chosen if not part.varies]
     count = batch.size
     outcome, real = solver.recorded(run.outcome), solver.spec.dtype
     start = kernel_seeds(run, seeds, places, solver.times)
@@ -250,36 +243,25 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         jumps, stops = KernelJumps(run, acted, found.start, real), _stops(run, seeds, places, found.start)
         jumping = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.moved
     inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
-    wanted = [j for part in own + common for j in part.scalars]
+    wanted = [j for part in chosen for j in part.scalars]
     function, spec = solver.reverse(wanted, timed, inside, acted is not None, stopped)
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
     # For a trajectory without steps the kernel writes nothing, and its end is its start.
-    u0_bar = end_bar.copy()
-    given = (
-        solver.p,
-        solver.s,
-        argument(start.times),
-        (outcome.last, outcome.naccept, argument(start.stop)),
-        (run.live, end_bar, argument(saved, real), argument(start.save_step, np.int32)),
-    )
-    p_bar = np.zeros((spec.wanted_varying, count))
+    u0_bar, p_bar = end_bar.copy(), np.zeros((spec.wanted_varying, count))
+    given = solver.p, solver.s, argument(start.times)
+    ends = outcome.last, outcome.naccept, argument(start.stop), run.live, end_bar
+    bars = argument(saved, real), argument(start.save_step, np.int32), u0_bar, p_bar
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
 
     def back(tape: Tape, pause: Callable[[], None]) -> Array:
         s_bar = np.zeros(spec.wanted_shared)
-        p, s, times, counts, ends = given
         numbers = (np.zeros(spec.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, spec.lanes, 0])
-        lane, call = (
-            (*fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *numbers, state),
-            Paced(function, state),
-        )
-        more = (np.empty(5 * spec.lanes, np.int64), *jumping) if jumping else ()
+        lane = *fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *numbers, state
+        more, call = (np.empty(5 * spec.lanes, np.int64), *jumping) if jumping else (), Paced(function, state)
         while True:
-            call(
-                *lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar, *more
-            )
+            call(*lane, *given, tape.rows, tape.before, *ends, *bars, s_bar, start_bar, stop_bar, *more)
             if state[2] == spec.lanes:  # all lanes have finished
                 return s_bar
             pause()
@@ -290,9 +272,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if timed and run.settings.events:
         _move_ends(run, seeds, start_bar, stop_bar)
         start_bar += start.start
-    leaves |= {
-        place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, p_bar.shape[1]).items()
-    }
+    leaves |= {place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count).items()}
     for place, more in start.leaves.items():
         leaves[place] = leaves[place] + more
     # For a trajectory without steps, the start is the end.

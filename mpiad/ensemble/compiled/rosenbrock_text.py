@@ -199,11 +199,6 @@ class LoopedLU:
         self._names["exchanged"] = filled(_EXCHANGED, self._names)
         self.factors = self._lines(_FACTORED)
 
-    @staticmethod
-    def buffer_length(d: int) -> int:
-        """Return the length of the buffer."""
-        return d * d + 2 * d
-
     def _lines(self, template: str, x: str = "") -> list[str]:
         places = r"{b}[{start} + \2 * {d} + \1]", r"{b}[{rhs} + \1]", r"{b}[{swaps} + \1]"
         text = "\n".join(filled(template, self._names | {"x": x}))
@@ -280,7 +275,7 @@ class RosenbrockSteps(Steps):
             lu = WrittenLU(d, places)
             if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
                 return lu
-        size = LoopedLU.buffer_length(d)
+        size = d * d + 2 * d
         if fields is None:
             self.lu_length = size
             return LoopedLU(d, places, "lu", 0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad.compiling.source import indented, number, numbered
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec
-from mpiad.ensemble.controller import LEAST_ERROR, PIController
+from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
 
@@ -151,16 +151,15 @@ class Steps:
         step. `rejected`: an expression for whether the previous try was rejected.
         """
         controller, order = self.spec.controller, self.spec.tableau.error_order
-        beta = controller.beta if isinstance(controller, PIController) else None
-        plain = number(-0.5 / order)
+        beta, plain = controller.beta, number(-0.5 / order)
         lines = [f"exponent = {plain}"]
-        if beta is not None:
+        if controller.remembers:
             lines = [f"exponent = where(q2 < 1.0, {number(-0.5 * (1 - 0.75 * beta) / order)}, {plain})"]
         lines += power("q2", "exponent", "factor")
         scaled = [f"factor = {number(controller.safety)} * factor"]
         # CPU and GPU kernels multiply in different orders.
         lines += scaled if self.fused else []
-        if beta is not None:
+        if controller.remembers:
             lines += [
                 *power(before, number(0.5 * beta / order), "steady"),
                 "factor = where(q2 < 1.0, factor * steady, factor)",

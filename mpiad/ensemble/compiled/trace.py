@@ -25,7 +25,6 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED
 from mpiad.pytrees import is_variable
-from mpiad.transport.device_arrays import is_device_array
 
 # The parameters of an ensemble as rows of numbers.
 #
@@ -79,17 +78,12 @@ class ParameterPacking(NamedTuple):
         return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
-        """Return the scalars of `count` trajectories by their numbers, on the leaves' device."""
-        if not any(map(is_device_array, leaves)):
-            varying, shared = self.split(leaves, count, dtype)
-            return dict(zip(self.varying, varying)) | dict(zip(self.shared, shared))
+        """Return the scalars of `count` trajectories by their numbers, in a real dtype, on the leaves' device."""
         rows: dict[int, Any] = {}
         for part in self.parts:
-            leaf = np.reshape(leaves[part.place], (-1, count) if part.varies else (-1,))
-            found = [leaf[j] for j in range(leaf.shape[0])]
-            if part.complex:
-                found = [half for number in found for half in (number.real, number.imag)]
-            rows |= dict(zip(part.scalars, found))
+            leaf: Any = np.reshape(leaves[part.place], (math.prod(part.shape), count) if part.varies else -1)
+            halves = [half.astype(dtype, copy=False) for half in ((leaf.real, leaf.imag) if part.complex else (leaf,))]
+            rows |= zip(part.scalars, (half[j] for j in range(len(leaf)) for half in halves))
         return rows
 
     def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
@@ -143,10 +137,10 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
     width = 2 if is_complex(dtype) else 1
     groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
 
+    expected, in_pairs = (shape, width == 2) if result is None else (result, False)
+
     def outputs(builder: Builder, value: object) -> list[int]:
-        return output_numbers(
-            _components(builder, value, shape if result is None else result), result is None and width == 2
-        )
+        return output_numbers(_components(builder, value, expected), in_pairs)
 
     return trace_program(f, lambda builder: _inputs(builder, shape, p, dtype), outputs, groups)
 

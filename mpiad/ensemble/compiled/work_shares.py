@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -40,15 +41,11 @@ Result = TypeVar("Result")
 
 def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
     """Return the bounds of the shares: for several threads of decreasing size, so that all end at about the same time."""
-    if threads == 1:
-        parts = -(-count // _MOST)
-        bounds = [count * i // parts for i in range(parts + 1)] if parts else [0]
-    else:
-        bounds = [0]
-        while bounds[-1] < count:
-            size = min(_MOST, max(_LEAST, (count - bounds[-1]) // (_EACH * threads)))
-            bounds.append(min(count, bounds[-1] + size))
-    return list(zip(bounds, bounds[1:]))
+    bounds = [0]
+    while bounds[-1] < count:
+        size = _MOST if threads == 1 else max(_LEAST, (count - bounds[-1]) // (_EACH * threads))
+        bounds.append(min(count, bounds[-1] + min(size, _MOST)))
+    return list(pairwise(bounds))
 
 
 def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any], threads: int) -> list[Result]:

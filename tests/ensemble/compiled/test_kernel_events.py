@@ -23,7 +23,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import kernel_rows, reverse_sweep, traced_problem, work_shares
+from mpiad.ensemble.compiled import kernel_solver, reverse_sweep, traced_problem, work_shares
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 
@@ -81,7 +81,7 @@ def test_thousands_of_which_some_have_events():
 
 def test_company_threads_batches_little_room_and_many_calls(monkeypatch):
     whole = solve(waves(), trajectories=N, saveat=TIMES, compile=True, **TIGHT)
-    monkeypatch.setattr(kernel_rows, "_EVENT_ROWS", 0)
+    monkeypatch.setattr(kernel_solver, "_EVENT_ROWS", 0)
     again = solve(waves(), RK45(), EnsembleThreads(3), trajectories=N, saveat=TIMES, compile=True, batch_size=700, **TIGHT)
     assert again.u.tobytes() == whole.u.tobytes() and again.t_reached.tobytes() == whole.t_reached.tobytes()
     assert again.events == whole.events

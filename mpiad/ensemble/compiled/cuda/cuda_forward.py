@@ -11,7 +11,6 @@ from mpiad.ensemble.compiled.cuda.cuda_events import search_names
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
-from mpiad.ensemble.controller import PIController
 
 # Definitions at the beginning of both kernels' sources. NVRTC has no standard headers. Tests compile the sources for CPUs,
 # where `EACH` is a loop over the trajectories.
@@ -153,13 +152,11 @@ KERNEL forward(
                             @interpolated
                             each c: saved[(place * {d} + {c}) * n + i] = mid_{c};
                             each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dmid{j}_{c};
-                        } else {
-                            each c: saved[(place * {d} + {c}) * n + i] = new_{c};
-                            each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dnew{j}_{c};
-                        }
-                    when not inside:
+                        } else
+                    {
                         each c: saved[(place * {d} + {c}) * n + i] = new_{c};
                         each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dnew{j}_{c};
+                    }
                     due = due_at(times, n_saved, by_row, i, ++place, sign);
                 }
                 // The last stage is the first of the next step, and so is its tangent.
@@ -218,7 +215,7 @@ def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
     """Return lines for the factor of the next step."""
 
     def power(x: str, exponent: str, out: str) -> list[str]:
-        if x == "q2" and not isinstance(spec.controller, PIController):
+        if x == "q2" and not spec.remembers:
             return [f"{out} = inverse_root(q2, {spec.tableau.error_order})"]
         # Takes half as many instructions as `pow`, with an error of a few units in the last place.
         return [f"{out} = np.exp2({exponent} * np.log2({x}))"]

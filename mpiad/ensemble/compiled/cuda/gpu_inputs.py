@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -93,10 +94,8 @@ def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
 
 
 def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Array:
-    leaf = leaf if is_device_array(leaf) else np.asarray(leaf)
     # The number of rows is given, since it can't be inferred without trajectories.
-    rows = int(np.prod(leaf.shape[:-1], dtype=int))
-    return placed(arrays, leaf, dtype).reshape(rows, count)
+    return placed(arrays, leaf, dtype).reshape(math.prod(np.shape(leaf)[:-1]), count)
 
 
 def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -130,4 +129,4 @@ def _leaf(leaf: Array, varies: bool) -> Any:
 
 def _made_up(shape: Shape, dtype: DTypeLike) -> Array:
     """Return distinct numbers between 0.5 and 1.5."""
-    return (1 + 0.5 * np.sin(1 + 2.3 * np.arange(int(np.prod(shape, dtype=int))))).reshape(shape).astype(dtype)
+    return (1 + 0.5 * np.sin(1 + 2.3 * np.arange(math.prod(shape)))).reshape(shape).astype(dtype)

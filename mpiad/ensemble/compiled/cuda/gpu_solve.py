@@ -96,7 +96,7 @@ def _by_kernel(
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
     carried = directions if len(directions) <= FEW else ()  # more are propagated later, a few at a time
-    if carried and settings.gradient is None and not is_small(solver.kernel(carried)):
+    if carried and settings.gradient is None and solver.kernel(carried).local_bytes > MOST_LOCAL_BYTES:
         directions = carried = ()  # the adjoint's kernels are smaller
     if not fits(solver.kernel(carried), batch, compiler):
         return None
@@ -200,15 +200,10 @@ def _traces(given: Batch) -> set[int]:
     return found
 
 
-def is_small(kernel: DeviceKernel) -> bool:
-    """Return whether a kernel needs little memory in addition to its registers."""
-    return kernel.local_bytes <= MOST_LOCAL_BYTES
-
-
 def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
     """Return whether a kernel is small enough, or required by the settings; if it is too large, log a warning."""
     must = compiler.compile is True
-    if is_small(kernel):
+    if kernel.local_bytes <= MOST_LOCAL_BYTES:
         return True
     text = (
         f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of memory besides its "

@@ -126,7 +126,6 @@ class Solver:
         self._gpu: EnsembleGPU = compiler.backend
         self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
         self.traced = traced._replace(numbers=())  # texts depend on the problem without its numbers
-        self._forward_kernels: dict[Directions, DeviceKernel] = {}
         self._launcher = launcher_of(arrays)
         self.spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.spec.d, batch.u0.dtype
@@ -137,9 +136,7 @@ class Solver:
 
     def kernel(self, directions: Directions = ()) -> DeviceKernel:
         """Return the forward kernel with tangents in these directions."""
-        if directions not in self._forward_kernels:
-            self._forward_kernels[directions] = self._loaded("forward", self.spec._replace(directions=directions))
-        return self._forward_kernels[directions]
+        return self._loaded("forward", self.spec._replace(directions=directions))
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
@@ -210,7 +207,8 @@ class Solver:
             bytes_per_step = self.d * self.real.itemsize + 16
             size, longest = longest_of_blocks(self.arrays, results.naccept)
             shares = shares_within(size, longest, self.count, bytes_per_step, budget)
-        steps = self._room(shares)
+        most = max((share.count * share.capacity for share in shares), default=0)
+        steps = empty((most * self.d,), self.real), empty((most * 2,), float)
         saved_bar, end_bar = self.parts(vector_bar)
         given = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
         events = (results.rows, results.rows.shape[1], results.heads, *times) if self.spec.events else ()
@@ -221,11 +219,6 @@ class Solver:
             sums += [np.sum(s_bar, axis=1)] if common else []
         s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((common,), 0, self.real)
         return InputCotangents(u0_bar, p_bar, s_bar)
-
-    def _room(self, shares: list[Share]) -> tuple[Array, Array]:
-        """Return memory for the steps of any of the shares: states, and times with sizes."""
-        most = max((share.count * share.capacity for share in shares), default=0)
-        return self.arrays.empty((most * self.d,), self.real), self.arrays.empty((most * 2,), float)
 
     # ---- kernels
 
