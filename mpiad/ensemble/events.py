@@ -72,8 +72,8 @@ class EventWatch:
         self.pairs: list[tuple[Array, Array]] = []  # values of the conditions before and after the last step
         self._rows: list[Array] = []
         self._count = 0
-        self._later: list[CrossedSteps] = []
-        self._put_off = 0  # the number of columns in these steps
+        self._postponed: list[CrossedSteps] = []
+        self._postponed_count = 0  # the number of columns in these steps
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
         """Set the columns of a new working set, given their current states and actual times."""
@@ -96,17 +96,17 @@ class EventWatch:
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
         return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
 
-    def put_off(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
+    def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
         """Store the step of some columns, whose events don't end it, to locate the events of many columns together."""
-        self._later.append(self.kept(step, columns, crossed))
-        self._put_off += len(columns)
-        if self._put_off > _MANY:
-            self._catch_up()
+        self._postponed.append(self.kept(step, columns, crossed))
+        self._postponed_count += len(columns)
+        if self._postponed_count > _MANY:
+            self._cut_postponed()
 
-    def _catch_up(self) -> None:
-        if self._later:
-            self.cut(CrossedSteps.joined(self._later))
-            self._later, self._put_off = [], 0
+    def _cut_postponed(self) -> None:
+        if self._postponed:
+            self.cut(CrossedSteps.joined(self._postponed))
+            self._postponed, self._postponed_count = [], 0
 
     def cut(self, kept: CrossedSteps) -> StepEvents:
         """Locate and store the events of steps, and cut short the steps that they end."""
@@ -200,7 +200,7 @@ class EventWatch:
 
     def rows(self) -> Array | None:
         """Return the table, shape (5, m); None if it is empty."""
-        self._catch_up()
+        self._cut_postponed()
         return np.concatenate(self._rows, axis=1) if self._rows else None
 
 

@@ -51,8 +51,8 @@ class GivenTimes:
         given = self._of(batch)
         shape = len(given) + 1, batch.size
         # One column is enough if all trajectories have the same times and direction.
-        alike = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
-        own = signs[:1] if alike else signs
+        same_times = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
+        own = signs[:1] if same_times else signs
         ahead = np.stack([np.full(len(own), np.inf), *(own * time for _, time in given)])
         event = np.array([[-1], *([e] for e, _ in given)])
         # Of equal times, those of earlier events in the list come first.
@@ -105,15 +105,15 @@ def solved_with_events(
     times = GivenTimes(settings.events, batch)
     outcome = _solved(solve, batch, settings, times)
     u, u_end, reached, codes = outcome.saved, outcome.u_end.T, outcome.t_reached, outcome.codes
-    when: Callable[[_HappenedEvents], Array] = lambda found: found.times  # noqa: E731
+    times_of: Callable[[_HappenedEvents], Array] = lambda found: found.times  # noqa: E731
     if given.traced and settings.record:
         run, due = Run(batch, settings, outcome), times.traced(given)
         u, u_end, reached, crossed = traced_results(run, u, u_end, given, due)  # type: ignore[arg-type]
-        when = lambda found: found.traced(run, due, reached, crossed)  # noqa: E731
+        times_of = lambda found: found.traced(run, due, reached, crossed)  # noqa: E731
 
     def events() -> dict:
         found = _HappenedEvents(outcome, times)
-        return by_trajectory(found.ids, found.event, when(found))
+        return by_trajectory(found.ids, found.event, times_of(found))
 
     nf = evaluations(outcome.naccept, outcome.nreject, settings.alg, settings.dt is not None) + outcome.resumed
     later: dict[str, Callable[[], Any]] = {"retcode": lambda: ReturnCode.names_of(codes), "events": events}
@@ -129,13 +129,13 @@ def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings:
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()
     acting = Acting(settings.events, times.times, times.event, slots, np.full(batch.size, MOVING), ())
-    there = EventColumns(batch, acting, slots, times.signs, jumps, every, u, batch.start, np.zeros_like(every))
+    columns = EventColumns(batch, acting, slots, times.signs, jumps, every, u, batch.start, np.zeros_like(every))
     with np.errstate(all="ignore"):
-        there.meet_given_times()
-    ended = there.codes != MOVING
+        columns.meet_given_times()
+    ended = columns.codes != MOVING
     if jumps or ended.any():
         batch = batch._replace(u0=u, end=np.where(ended, batch.start, batch.end) if ended.any() else batch.end)
-    acting = acting._replace(codes=there.codes, started=tuple(jumps) if settings.record else ())
+    acting = acting._replace(codes=columns.codes, started=tuple(jumps) if settings.record else ())
     events = tuple(settings.events[e] for e in acting.found)
     return solve(batch, settings._replace(events=events, acting=acting))
 

@@ -49,27 +49,28 @@ class Departure(NamedTuple):
     endless: Array  # bool, shape (n,); whether that is immediately, and would repeat endlessly
 
 
-def distance_ahead(gone: Array, span: Array) -> Array:
-    """Return the distance at which to evaluate conditions; `gone`: the times since the events last acted."""
+def distance_ahead(elapsed: Array, span: Array) -> Array:
+    """Return the distance at which to evaluate conditions; `elapsed`: the times since the events last acted."""
     least = LEAST_AHEAD * span
-    return np.where(gone > UNRESOLVED * span, np.minimum(AHEAD_OF_SHORT * gone, np.maximum(AHEAD * gone, least)), least)
+    distance = np.minimum(AHEAD_OF_SHORT * elapsed, np.maximum(AHEAD * elapsed, least))
+    return np.where(elapsed > UNRESOLVED * span, distance, least)
 
 
-def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: Array, span: Array) -> Departure:
+def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed: Array, span: Array) -> Departure:
     """Return the departure of a condition from its root.
 
     `values`: the condition before the affect, after it, and at `distance_ahead` along steps of first and of second order,
-    each of shape (n,). `gone`, `span`: as for `distance_ahead`.
+    each of shape (n,). `elapsed`, `span`: as for `distance_ahead`.
     """
-    before, now, then, there = values
-    ahead, rise, bend = distance_ahead(gone, span), then - now, there - then
-    at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(rise * gone / ahead))
+    before, now, euler, heun = values
+    ahead, rise, bend = distance_ahead(elapsed, span), euler - now, heun - euler
+    at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(rise * elapsed / ahead))
     # If the slope is zero, the sign is that of the curvature.
     side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
     returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
     back = np.where(returns, -ahead * rise / bend, np.inf)
     # For stiff systems the parabola doesn't predict the return, unless all times are short.
-    endless = (back <= AT_ONCE * span) & ((rise == 0) | (gone <= SHORT_PIECE * span))
+    endless = (back <= AT_ONCE * span) & ((rise == 0) | (elapsed <= SHORT_PIECE * span))
     return Departure(np.where(at_root, side, 0.0), back, endless)
 
 

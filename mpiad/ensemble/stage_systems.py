@@ -40,11 +40,11 @@ class StageSystems:
         self._write = jacobian_of(run.batch).write
 
     @cached_property
-    def _curvature(self) -> Program:
+    def _second_adjoint(self) -> Program:
         return self._program(second_adjoint_program)
 
     @cached_property
-    def _bend(self) -> Program:
+    def _second_tangent(self) -> Program:
         return self._program(second_tangent_program)
 
     def _program(self, derivative: Any) -> Program:
@@ -78,16 +78,16 @@ class StageSystems:
         """Return the parameters' numbers as rows, as programs take them."""
         return self._layout.numbers(list(leaves), count, dtype)
 
-    def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array) -> list[Any]:
+    def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:
         """Return the gradient of Σ right · (derivative of f along directions): with respect to u, the leaves, and time.
 
-        `right` and `along` have shape (d, stages, n), `in_time` (stages, n).
+        `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
         count, d = u.shape[1], len(u)
         found = evaluated(
-            self._curvature, u, self.rows(leaves, count, u.dtype), [t], right, [*(along[i] for i in range(d)), in_time]
+            self._second_adjoint, u, self.rows(leaves, count, u.dtype), [t], right, [*(du[i] for i in range(d)), dt]
         )
-        zeros = np.zeros_like(in_time)
+        zeros = np.zeros_like(dt)
         sums = [np.sum(x if np.shape(x) == zeros.shape else x + zeros, axis=0) for x in found]
         leaves = []
         if self._places:
@@ -117,15 +117,15 @@ class StageSystems:
         return [np.stack([row[k] + zeros for row in found]) for k in numbers]
 
     def push(
-        self, u: Array, leaves: Sequence[Any], t: Array, along: Array, in_time: Array, tangents: Array, rows: list[Array]
+        self, u: Array, leaves: Sequence[Any], t: Array, du: Array, dt: Array, tangents: Array, rows: list[Array]
     ) -> Array:
         """Return the tangents of the derivative of f along a direction, shape (d, m, n).
 
-        `along` has shape (d, n), `in_time` (n,). The tangents are those of u, shape (m, d, n), the rows those of the
+        `du` has shape (d, n), `dt` (n,). The tangents are those of u, shape (m, d, n), the rows those of the
         parameters: see `tangent_rows`.
         """
         given = self.rows(leaves, u.shape[1], u.dtype)
         moved = [*(tangents[:, i] for i in range(len(u))), *rows]
-        found = evaluated(self._bend, u, given, [t], [*(along[i] for i in range(len(u))), in_time], moved)
+        found = evaluated(self._second_tangent, u, given, [t], [*(du[i] for i in range(len(u))), dt], moved)
         zeros = np.zeros_like(tangents[:, 0])
         return np.stack([x if np.shape(x) == zeros.shape else x + zeros for x in found])

@@ -50,7 +50,7 @@ class Stages:
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
-        self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
+        self._locked_new, self._locked_argument = locked(self.new), locked(self._argument)
         self._h = np.empty(shape, self._real)
         # The times of the stages, without the first one; those at the end of the step share the last row.
         inner = [i for i, c in enumerate(tableau.c) if i and c != 1]
@@ -59,7 +59,7 @@ class Stages:
         self._time = np.empty((len(inner) + 1, shape[1]), self._real)
         self._before_end, self._at_end = self._time[:-1], self._time[-1]
         rows, places = list(map(locked, self._time)), {i: row for row, i in enumerate(inner)}
-        self._seen_time = [rows[places.get(i, -1)] for i in range(tableau.stages)]
+        self._locked_time = [rows[places.get(i, -1)] for i in range(tableau.stages)]
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
@@ -77,10 +77,10 @@ class Stages:
 
     def _evaluate(self, out: Array, i: int, u: Array, p: Tree, sign: Array | None, at_end: bool) -> None:
         """Write f at the argument of stage i, which is the new state if the step ends there."""
-        target, seen = (self.new, self._seen_new) if at_end else (self._argument, self._seen_argument)
+        target, locked_target = (self.new, self._locked_new) if at_end else (self._argument, self._locked_argument)
         _multiply(self._sum(i - 1, target), self._h, target)
         _add(target, u, target)
-        self._write(out, seen, p, self._seen_time[i])
+        self._write(out, locked_target, p, self._locked_time[i])
         if sign is not None:
             _multiply(out, sign, out)
 
@@ -106,7 +106,7 @@ class Stages:
                 k[0], k[-1] = k[-1], k[0]
             else:
                 k[0][...] = k[-1]
-            before, self.new, self._seen_new = self.new, u, locked(u)
+            before, self.new, self._locked_new = self.new, u, locked(u)
             return before
         # Columns whose step was rejected keep their states and first stages.
         np.copyto(u, self.new, where=accepted)
@@ -202,7 +202,7 @@ class RosenbrockStages(Stages):
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
         # At the time of the first stage.
-        rise = self._differentiate(self._jacobian, u, p, self._seen_time[1])
+        rise = self._differentiate(self._jacobian, u, p, self._locked_time[1])
         self._factor(sign)
         if rise is not None:
             rise *= self._h

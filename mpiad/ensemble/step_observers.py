@@ -330,7 +330,7 @@ class StepObservers:
         ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
         ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
         if not ended.all():
-            watch.put_off(step, columns[~ended], crossed)
+            watch.postpone(step, columns[~ended], crossed)
         terminated = columns[ended]
         if not terminated.size:
             return NONE

@@ -174,9 +174,9 @@ class _TransposedRosenbrockStep(TransposedStep):
                 total += y_bar
                 bars[j] = y_bar * h
         order = range(1, self.last)
-        right, along = (np.stack(rows, axis=1) for rows in ([rights[j] for j in order], [self.k[j] * h for j in order]))
-        in_time = np.stack([h.dtype.type(slope) * h for slope in slopes])
-        by_u, *parts = self._systems.pull(self.y[0], self._leaves, self._time, right, along, in_time)
+        right, du = (np.stack(rows, axis=1) for rows in ([rights[j] for j in order], [self.k[j] * h for j in order]))
+        dt = np.stack([h.dtype.type(slope) * h for slope in slopes])
+        by_u, *parts = self._systems.pull(self.y[0], self._leaves, self._time, right, du, dt)
         total += by_u
         gains(0, parts, by_u)
         self.by_size = self._moved_by_size(rights)

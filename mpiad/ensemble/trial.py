@@ -76,19 +76,19 @@ def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, 
     u, p, t = _columns(batch, ids)
     if everything:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
-        p = batch.p.build([_elsewhere(leaf, np.abs(leaf) + 1) if own else leaf for leaf, own in varying])
-        t = _elsewhere(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
-    return _elsewhere(u, np.abs(u) + 1), p, t
+        p = batch.p.build([_perturbed(leaf, np.abs(leaf) + 1) if own else leaf for leaf, own in varying])
+        t = _perturbed(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
+    return _perturbed(u, np.abs(u) + 1), p, t
 
 
-def _elsewhere(x: Array, size: Array) -> Array:
+def _perturbed(x: Array, size: Array) -> Array:
     """Return floating-point columns, perturbed by a fraction of a size, except the last."""
     if x.dtype.kind not in "fc":
         return x
     xp = arrays_of(x)
     # Each entry by a different factor: with equal ones a sum over columns might not change.
-    way = np.abs(np.cos((np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)))
-    others = (x + MOVED * size * way).astype(x.dtype)
+    factors = np.abs(np.cos((np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)))
+    others = (x + MOVED * size * factors).astype(x.dtype)
     others[..., -1] = x[..., -1]
     return locked(others)
 
@@ -113,17 +113,17 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
             break
     if other is None:
         return
-    alone, beside, xp = value[..., 0], other[..., -1], arrays_of(value)
+    alone, shifted, xp = value[..., 0], other[..., -1], arrays_of(value)
     if xp is not None:  # in one copy
-        value = xp.to_host(np.stack([alone, beside, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
-        alone, beside, other = value[0], value[1], value[:0]
-    if alone.tobytes() == beside.tobytes():
+        value = xp.to_host(np.stack([alone, shifted, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
+        alone, shifted, other = value[0], value[1], value[:0]
+    if alone.tobytes() == shifted.tobytes():
         return  # the usual case, checked in each solve
     known = [part[np.isfinite(part)] for part in (value, other)]
     largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
     rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
-    if not np.allclose(alone, beside, rtol=0, atol=rounding, equal_nan=True):
+    if not np.allclose(alone, shifted, rtol=0, atol=rounding, equal_nan=True):
         raise ValueError(
-            f"solve: {name} gives the first trajectory {alone.tolist()} among some columns, but {beside.tolist()} among "
+            f"solve: {name} gives the first trajectory {alone.tolist()} among some columns, but {shifted.tolist()} among "
             f"others: trajectories must not depend on each other. {COUPLED}"
         )

@@ -1,17 +1,16 @@
-"""The source of the CPU's forward kernel, which advances trajectories in lanes.
+"""The source of the CPU's forward kernel, which solves several trajectories at a time by vector instructions.
 
-The kernel runs in turns, in each of which every lane attempts one step. A turn is one loop over the lanes without branches
-and calls, so that the compiler can vectorize it. Each lane advances to the end of its previous step if that was accepted,
-computes the next step and its error, decides whether to accept it, and chooses the size of the step after it. Then the
-lanes that have output (a recorded step, a saved state, the end of a trajectory) are visited one by one. A lane whose
-trajectory has ended starts another trajectory. After a given number of turns, or if the output arrays may be too small for
-another turn, the kernel returns; when it is called again, it continues from `state`.
+A *lane* is the memory of one trajectory in the kernel. In each *turn* every lane attempts one step: it moves to the end of
+its previous step if that step was accepted, computes the next step and its error, accepts or rejects it, and chooses the
+size of the following step. This part is a loop over the lanes without branches or calls, so the compiler can vectorize it.
+Then the lanes with output (a recorded step, a saved state, an event, the end of a trajectory) are processed one by one. A
+lane whose trajectory has ended starts another trajectory. The kernel returns after a given number of turns, or if the
+output arrays may be too small for another turn; the next call continues from `state`.
 
-Several threads take trajectories from a shared counter, a few at a time, so that all end at about the same time.
+Several threads take trajectories from a shared counter, a few at a time, to finish at about the same time.
 
-The arithmetic is that of the vectorized implementation, operation by operation, and the compiler may not change it.
-So the results of a trajectory don't depend on its lane, and are the same in all kernels that are generated from one f. Only
-tangents may use `fma`.
+The kernel performs the same operations in the same order as the vectorized NumPy solver, and the compiler doesn't reorder
+them: the results of a trajectory don't depend on its lane or on other settings of the kernel. Only tangents use `fma`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,8 @@ from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
 
-# The part of the forward kernel that handles lanes one by one: saved times, events, ends.
-#
-# The conditions of events at the end of a step are computed in the loop over all lanes. If one has changed its sign, the
-# fraction of the step at which it vanishes is located.
-
-
-# For a lane with a state to save, or with an ended trajectory.
-_PUT_OUT = """
+# The output of one lane: saved states, events, and the end of its trajectory.
+_OUTPUT = """
 i = ids[l]
 took = $accepted > 0.0
 tn = $tn
@@ -43,7 +36,7 @@ when events:
     if took:
         @found
 when affected:
-    # The state saved at the time of an event is the state after the event.
+    # If a saved time is the time of an event, the state after the event is saved.
     acted = False
     while took and $due < tn:
         @saving
@@ -81,7 +74,7 @@ if code >= 0:
     each j: each c: du_end[{j}, {c}, i] = $dnew[{j}, {c}] if took else $du[{j}, {c}]
     ids[l] = -1
     vacant += 1
-    # Until another trajectory comes the lane takes steps of length zero.
+    # Until a new trajectory enters the lane, its steps have size zero.
     $live = 0.0
     $end = tn
     $next = 0.0
@@ -100,26 +93,26 @@ when inside:
         each j: each c: dsaved[{j}, i, place[l], {c}] = $dnew[{j}, {c}]
 when not inside: each c: saved[i, place[l], {c}] = $new[{c}]
 if save_step.shape[0] > 0:
-    # After an event, the number of the next step is stored.
+    # A state after an event belongs to the next step.
     when affected: save_step[i, place[l]] = np.int32($number + (1.0 if acted else 0.0))
     when not affected: save_step[i, place[l]] = np.int32($number)
 @next_due
 """
 
-# The events of a step are located and stored (see `kernel_rows`), and the step is cut short at the first terminal one.
-# `first` is set to the fraction of the step at which that event lies.
+# Locates the events of a step and writes them to a table (see `kernel_rows`). The first terminal event ends the step at its
+# fraction `first`. The signs of the conditions at both ends of the step have been compared before, for all lanes at once.
 _EVENTS = """
 h = $sign * $size
 @rounded_step
 each p: p{p} = $p[{p}]
-# One loop over the events, since separate lines for each event would take longer to compile.
+# A loop over the events, since a copy of these lines for each event would take longer to compile.
 for e in range({count}):
-    $part[e] = np.inf
+    $fraction[e] = np.inf
     if $crossed[e] > 0.0:
         old = $condition[e]
         late = $condition_new[e]
         @located
-        $part[e] = high
+        $fraction[e] = high
         when terminal:
             if ({ending}) and high < first:
                 first = high
@@ -133,17 +126,17 @@ when terminal:
         when affected:
             each c: y_{c} = $new[{c}]
             @conditions_at_cut
-            # Another condition that has changed its sign at the cut also counts as an event there, since its sign
-            # change couldn't be detected later: see `ActingEvents`.
+            # If another condition has also changed its sign by `first`, its event occurs there, too: the next step wouldn't
+            # detect the sign change (see `ActingEvents`).
             @late
 when acts: noted = found
 for e in range({count}):
-    if $part[e] < np.inf and $part[e] <= first:
+    if $fraction[e] < np.inf and $fraction[e] <= first:
         crossings[found, 0] = i
         crossings[found, 1] = e
         crossings[found, 2] = $number
-        crossings[found, 3] = $part[e]
-        crossings[found, 4] = $sign * min($now + $part[e] * $size, tn)
+        crossings[found, 3] = $fraction[e]
+        crossings[found, 4] = $sign * min($now + $fraction[e] * $size, tn)
         crossings[found, 5] = $sign * $now
         crossings[found, 6] = $sign * $size
         each c: crossings[found, {first+c}] = $u[{c}]
@@ -151,8 +144,8 @@ for e in range({count}):
 """
 
 
-def put_out(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return the lines for a lane that has output; `names`: the values of the placeholders in the kernel's templates."""
+def output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
+    """Return the lines for a lane that has output; `names`: the values of the placeholders."""
     components, saved, cut, value, late = range(spec.d), [], [], [], []
     for c in components if spec.inside else ():
         saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, spec, c=c), f"$u[{c}]")
@@ -165,7 +158,10 @@ def put_out(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
         value += [f"{'el' if e else ''}if e == {e}:"]
         value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
         rests = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
-        late += [f"if $part[{e}] > first and {_changed(spec, steps, e)} and not ({rests}):", f"    $part[{e}] = first"]
+        late += [
+            f"if $fraction[{e}] > first and {_changed(spec, steps, e)} and not ({rests}):",
+            f"    $fraction[{e}] = first",
+        ]
     terminal = [f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends]
     names = names | {"late": late, "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut}
     names["conditions_at_cut"] = steps.conditions("condition_new", "y", "$sign * tn")
@@ -174,7 +170,7 @@ def put_out(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     names |= {"saving": filled(_SAVING, names), "found": filled(_EVENTS, names)}
     if spec.affects is not None:
         names["jump"] = jump_lines(spec, steps, names)
-    return filled(_PUT_OUT, names)
+    return filled(_OUTPUT, names)
 
 
 def _stage(spec: KernelSpec, i: int, c: int) -> str:
@@ -182,12 +178,12 @@ def _stage(spec: KernelSpec, i: int, c: int) -> str:
 
 
 def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
-    """Return lines that compute whether conditions have changed their signs as required."""
+    """Return lines that compute whether conditions have changed their signs in the directions of their events."""
     lines = []
     for e in range(len(spec.events)):
         lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
         if spec.affects is not None:
-            # After a very short step near the root the sign is uncertain, and counts as unchanged.
+            # After a very short step near a root, rounding may determine the sign, so a change isn't counted.
             rests = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
             lines += [f"crossed{e} = where({rests}, 0.0, crossed{e})"]
         lines += [f"$crossed[{e}] = crossed{e}"]
@@ -195,11 +191,11 @@ def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
 
 
 def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
-    """Return the expression for whether a condition has changed its sign as required."""
+    """Return an expression: whether a condition has changed its sign in the direction of its event."""
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in spec.sided:
         return steps.changed(e, *values)
-    # A condition that left its root on one side can only return from that side.
+    # A condition that has left its root to one side returns from that side.
     up, down = (steps.changed(e, *values, way) for way in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
@@ -238,7 +234,7 @@ def forward(
     while True:
         while vacant > 0 and (waiting < stop or more):
             if waiting == stop:
-                # The next trajectories that no thread has taken yet.
+                # Take the next trajectories from the counter of all threads.
                 next = claimed(taken, taken[2])
                 more = next < taken[1]
                 if more:
@@ -271,7 +267,7 @@ def forward(
                     row += 1
         for l in range({lanes}):
             if $event > 0.0:
-                @put_out
+                @output
     state[0] = waiting
     state[1] = vacant
     state[2] = row
@@ -280,14 +276,14 @@ def forward(
     state[5] = turns
 """
 
-# A trajectory enters a lane.
+# Trajectory i starts in lane l.
 _ENTER = """
 ids[l] = i
 t = start[0 if one_span else i]
 goal = end[0 if one_span else i]
 sign = -1.0 if goal < t else 1.0
 when affected:
-    # The goal is the first given time of an event, if it comes before the end.
+    # The goal is the end of tspan, or an earlier given time of an event.
     own = 0 if one_given else i
     goal = given[slots[i], own] if sign * given[slots[i], own] <= sign * goal else goal
 column = 0 if one_start else i
@@ -298,8 +294,8 @@ now = sign * t
 span = sign * goal - now
 @first_step
 h = h if h < dtmax else dtmax
-# As `least_step`. The bits of the next larger double are larger by 1 for numbers >= 0, smaller by 1 for negative ones.
-# Adding 0.0 turns -0.0 into 0.0.
+# The smallest step, as `least_step`: ten times the distance to the next larger double. For numbers >= 0, incrementing the
+# bits gives that double; for negative ones, decrementing. Adding 0.0 turns -0.0 into 0.0.
 least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
 h = h if h > least else least
 each c: $u[{c}] = u_{c}
@@ -342,14 +338,13 @@ if place[l] < n_saved:
     $due = $sign * times[i if by_row else 0, place[l]]
 """
 
-# An upper bound on the smallest step: 10 times the largest resolution of time in the interval. Only steps below the bound
-# are compared with the exact limit.
+# An upper bound on the smallest step at any time in tspan. Only shorter steps are compared with the exact smallest step.
 _LEAST = """
 most = max(abs(t), abs(goal))
 $least = 10.0 * (number_of(bits_of(most) + 1) - most)
 """
 
-# A lane takes the previous step if it was accepted, and proposes the next.
+# Moves to the end of the previous step if it was accepted, and sets the bounds of the next.
 _TAKE = """
 took = $accepted > 0.0
 each c:
@@ -370,7 +365,7 @@ now = where(took, $tn, $now)
 goal = $end
 following = $next
 ahead = now + following
-# Many equal steps don't sum up to the span exactly. A remainder at the level of rounding is added to the last step.
+# Equal steps don't sum up to tspan exactly: a remainder of the size of rounding is added to the last step.
 when not adaptive: ahead = where(ahead > goal - 1e-9 * following, goal, ahead)
 ahead = where(ahead < goal, ahead, goal)
 size = ahead - now
@@ -385,7 +380,7 @@ $size = size
 each p: p{p} = $p[{p}]
 """
 
-# The step is accepted or rejected, and the size of the next is chosen.
+# Accepts or rejects the step, chooses the size of the next, and decides whether the lane has output (`event`).
 _DECIDE = """
 live = $live
 when adaptive:
@@ -404,36 +399,37 @@ tries = $tries + live
 $tries = tries
 $accepted = accepted
 $next = following
-tired = where(tries >= max_steps, live, 0.0)
-told = where(ahead >= goal, accepted, 0.0)
+exhausted = where(tries >= max_steps, live, 0.0)
+ended = where(ahead >= goal, accepted, 0.0)
 due = where($due <= ahead, accepted, 0.0)
-$event = small + tired + told + due{changed}
+$event = small + exhausted + ended + due{changed}
 """
 
+# The fields of a lane, in the form of `Fields.add`.
 _FIELDS = """
 u[{d}] k[{d}] p[{varying}]
 exact now tn sign size end due least live rejected tries number
-# Errors are in double precision, too: the size of the next step, a time, is computed from them.
+# Errors are double, as the step sizes that are computed from them.
 exact q2 accepted next event
 when remembers: exact q2_before
-# The last stage is a separate field: in first-same-as-last pairs it is the first stage of the next step.
+# The last stage, which is the first stage of the next step, has a field of its own.
 new[{d}] last[{d}]
 when inside: inner[{last-1}, {d}]
 du[{m}, {d}] dnew[{m}, {d}]
 when inside: dk[{m}, {last+1}, {d}]
-when events: exact condition[{count}] condition_new[{count}] crossed[{count}] part[{count}]
-# `begun`: the time at which the trajectory began or each event last acted. `met`: the time of the last root of a condition.
-# `short`: the number of successive short intervals between such roots. `side`: the sign of the condition of each event that
-# acts in both directions. `limit`: an upper bound on the end of the next step, if that lies ahead.
+when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fraction[{count}]
+# `begun`: per event, the time when it last acted, or the start. `met`: the time of the last root of any condition. `short`:
+# the number of successive short intervals between roots. `side`: per event that acts in both directions, the sign with
+# which its condition left the root. `limit`: an upper bound on the end of the next step, unless it has passed.
 when acts: exact begun[{count}] met short side[{count}] limit
-# The length of a step below which the sign of a condition near its root is uncertain.
+# In shorter steps, rounding may determine the sign of a condition near its root.
 when affected: exact unresolved
 """
 
 
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
-    """Return the fields of the kernel's lanes."""
+    """Return the layout of the kernel's buffers."""
     return lanes_of(spec, _FIELDS)[0]
 
 
@@ -453,8 +449,8 @@ def forward_source(spec: KernelSpec, wide: bool) -> str:
     names["factor"] = steps.factor(power_lines, "$q2_before", "$rejected") if names["adaptive"] else []
     names |= {"next_due": filled(_NEXT_DUE, {}), "least": filled(_LEAST, {})}
     names |= {"enter": filled(_ENTER, names), "take": filled(_TAKE, names), "decide": filled(_DECIDE, names)}
-    names["put_out"] = put_out(spec, steps, names)
-    return fields.placed(filled(_KERNEL, names))
+    names["output"] = output(spec, steps, names)
+    return fields.resolved(filled(_KERNEL, names))
 
 
 def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
@@ -481,24 +477,21 @@ def _tangent(spec: KernelSpec, steps: Steps, j: int) -> list[str]:
     return lines + [f"$dk[{j}, {i}, {c}] = l{i}_{c}" for i in range(stages) for c in components if spec.inside]
 
 
-# Powers without calls, which would prevent the vectorization of a loop over lanes.
-# For x = m 2^n with m near 1, series give log2 m = r q(r²) with r = (m - 1) / (m + 1), and 2^f for |f| <= 1/2.
+# Powers by series, since a call in the loop over lanes would prevent its vectorization. For x = m 2^n with m near 1,
+# log2 m = r q(r²) with r = (m - 1) / (m + 1). The second series is that of 2^f for |f| <= 1/2.
 _LOG2 = [2 / math.log(2) / (2 * k + 1) for k in range(11)]
 _EXP2 = [math.log(2) ** k / math.factorial(k) for k in range(14)]
 _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
 
 
 def power_lines(x: str, exponent: str, out: str) -> list[str]:
-    """Return lines for out = x ** exponent, without a call: accurate to a few ulp, for |exponent| <= 0.5.
-
-    x is clamped to [1e-30, 1e30]; a NaN gives the upper bound.
-    """
+    """Return lines for out = x ** exponent, |exponent| <= 0.5, to a few ulp; x is clipped to [1e-30, 1e30], NaN to 1e30."""
     return [
         f"x = where({x} < 1e30, {x}, 1e30)",
         "x = where(x > 1e-30, x, 1e-30)",
         f"i = bits_of(x) - {_ROOT_HALF}",
-        # The exponent n, from the bits of the double. No vector unit before AVX-512 converts 64-bit integers to doubles.
-        # Instead, the bits of n + 1024 become the last bits of 2^52 (0x433 << 52), which gives the double 2^52 + n + 1024.
+        # Vector units before AVX-512 can't convert 64-bit integers to doubles. Instead, the integer n + 1024 is written to
+        # the last bits of the double 2^52 (0x433 << 52), which gives 2^52 + n + 1024.
         "n = number_of(((i + 0x4000000000000000) >> 52) | 0x4330000000000000) - 4503599627371520.0",
         f"m = number_of((i & 0xFFFFFFFFFFFFF) + {_ROOT_HALF})",
         "r = (m - 1.0) / (m + 1.0)",

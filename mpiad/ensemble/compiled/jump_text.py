@@ -1,6 +1,6 @@
-"""Kernel lines for events that act: a lane continues its next step from the state after, and back from that before.
+"""Kernel lines for events that change the state, in the forward and the reverse kernel.
 
-The lines of affects are programs of their own: `back0`, `back1`, ... are their adjoints, as `g` is that of f.
+They call the programs of affects, `affect0`, `affect1`, ..., and the adjoints of these programs, `back0`, `back1`, ...
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mpiad.ensemble.jumps import (
     SHORT_PIECE,
 )
 
-# For a lane whose step may have ended at an event: events act, and its next goal is set. `code` is the return code if the
-# trajectory ends there, or -1. All is as in `ActingEvents`.
+# Applies the affects of events at the end of a step, and sets the next goal, the time at which steps must end. `code` is
+# the return code if the trajectory ends there, otherwise -1. The vectorized counterpart is `ActingEvents`.
 _JUMP = """
 code = -1
 own = 0 if one_given else i
@@ -52,14 +52,14 @@ if code < 0 and took and tn == $end and given[slots[i], own] == t:
     acted = True
     @state
     turn = slots[i]
-    # The events of one time act one after the other.
+    # Events at the same time act one after the other.
     while code < 0 and given[turn, own] == t:
         kind = kinds[turn, own]
         when record:
             jump_number[i, turn] = np.int64($number) + 1
             each c: jump_before[i, turn, {c}] = u_{c}
         @affects
-        @taken
+        @adopt
     slots[i] = turn
     goal = end[0 if one_span else i]
     goal = given[turn, own] if sign * given[turn, own] <= sign * goal else goal
@@ -71,20 +71,20 @@ if acted and code < 0 and tn != $end:
     {rate}
     each c: $last[{c}] = k0_{c}
     when remembers: $q2_before = {least_error}
-    @conditions_there
+    @conditions_after
     when acts:
         if $limit > tn:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition with which a lane continues, and its sign. Near its root, if affects leave it there, the sign is
-# subject to rounding: it is the new one if the event has occurred, the old one after a step that is too short.
-_GO_ON = """
+# The value of a condition after affects. If it is still near its root, rounding determines its computed sign. Then the
+# sign is set: after the event, the sign beyond the root; after a very short step, the sign before the step.
+_RESUME = """
 {value}
 old = $condition[{e}]
 when either_way: side = 1.0 if value > 0.0 else (-1.0 if value < 0.0 else 0.0)
 if value == $condition_new[{e}]:
-    if $part[{e}] < np.inf and $part[{e}] <= first:
+    if $fraction[{e}] < np.inf and $fraction[{e}] <= first:
         value = -{least_value} if old > 0.0 else {least_value}
         when either_way: side = -1.0 if old > 0.0 else 1.0
     elif tn - $now <= $unresolved and (abs(old) <= {least_value} or value * old <= 0.0):
@@ -101,8 +101,8 @@ each c: u_{c} = $new[{c}]
 each p: p{p} = $p[{p}]
 """
 
-# The trajectory continues from w after an event; if w isn't finite, it ends.
-_TAKEN = """
+# Makes the result w of an affect the current state; ends the trajectory if w isn't finite.
+_ADOPT = """
 if {finite}:
     each c: u_{c} = w_{c}
     each c: $new[{c}] = w_{c}
@@ -112,46 +112,46 @@ else:
 """
 
 _AT_CONDITION = """
-if $part[{e}] <= first:
+if $fraction[{e}] <= first:
     when acting:
         if code < 0:
             {was}
             when record: each c: crossings[noted, {behind+c}] = u_{c}
             {affect}
-            @taken
+            @adopt
     when ends: stopped = True
     noted += 1
 """
 
-# The departure of a condition, which was `was` before the affect, from its root at the state u and the time t: the lines
-# of `root_departure`. They shorten the next step, keep the side `left` of the root, and set `code` if the condition
-# returns at once.
+# The departure of a condition from its root after an affect, as in `jumps.departure`; `was`: the value before the affect.
+# These lines set `left`, the side of the root; shorten the next step if the condition will soon vanish again; and set
+# `code` if it would do so endlessly.
 _DEPARTURE = """
-gone = tn - $begun[{e}]
+elapsed = tn - $begun[{e}]
 $begun[{e}] = tn
-# How far to look: by how long it is since the event acted last, and how long tspan is.
+# As in `jumps.distance_ahead`.
 ahead = {least_ahead} * span
-if gone > $unresolved:
-    ahead = min({ahead_of_short} * gone, max({ahead} * gone, ahead))
+if elapsed > $unresolved:
+    ahead = min({ahead_of_short} * elapsed, max({ahead} * elapsed, ahead))
 {rate_now}
 later = t + sign * ahead
 each c: k0_{c} = sign * k0_{c}
 each c: y_{c} = u_{c} + ahead * k0_{c}
 {now}
-{then}
+{euler}
 {rate_later}
 each c: y_{c} = u_{c} + 0.5 * ahead * (k0_{c} + sign * k1_{c})
-{there}
-rise = then - now_
-bend = there - then
-if abs(now_) <= max({at_root} * abs(was), {of_way} * abs(rise * gone / ahead)):
+{heun}
+rise = euler - now_
+bend = heun - euler
+if abs(now_) <= max({at_root} * abs(was), {of_way} * abs(rise * elapsed / ahead)):
     side = 1.0 if rise > 0.0 else (-1.0 if rise < 0.0 else (-1.0 if bend > 0.0 else (1.0 if bend < 0.0 else 0.0)))
     when either_way: left{e} = side
     if side * bend < 0.0{directed}:
         back = -ahead * rise / bend
-        # Of fixed steps each is as long as all are.
+        # Fixed steps aren't shortened.
         when adaptive: $limit = min($limit if $limit > tn else np.inf, tn + 0.25 * back)
-        if back <= {at_once} * span and (rise == 0.0 or gone <= {short_piece} * span):
+        if back <= {at_once} * span and (rise == 0.0 or elapsed <= {short_piece} * span):
             code = {Zeno}
 """
 
@@ -160,18 +160,18 @@ _CONSTANTS |= {"least_ahead": LEAST_AHEAD, "most_short": MOST_SHORT, "short": SH
 
 
 def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return lines of the forward kernel, whose templates use these names."""
+    """Return lines of the forward kernel; `names`: the values of the placeholders."""
     finite = " and ".join(f"np.isfinite(w_{c})" for c in range(spec.d))
     names = names | _CONSTANTS | {"state": filled(_STATE, names), "behind": U + spec.d, "finite": finite}
-    names["conditions_there"], at_conditions, affects = [], [], []
+    names["conditions_after"], at_conditions, affects = [], [], []
     for e in range(len(spec.events)):
         own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in spec.sided}
-        names["conditions_there"] += filled(_GO_ON, names | own)
+        names["conditions_after"] += filled(_RESUME, names | own)
     for e, acts in enumerate(spec.acting):
         own = {"e": e, "acting": acts >= 0, "ends": acts in spec.ending if acts >= 0 else spec.events[e][0]}
         if acts >= 0:
-            taken = filled(_TAKEN, names | {"following": _departure(spec, steps, e, names)})
-            own |= {"taken": taken, "was": steps.condition(e, "was", "u", "t"), "affect": _affect(steps, acts)}
+            adopted = filled(_ADOPT, names | {"following": _departure(spec, steps, e, names)})
+            own |= {"adopt": adopted, "was": steps.condition(e, "was", "u", "t"), "affect": _affect(steps, acts)}
         at_conditions += filled(_AT_CONDITION, names | own)
     given = spec.affects or ()
     for k, e in enumerate(given):
@@ -179,12 +179,12 @@ def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[st
     following, ending = ["turn += 1"], [f"kind == {e}" for e in spec.ending if e in given]
     if ending:
         following += [f"if {' or '.join(ending)}:", f"    code = {names['Terminated']}"]
-    taken = filled(_TAKEN, names | {"following": following})
-    return filled(_JUMP, names | {"at_conditions": at_conditions, "affects": affects, "taken": taken})
+    adopted = filled(_ADOPT, names | {"following": following})
+    return filled(_JUMP, names | {"at_conditions": at_conditions, "affects": affects, "adopt": adopted})
 
 
 def _affect(steps: Steps, e: int) -> str:
-    """Return a line that lets event e of all act on the state u, with the result w."""
+    """Return a line that applies the affect of event e to the state u, with the result w."""
     return steps.called(steps.state("w"), f"affect{e}", "u", steps.rounded("t"))
 
 
@@ -193,12 +193,12 @@ def _departure(spec: KernelSpec, steps: Steps, e: int, names: dict[str, Any]) ->
     directed = f" and side * {direction}.0 < 0.0" if direction else ""
     names = names | {"e": e, "either_way": e in spec.sided, "directed": directed}
     names |= {"rate_now": steps.called(steps.state("k0"), "f", "u", "t"), "now": steps.condition(e, "now_", "u", "t")}
-    names |= {x: steps.condition(e, x, "y", "later") for x in ("then", "there")}
+    names |= {x: steps.condition(e, x, "y", "later") for x in ("euler", "heun")}
     return filled(_DEPARTURE, names | {"rate_later": steps.called(steps.state("k1"), "f", "y", "later")})
 
 
-# For a lane whose next step back was followed by events. The number of the last one is `jump[l]`; that of the jump at which
-# the steps already passed ended is stored behind.
+# Propagates cotangents back over the jumps (events that acted) after the step that comes next in the backward sweep.
+# `jump[l]` is the index of the last jump; `ended` the index of the earliest jump that has been processed.
 _JUMP_BACK = """
 if {followed} == step[l] + 1:
     each p: p{p} = $p[{p}]
@@ -213,24 +213,24 @@ if {followed} == step[l] + 1:
         when timed:
             since = $t_bar - $h_bar + te
             drift = 0.0
-            # Where no step lies between a given time and what was before it at the same time, the state would move by f.
+            # If no step lies between the previous jump and this one, a shift of its time would move the state by f.
             if given > 0.0 and j > jump_first[i] and jump_number[j - 1] == jump_number[j]:
                 {rate}
                 drift = {drift}
             @left
-            # A step keeps its size that a condition has ended.
+            # A step that a condition has ended keeps its size.
             jump_due[j] += given * (since + drift)
             $t_bar = -drift if given > 0.0 else since
             $h_bar = 0.0
             $fresh = given
             {ended} = j
         jump[l] -= 1
-        # While steps are taken back memory brings the one before.
+        # Prefetch the state before the previous jump.
         fetched(jump_state, jump[l])
     {next_jump}
 """
 
-# The cotangent of the last step's size belongs to the time at which it ends.
+# The cotangent of the last step's size is a cotangent of the time at which this step ends.
 _LEFT = """
 if {ended} < 0:
     stop_bar[i] += $h_bar
@@ -238,8 +238,8 @@ else:
     jump_due[{ended}] += $h_bar
 """
 
-# For a lane whose next step back was cut short at the root of a condition. The state there is one inside the step, whose
-# part moves as in `KernelStops`.
+# For a step that was cut short at the root of a condition: the state at the root is a state inside the uncut step, at a
+# fraction that depends on the inputs as in `KernelStops`.
 _STOP_BACK = """
 if {stopped} == step[l]:
     stop = {stop}
@@ -263,10 +263,11 @@ if {stopped} == step[l]:
 
 
 def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the names of the reverse kernel's templates for events that acted, given the names defined so far.
+    """Return the placeholders of the reverse kernel for events that acted, given the other placeholders.
 
-    In `jump` lanes store the number of their next jump back, that of the jump at which the steps already passed ended, the
-    number of their next stop, and the numbers of steps before both; -1 if there is none.
+    The array `jump` holds five rows with an entry per lane: the index of the next jump in the backward sweep, the index of
+    the last processed jump, the index of the next stop (a root that ended a step), and the numbers of steps before the next
+    jump and the next stop; -1 if there is none.
     """
     components = range(spec.d)
     ended, stop, followed, stopped = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))

@@ -1,7 +1,6 @@
-"""Whether a kernel solves an ensemble, and which kernels one call of `solve` compiles and uses.
+"""The choice between a CPU kernel and array operations, for one call of `solve`.
 
-With ``compile="auto"`` kernels are chosen by properties that all ranks and all batches of a solve have in common, so that
-a whole ensemble is solved by one method.
+With ``compile="auto"`` it depends only on properties that are the same on all ranks and in all batches of a solve.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.threads import cores
 
-# Fewer trajectories are solved in less time than loading or compiling a kernel takes.
+# The solve of fewer trajectories takes less time than loading or compiling a kernel.
 LEAST_TRAJECTORIES = 1000
 
 
@@ -33,25 +32,24 @@ def refuse_mass_on_device(settings: Settings) -> None:
 
 
 class Compiler:
-    """The kernels that one call of `solve` compiles.
+    """The kernels that one call of `solve` compiles; `kernels`: their texts, by the names "forward" and "reverse".
 
-    - `count`: the number of trajectories of the whole ensemble; 0 for a single problem.
-    - `together`: whether ranks solve together: warnings about f are then kept until one rank is chosen to log them.
-    - `kernels`: the texts of those that were used, by their names, forward and reverse.
+    `count`: the number of trajectories of the whole ensemble; 0 for a single problem. `together`: whether several ranks
+    solve the ensemble: then warnings about f are stored until one rank is chosen to log them.
     """
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
         self.compile, self.backend = options.compile, options.backend
         self._count, self.together = count, together
         self.kernels: dict[str, str] = {}
-        self._kept: list[tuple[Function, str]] = []
+        self._pending: list[tuple[Function, str]] = []
 
     def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch on its device, by a kernel if one is chosen; `given` is as for `plan`."""
+        """Solve all trajectories of a batch, by a kernel if `plan` chooses one."""
         return self.run_planned(self.plan(batch, settings, given), batch, settings, given)
 
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch by a plan for it or for a similar one."""
+        """Solve all trajectories of a batch by the result of `plan` for this batch or a similar one."""
         if plan is None:
             return self.backend.run(batch, settings)
         threads = 1
@@ -60,13 +58,13 @@ class Compiler:
         return Solver(self.kernels, plan, batch, settings, threads).solved(given)
 
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
-        """Try out f and the events, and return the traced problem if a kernel is chosen, which runs on the host.
+        """Check f and the events by a first call; return the traced problem if a kernel on the host will solve it.
 
-        `given` is the batch before traced values were made plain.
+        `given` is the batch with autograd's traced values, `batch` the same batch with plain values.
         """
 
         def made(tried: bool = False) -> TracedProblem | None:
-            # With other numbers f is compared with arrays, too, when it is traced.
+            # If a trace that differs only by numbers is known, f has been checked, and `problem_of` calls it again.
             if not tried:
                 try_once(batch, settings.events, given.traced)
             found = problem_of(batch, settings.events, must, self.warn) if wanted else None
@@ -80,12 +78,11 @@ class Compiler:
             return None
         must = wanted = self.compile is True
         if self.compile == "auto":
-            # From settings that are the same on all ranks and batches.
             vectorized = self.together or not isinstance(self.backend, EnsembleSerial)
             wanted = self._count >= LEAST_TRAJECTORIES and vectorized
         wanted = wanted and batch.size > 0
         if wanted and settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
-            # The departure of a condition from its root depends on u', for which kernels don't solve.
+            # The departure of a condition from its root depends on u', and kernels don't solve M u' = f for it.
             if must:
                 raise NotImplementedError(
                     "solve: compile=True isn't supported for a mass_matrix together with an event whose affect acts at the "
@@ -101,23 +98,23 @@ class Compiler:
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
         refuse_mass_on_device(settings)
-        # Before f is tried out, whose own error for mixed host and device arrays would name neither.
+        # For mixed host and device arrays f itself would raise a less helpful error.
         check_place(batch)
 
     def warn(self, f: Function, text: str) -> None:
         """Log a warning about f, immediately or by `log_warnings`."""
         if not self.together:
             warn_once(f, text)
-        # Further batches and repeats warn again about the same f.
-        elif (f, text) not in self._kept:
-            self._kept.append((f, text))
+        # Other batches repeat the warnings about the same f.
+        elif (f, text) not in self._pending:
+            self._pending.append((f, text))
 
     @property
     def warnings(self) -> str:
         """The texts that `log_warnings` will log."""
-        return "\n".join(text for _, text in self._kept)
+        return "\n".join(text for _, text in self._pending)
 
-    def log_warnings(self, said: Sequence[str], rank: int) -> None:
-        """Log the kept warnings on the first rank that has the same; `said` are the `warnings` of all ranks."""
-        for f, text in self._kept:
-            warn_once(f, text, logs=said.index(said[rank]) == rank)
+    def log_warnings(self, all_warnings: Sequence[str], rank: int) -> None:
+        """Log the stored warnings on the first rank that has the same ones; `all_warnings`: the `warnings` of all ranks."""
+        for f, text in self._pending:
+            warn_once(f, text, logs=all_warnings.index(all_warnings[rank]) == rank)

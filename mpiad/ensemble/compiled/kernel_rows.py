@@ -1,7 +1,7 @@
-"""Accepted steps and events as kernels write them: one row each, in the order in which lanes produced them.
+"""Accepted steps and events as CPU kernels write them: one row each, in the order in which they were computed.
 
-The memory of records is reused by the next solve. The system provides fresh memory page by page, which takes longer than
-the solve that writes to it, and a training loop records the same ensemble repeatedly.
+The memory of a record is reused by the next solve: a training loop records the same ensemble repeatedly, and the system
+provides fresh memory page by page, which takes longer than the solve.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Acting
 
-# An event's row holds the trajectory, the event, its step (from 0), the part of the step before the event, and its time;
-# then the start of the step: its time, its signed size, and the components of the state, for a complex one its parts. If
-# events act in a kernel that records, those of the state at the event follow.
+# The row of an event holds the trajectory, the event, the step (from 0), the fraction of the step at which the event lies,
+# and its time; then the time before the step (column T), the signed size of the step (H), and the real components of the
+# state before the step (from U on). If events act in a recorded solve, the components of the state at the event follow.
 T, H, U = 5, 6, 7
 
 
 class Tape(NamedTuple):
-    """The steps of some trajectories; each links to the one before it."""
+    """The steps of some trajectories; each refers to the previous step of its trajectory."""
 
     # `first`, `stop`: the range of trajectories.
     first: int
     stop: int
-    # Shape (m, 2 + d); time before the step, its signed size, and the state before it, for a complex one its parts.
-    rows: Array
+    rows: Array  # shape (m, 2 + d); time before the step, signed size, and real components of the state before the step
     before: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
-        """Return the steps in the order of sweeps; `last` has the row of the last step of every trajectory of the batch."""
+        """Return the steps sorted; `last`: for each trajectory of the batch, the row of its last step."""
         d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
         steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
@@ -49,10 +48,7 @@ class Tape(NamedTuple):
 
 
 def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
-    """Put the events of all shares, of states of d components, into an outcome, those of a trajectory in order of time.
-
-    Returns the states before events acted, shape (m, d), if they are recorded, otherwise (m, 0).
-    """
+    """Store the events of all shares, sorted, in an outcome; return the states at events, (m, d), or (m, 0) if unknown."""
     rows = np.concatenate(tables)
     rows = rows[in_order(rows.T)]
     outcome.crossings, outcome.event_table = rows[:, : U + d], rows[:, :5].T
@@ -62,11 +58,10 @@ def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
 def jumps_of(
     outcome: Outcome, acting: Acting, numbers: Array, before: Array, at_conditions: Array, dtype: np.dtype
 ) -> list[Jump]:
-    """Return the jumps of a kernel that records.
+    """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed.
 
-    `numbers` and `before`, of shapes (N, slots) and (N, slots, d), are the numbers of steps before given times, or -1, and
-    the states then; `at_conditions`, of shape (m, d), are those at roots of conditions. States after events are in the
-    record, and none are recomputed.
+    `numbers`, shape (N, slots): the numbers of steps before given times, or -1. `before`, shape (N, slots, d): the states
+    at given times before events acted. `at_conditions`, shape (m, d): the same for roots of conditions.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
     met = numbers >= 0
@@ -105,7 +100,7 @@ def allocate(size: int) -> Array:
 
 
 def release(arrays: list[Array]) -> None:
-    """Keep arrays from `room` for reuse; there must be no views of them."""
+    """Keep arrays from `allocate` for reuse; no views of them may be left."""
     with _lock:
         for array in arrays:
             if sum(map(len, _spare)) + len(array) <= _MOST:

@@ -1,4 +1,4 @@
-"""The solution of a batch by CPU kernels: the call of the forward kernel, its outcome, and the record for derivatives."""
+"""The solution of a batch by CPU kernels: calls of the forward kernel, results, and the record of steps for derivatives."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from mpiad.ensemble.settings import Settings
 _STEPS = 48
 # Initial number of rows for events, in addition to those of one turn.
 _EVENT_ROWS = 1024
-# Number of trajectories that a thread takes at a time from the shared counter: small, since at the end threads wait for the
-# last block; and large enough for threads to seldom write to the same cache lines.
+# Number of trajectories that a thread takes at a time from the shared counter. At the end threads wait for the last block,
+# so it is small, but large enough that threads seldom write to the same cache lines.
 _BLOCK = 64
 
 
@@ -48,9 +48,9 @@ class Solver:
         self._recorded: Outcome | None = None
 
     def solved(self, given: Batch) -> Outcome:
-        """Solve, and keep the records for a gradient with respect to the traced parts of `given`."""
+        """Solve, and record what derivatives with respect to the traced parts of `given` need."""
         self.directions = self._directions(given) if given.traced and not self.every else ()
-        # With checkpoints, steps are recorded only in the reverse pass, for some trajectories at a time.
+        # With checkpoints, the backward pass solves again and records steps, for some trajectories at a time.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         outcome = self._run(self.spec._replace(directions=self.directions, record=record))
         if self.settings.record:
@@ -67,17 +67,17 @@ class Solver:
     # ---- derivatives
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
-        """Return the variables of a trajectory for which tangents are propagated, none if an adjoint will be used."""
+        """Return the directions of tangents that the solve propagates; none if an adjoint will be used."""
         asked = self.settings
-        # With events the ends depend on all inputs.
+        # With events the end times depend on all inputs.
         moved = isbox(given.start) or isbox(given.end) or asked.events or asked.acting is not None
         if moved or self.spec.tableau.implicit:
             return ()
         return self.traced.carried(given, asked.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with a record of all steps; if it has none, since tangents were propagated, solve again."""
-        # An outcome that has a record isn't stored here, since a reference cycle would delay the release of its memory.
+        """Return an outcome with a record of all steps: the given one, or that of another solve."""
+        # The given outcome isn't stored, since a reference cycle would delay the release of its memory.
         if outcome.last is not None:
             return outcome
         if self._recorded is None:
@@ -89,9 +89,9 @@ class Solver:
         return self._run(self.spec._replace(record=True))
 
     def parts(self) -> Iterator[tuple[slice, Solver]]:
-        """Yield parts of the trajectories, as many as `checkpoints`, each with its own solver."""
+        """Yield the trajectories in `checkpoints` groups, each with a solver."""
         count = self.batch.size
-        # A part has at least as many trajectories as there are lanes.
+        # A group fills the lanes at least once.
         parts = max(1, min(self.settings.checkpoints or 1, count // self.spec.lanes))
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
@@ -101,9 +101,9 @@ class Solver:
             yield rows, part
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel's function for some of the program's parameters, and its spec.
+        """Return the reverse kernel for cotangents of the `wanted` parameters, and its spec.
 
-        `jumps`, `stops`: whether there are events that acted, and among them conditions.
+        `jumps`: whether events can act. `stops`: whether roots of conditions have ended steps.
         """
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
@@ -150,10 +150,10 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
 
 
 def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
-    """Return an outcome to which the kernel writes; entries of trajectories with an empty tspan are set here."""
+    """Return an outcome for the kernel's results; the results of trajectories with an empty tspan are set here."""
     (d, n), dtype = batch.u0.shape, batch.u0.dtype
     n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
-    # A trajectory's components are contiguous, as in a solution.
+    # The components of a trajectory are contiguous in memory.
     u_end, codes, counts = np.empty((n, d), dtype).T, np.empty(n, np.int8), (np.empty(n, np.int64), np.empty(n, np.int64))
     saved = np.full((n, n_saved, d), np.nan, dtype)
     save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record else None
@@ -172,37 +172,37 @@ class _Launch:
         m, n_saved = len(spec.directions), solver.times.shape[1]
         self.allocated: list[Array] = []
         self.crossings: list[Array] = []
-        # The shared counter: the number of trajectories taken, the total, and the number taken at a time.
+        # The counter that threads share: the number of trajectories that have been taken, the total, and the block size.
         self.taken = np.array([0, 0, _BLOCK])
         self.last = np.full(count if spec.record else 0, -1)  # row of the last step; negative without steps
         real = spec.dtype
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if spec.inside else 0, count, n_saved, d), real)
         save_step = np.empty((0, n_saved), np.int32) if outcome.save_step is None else outcome.save_step
-        self._more: list[Array] = []
+        self._event_arrays: list[Array] = []
         if settings.acting is not None:
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
             slots = len(times) - 1 if spec.record else 0
-            # The numbers of steps before given times of events, and the states then.
+            # For given times of events: the numbers of steps before, and the states at these times.
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
-            self._more += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
-            self._more += self.at_given_times
+            self._event_arrays += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
+            self._event_arrays += self.at_given_times
         atol = argument(np.ravel(settings.atol), real)
-        # Initial states and ends that all trajectories share are passed as one column.
+        # Initial states and tspan are passed as one column if all trajectories share them.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
         inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
         rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
-        self._given = (*inputs, solver.times, *rest)
+        self._inputs = (*inputs, solver.times, *rest)
         ends = parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject
-        self._made = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last
+        self._outputs = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last
 
     def all(self) -> list[Tape]:
-        """Solve all trajectories, and return their steps, if they are recorded."""
+        """Solve all trajectories, and return their recorded steps."""
         count, threads = self._solver.batch.size, self._solver.threads
         if self._spec.record or self._solver.settings.progress is not None:
-            # Small shares, for records of limited size and frequent updates of the progress bar.
+            # Shares limit the size of each record, and update the progress bar often.
             return each(self._share, shares_of(count, threads), threads)
         if threads == 1:
             return each(self._share, [(0, count)], 1)
@@ -211,7 +211,7 @@ class _Launch:
         return each(self._share, [(0, 0)] * threads, threads)
 
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
-        """Solve the trajectories of a share, or from the shared counter; return their steps, if they are recorded."""
+        """Solve the trajectories of a share, or of the counter if `bounds` are empty; return their recorded steps."""
         (first, stop), spec = bounds, self._spec
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, before = self._rows(size)
@@ -223,13 +223,13 @@ class _Launch:
         call, reported = Paced(self._function, state), 0
         while True:
             events = (crossings,) if spec.events else ()
-            call(*lane, *self._given, *self._made, rows, before, *self._more, *events)
+            call(*lane, *self._inputs, *self._outputs, rows, before, *self._event_arrays, *events)
             waiting, vacant, row, found, end, _ = state
             reported = self._report_progress(first, waiting, lanes - vacant, reported)
             if vacant == lanes and waiting == end:
                 break
             pause()
-            # The arrays may be too small for the steps of a turn, or for its events.
+            # Enlarge arrays that may be too small for the events or the steps of another turn.
             if found + turn > len(crossings):
                 crossings = np.concatenate([crossings, np.empty((len(crossings) + turn, crossings.shape[1]))])
             elif spec.record and row + lanes > size:
@@ -240,7 +240,7 @@ class _Launch:
         return Tape(first, stop, rows[:row], before[:row])
 
     def _report_progress(self, first: int, waiting: int, busy: int, reported: int) -> int:
-        """Update the progress bar with the trajectories of a share that have ended; return their number."""
+        """Add the newly ended trajectories of a share to the progress bar; return the number of all that have ended."""
         progress, batch = self._solver.settings.progress, self._solver.batch
         if progress is None:
             return 0
@@ -257,7 +257,7 @@ class _Launch:
         return rows[: size * width].reshape(size, width), before[:size].view(np.int64)
 
     def carried(self, still: Array) -> tuple[Array, Array]:
-        """Return the tangents of final and saved states; zero for trajectories that failed."""
+        """Return the tangents of final and saved states; zero for failed trajectories."""
         du, dsaved, spec = self._du, self._dsaved, self._spec
         unit = np.array([[kind == "u" and place == c for c in range(spec.d)] for kind, place in spec.directions])
         if still.any():

@@ -1,4 +1,7 @@
-"""`KernelSpec`, the sizes and options of a kernel; `Fields`, the memory of its lanes; and templates of kernel sources."""
+"""`KernelSpec`, the sizes and options of a kernel; `Fields`, the layout of its memory; templates of kernel sources.
+
+A CPU kernel solves several trajectories at a time; the memory of one of them is called a lane (see `forward_kernel`).
+"""
 
 from __future__ import annotations
 
@@ -31,43 +34,44 @@ class KernelSpec(NamedTuple):
     tableau: Tableau
     controller: PIController
     single: bool = False  # whether states are float32
-    lanes: int = 16  # number of trajectories that advance together
+    lanes: int = 16  # number of trajectories that are solved at a time
     inside: bool = False  # whether states inside steps are saved
     record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
-    # The initial values ("u") and parameters ("p" per trajectory, "s" shared) for which tangents are propagated.
+    # Directions of tangents: ("u", i) for a component of the initial state, ("p", i) for a parameter per trajectory, ("s",
+    # i) for a shared parameter.
     directions: tuple[tuple[str, int], ...] = ()
-    # `wanted_varying`, `wanted_shared`: numbers of parameters per trajectory, and shared ones, that an adjoint
-    # differentiates.
+    # Numbers of parameters, per trajectory and shared, with respect to which an adjoint differentiates.
     wanted_varying: int = 0
     wanted_shared: int = 0
-    timed: bool = False  # whether the ends of tspan are differentiated
-    events: tuple[tuple[bool, int], ...] = ()  # per event: whether it ends its trajectory, and its direction
-    in_pairs: bool = False  # whether states are complex: pairs of components are the parts of a number
-    jacobian: tuple[tuple[int, int], ...] = ()  # for Rosenbrock methods: the entries of the Jacobian that may be nonzero
+    timed: bool = False  # whether an adjoint differentiates with respect to the ends of tspan
+    events: tuple[tuple[bool, int], ...] = ()  # per event with a condition: whether it ends steps, and its direction
+    in_pairs: bool = False  # whether states are complex: components are real and imaginary parts in turn
+    jacobian: tuple[tuple[int, int], ...] = ()  # for Rosenbrock methods: indices of the Jacobian's structural nonzeros
     slopes: tuple[int, ...] = ()  # for Rosenbrock methods: the components of f that depend explicitly on time
     # The nonzero entries of the mass matrix; None for the identity.
     mass: tuple[tuple[int, int, float], ...] | None = None
-    affects: tuple[int, ...] | None = None  # indices of all events that act at given times; None if none acts in the kernel
-    acting: tuple[int, ...] = ()  # index among all events of each of `events` that acts in the kernel; -1 for others
-    ending: tuple[int, ...] = ()  # indices among all events of those that act and end trajectories, too
-    # In an adjoint over events that acted: their indices among all events, and whether they occur at given times.
+    # An event *acts* if it has an affect. Indices below are those of the solve's list of all events.
+    affects: tuple[int, ...] | None = None  # the events that act at given times; None if no event acts
+    acting: tuple[int, ...] = ()  # for each of `events`: its index if it acts, otherwise -1
+    ending: tuple[int, ...] = ()  # the events that act and end the trajectory
+    # In an adjoint of a solve in which events act: these events, and whether each occurs at given times.
     jumps: tuple[tuple[int, bool], ...] | None = None
-    stops: bool = False  # whether the adjoint goes over roots of conditions, too
+    stops: bool = False  # whether steps of the adjoint ended at roots of conditions
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the states."""
+        """The real dtype of the states."""
         return np.dtype(np.float32 if self.single else float)
 
     @property
     def sided(self) -> list[int]:
-        """The `events` that act in both directions; for these the sign with which a condition leaves its root is stored."""
+        """The `events` that act in both directions: the side on which their condition leaves its root must be stored."""
         return [e for e, acts in enumerate(self.acting) if acts >= 0 and not self.events[e][1]]
 
     @property
     def acts(self) -> bool:
-        """Whether any of `events` acts."""
+        """Whether any event with a condition acts."""
         return any(acts >= 0 for acts in self.acting)
 
     @property
@@ -77,23 +81,23 @@ class KernelSpec(NamedTuple):
 
     @property
     def numbers(self) -> list[tuple[int, ...]]:
-        """The components of each number of a state, real or complex."""
+        """For each number of the state: the indices of its component, or of its real and imaginary parts."""
         width = 2 if self.in_pairs else 1
         return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
 
     @property
     def row_of_event(self) -> int:
-        """The number of entries of states in an event's row: see `kernel_rows`."""
+        """The number of state components in a row of the table of events: see `kernel_rows`."""
         return self.d * (2 if self.record and self.acting else 1)
 
     @property
     def stages(self) -> int:
-        """The number of stages of a step, without the one that is the first of the next step."""
+        """The number of stages of a step, without the last, which is the first stage of the next step."""
         return len(self.tableau.a)
 
 
 def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> KernelSpec:
-    """Return the spec of the kernels of a batch, without derivatives."""
+    """Return the spec of a batch's kernels without derivatives."""
     program, varying = traced.program, len(traced.packing.varying)
     events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
     options: dict[str, Any] = {}
@@ -115,50 +119,50 @@ def _at_ends(batch: Batch, saveat: Array | None) -> bool:
     """Return whether all saved times are ends of tspan."""
     times = np.empty((1, 0)) if saveat is None else np.atleast_2d(saveat)
     start, end = batch.start, batch.end
-    # If all trajectories have the same tspan, one row is enough.
+    # One row is enough if all trajectories have the same tspan.
     rows = slice(1 if not times.size or (same_for_all(start) and same_for_all(end)) else None)
     return bool(((times == start[rows, None]) | (times == end[rows, None])).all())
 
 
 class Fields:
-    """The layout of a kernel's buffers; each field has one number per lane.
+    """The layout of a kernel's buffers. A field is a variable with one number per lane.
 
-    All fields are in one buffer, at constant offsets, so the compiler can prove that they don't overlap. If states are in
-    single precision, times are in a second buffer.
+    All fields are at constant offsets in one buffer, so the compiler knows that they don't overlap. If states are float32,
+    doubles such as times are in a second buffer, `exact`.
     """
 
     def __init__(self, spec: KernelSpec):
-        self._lanes, self._apart = spec.lanes, spec.single
-        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+        self._lanes, self._double_times = spec.lanes, spec.single
+        self._offsets: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         self.counts = {"b": 0, "exact": 0}
 
     def add(self, lines: list[str]) -> None:
-        """Add fields, given as ``name``, or ``name[2, 3]`` for an array of fields; lines with `exact` are always double."""
+        """Add fields, given as ``name``, or ``name[2, 3]`` for an array; those in lines with `exact` are double."""
         for line in lines:
             if line.startswith("#"):
                 continue
-            buffer = "exact" if line.startswith("exact ") and self._apart else "b"
+            buffer = "exact" if line.startswith("exact ") and self._double_times else "b"
             for name, shape in re.findall(r"(\w+)(?:\[(.+?)\])?", line.removeprefix("exact ")):
                 lengths = tuple(map(int, shape.split(", "))) if shape else ()
-                self._places[name] = buffer, self.counts[buffer], lengths
+                self._offsets[name] = buffer, self.counts[buffer], lengths
                 self.counts[buffer] += math.prod(lengths)
 
-    def part(self, name: str, size: int) -> int:
-        """Reserve `size` numbers that the lanes use in turn, and return their offset."""
+    def reserve(self, name: str, size: int) -> int:
+        """Reserve `size` numbers that all lanes share, one lane after the other, and return their offset."""
         self.add([f"{name}[{-(-size // self._lanes)}]"])
-        return self._places[name][1] * self._lanes
+        return self._offsets[name][1] * self._lanes
 
     def buffers(self, dtype: np.dtype) -> tuple[Array, Array]:
-        """Return the buffers: `b`, of the given dtype, and `exact`, of doubles."""
+        """Return the buffers `b`, of the given dtype, and `exact`, of doubles."""
         b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
-    def placed(self, lines: list[str]) -> str:
-        """Return a text with ``$name[0]`` replaced by the field's place for the lane l; an index may be a local integer."""
+    def resolved(self, lines: list[str]) -> str:
+        """Return a text in which ``$name[0]`` is replaced by the field's element for lane l; an index may be a variable."""
         return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._place, "\n".join(lines) + "\n")
 
     def _place(self, field: re.Match[str]) -> str:
-        buffer, place, shape = self._places[field[1]]
+        buffer, place, shape = self._offsets[field[1]]
         index = (field[2] or "").split(", ") if shape else []
         if index and not index[0].isdigit():
             return f"{buffer}[({place} + {index[0]}) * {self._lanes} + l]"
@@ -167,35 +171,30 @@ class Fields:
         return f"{buffer}[{place * self._lanes} + l]" if place else f"{buffer}[l]"
 
     def __iter__(self) -> Iterator[str]:
-        """Yield a line with the place of each field, for documentation in the kernel's source."""
-        for name, (buffer, first, shape) in self._places.items():
+        """Yield the offsets and the name of each field, for a comment in the kernel's source."""
+        for name, (buffer, first, shape) in self._offsets.items():
             size = math.prod(shape)
             place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
             yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
 
 
-# Templates of kernel sources.
-#
-# A template is the text of a kernel, in the kernel language or in C, with these placeholders:
+# A template is the text of a kernel, in a subset of Python or in C, with these placeholders:
 #
 # - ``@name``, alone on a line: the lines of this name.
-# - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}`` a sum of numbers.
-# - ``each name:``: the text that follows on the line, or the more indented lines below it, for each value of `name`.
-# - ``when name:``, ``when not name:``: the text that follows likewise, under this condition.
-#
-# ``$name``, ``$name[0, 1]`` are fields of lanes, whose places are filled in last: see `Fields.placed`.
-
-
+# - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}``: a sum or a difference of numbers.
+# - ``each name:``: repeat the rest of the line, or the indented lines below, for each value of `name`.
+# - ``when name:``, ``when not name:``: include the rest of the line, or the indented lines below, under this condition.
+# - ``$name``, ``$name[0, 1]``: a field of a lane, replaced last, by `Fields.resolved`.
 _NAME = re.compile(r"\{(\w+)(?:([+-])(\w+))?\}")
 
 
 def filled(template: str, names: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a template."""
+    """Return the lines of a template, given the values of its placeholders."""
     return _filled(textwrap.dedent(template).strip("\n").splitlines(), names)
 
 
 def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
-    made, n = [], 0
+    result, n = [], 0
     while n < len(lines):
         line, depth = lines[n], _depth(lines[n])
         word, _, rest = line.strip().partition(" ")
@@ -207,14 +206,14 @@ def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
                 body.append(lines[n] if same else lines[n][4:])
                 n += 1
             if word == "each":
-                made += [one for value in names[name] for one in _filled(body, {**names, name: value})]
+                result += [one for value in names[name] for one in _filled(body, {**names, name: value})]
             elif bool(names[name.removeprefix("not ")]) != name.startswith("not "):
-                made += _filled(body, names)
+                result += _filled(body, names)
         elif word.startswith("@"):
-            made += [" " * depth + one for one in names[word[1:]]]
+            result += [" " * depth + one for one in names[word[1:]]]
         else:
-            made.append(_NAME.sub(lambda found: _value(found, names), line) if "{" in line else line)
-    return made
+            result.append(_NAME.sub(lambda found: _value(found, names), line) if "{" in line else line)
+    return result
 
 
 def _depth(line: str) -> int:

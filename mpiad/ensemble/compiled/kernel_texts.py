@@ -1,4 +1,4 @@
-"""Kernels of one f: their texts for CPUs and GPUs, with the functions that they call."""
+"""The complete source of a kernel for a CPU or a GPU: f and the other functions that it calls, and the kernel itself."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_progr
 _MOST_TEXTS = 32
 
 
-# A training loop requests the same texts in each step. The `numbers` of a problem must be left out of the key.
+# A training loop requests the same texts in each step. `traced.numbers` must be empty, since they change between solves.
 @lru_cache(_MOST_TEXTS)
 def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
-    """Return the text of a forward kernel, and of f, its tangents and the events' conditions and affects before it."""
+    """Return the text of f, its tangents, the conditions and affects of events, and the forward kernel."""
     programs = _forward_programs(traced, spec)
     if spec.affects is not None:
         programs |= {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None}
@@ -32,21 +32,20 @@ def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
 
 @lru_cache(_MOST_TEXTS)
 def reverse_text(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> str:
-    """Return the text of a reverse kernel, and of f, its adjoint and those of the events' affects before it."""
+    """Return the text of f, its adjoint, the adjoints of affects, and the reverse kernel."""
     programs = _reverse_programs(traced.program, spec, wanted)
     by: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if spec.timed else {})
     programs |= {f"back{e}": simplify(vjp(traced.affects[e], by)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
-    # The stages are recomputed for their derivatives only, so here they may be rounded differently.
+    # The stages are recomputed only for derivatives, so they may be rounded differently than in the forward kernel.
     parts = [_function(one, name, spec, traced.names, fused=True) for name, one in programs.items()]
     return "\n\n".join([*parts, reverse_source(spec, are_simple(list(programs.values())))])
 
 
 @lru_cache(_MOST_TEXTS)
 def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> str:
-    """Return CUDA C of the kernel "forward", or of "reverse", which differentiates with respect to parameters `wanted`.
+    """Return the CUDA C source of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`.
 
-    It is complete for NVRTC and nvcc; for a C++ compiler the kernels are functions that loop over the trajectories. The
-    arguments are described before each kernel; all rows are contiguous along the trajectories.
+    It needs no headers for NVRTC and nvcc. For a C++ compiler the kernels are functions that loop over the trajectories.
     """
     if kernel == "forward":
         programs, text = _forward_programs(traced, spec), cuda_forward_text(spec)
@@ -57,7 +56,7 @@ def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tupl
 
 
 def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:
-    """Return f, its tangents, of the parameter that is 1, and the events' conditions, by the names that kernels use."""
+    """Return f, its tangents and the conditions of events, by the names that kernels use."""
     program, programs = traced.program, {"f": traced.program}
     if spec.jacobian or spec.slopes:
         programs["jacobian"] = jacobian_program(program).program
@@ -71,7 +70,7 @@ def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Prog
 def _reverse_programs(
     program: Program, spec: KernelSpec, wanted: tuple[int, ...], conditions: tuple[Program, ...] = ()
 ) -> dict[str, Program]:
-    """Return f, its adjoint, and the derivatives of the events' conditions, by the names that kernels use."""
+    """Return f, its adjoint and the gradients of conditions, by the names that kernels use."""
     by: Wanted = {"state": None, "parameter": wanted}
     with_time: Wanted = {**by, "time": None}
     programs = {"f": program, "g": simplify(vjp(program, with_time if spec.timed else by))}
@@ -89,12 +88,12 @@ def _function(
     fused: bool = False,
     language: str = "python",
 ) -> str:
-    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds, if there are any."""
+    """Return the text of ``name(*u, *p, *s, t, *w)`` with the seeds w of derivatives."""
     names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
-    names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # a parameter's own is 1
+    names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
     names["direction"] = numbered("x", program.groups.get("direction", 0))
-    # As kernels pass them: first those per trajectory, then the shared ones.
+    # Kernels pass first the parameters per trajectory, then the shared ones.
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
     arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
     return function_source(program, name, names, arguments, fused, spec.dtype, language)

@@ -1,10 +1,9 @@
-"""The source of the CPU's reverse kernel: the adjoint of the accepted steps, in lanes.
+"""The source of the CPU's reverse kernel: the adjoint of the accepted steps of several trajectories at a time.
 
-Each turn goes back one step in all lanes: the stages are recomputed from the state before the step, and cotangents are
-propagated through them as in `transposed_step`. States saved inside a step contribute to the cotangents of its stages;
-these "arrivals" are summed first, lane by lane. A lane that has reached the start begins with another trajectory, from the
-last to the first, since the end of the record is still in the caches. After a given number of turns the kernel returns;
-when it is called again, it continues from `state`.
+Lanes and turns are as in `forward_kernel`. In each turn every lane goes back one step: the stages are recomputed from the
+state before the step, and cotangents are propagated through them as in `transposed_step`. The contributions of states
+saved inside the step to the cotangents of its stages, called arrivals, are summed before, lane by lane. Trajectories are
+processed from the last to the first, since the end of the record is still in the caches.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ ids[l] = i
 row[l] = last[i]
 step[l] = naccept[i] - 1
 place[l] = n_saved - 1
-# Where every step is saved, some trajectories have fewer.
+# If every step is saved, trajectories with fewer steps have unused entries at the end.
 while place[l] >= 0 and save_step[i, place[l]] < -1:
     place[l] -= 1
 each c: $cotangent[{c}] = end_bar[{c}, i]
@@ -106,7 +105,7 @@ $t = rows[now, 0]
 $h = rows[now, 1]
 each c: $u[{c}] = {rounded}(rows[now, {c+2}])
 when inside:
-    # Most steps have nothing inside, and so nothing is left of them.
+    # Clear the arrivals, unless the previous step had none.
     if $touched > 0.0:
         each c: $value[{c}] = 0.0
         each arriving: each i: each c: ${arriving}[{i}, {c}] = 0.0
@@ -120,7 +119,7 @@ while place[l] >= 0 and save_step[i, place[l]] == step[l]:
         if due == $tn:
             each c: $cotangent[{c}] += saved_bar[i, place[l], {c}]
         when jumping:
-            # What is saved where an event acts is the state after it, whenever that is.
+            # If an event acts at a saved time, the state after the event is saved, which is the state before this step.
             elif due == $t:
                 each c: $value[{c}] += saved_bar[i, place[l], {c}]
         else:
@@ -137,9 +136,8 @@ while place[l] >= 0 and save_step[i, place[l]] == step[l]:
     when not inside: each c: $cotangent[{c}] += saved_bar[i, place[l], {c}]
     place[l] -= 1
 row[l] = before_rows[now]
-# While this step is taken back memory brings the one before, which isn't always its neighbor.
+# Prefetch the previous step; its row may begin in one cache line and end in the next.
 fetched(rows, row[l])
-# For a row that begins in one line of the cache and ends in another.
 fetched(rows, row[l] + 1)
 fetched(before_rows, row[l])
 step[l] -= 1
@@ -153,7 +151,7 @@ while place[l] >= 0:
 each c: u0_bar[{c}, i] = $cotangent[{c}]
 each own: p_bar[{own}, i] = $own[{own}]
 when timed:
-    # All steps but the last keep their sizes; the last one ends where tspan does.
+    # A shift of tspan changes the size of the last step only, which ends with tspan.
     when jumping: @left
     when not jumping: stop_bar[i] = $h_bar
     start_bar[i] = $t_bar - $h_bar
@@ -173,21 +171,20 @@ live = $live
 when timed:
     t_bar = 0.0
     h_bar = 0.0
-# Stages aren't recorded but computed again from the state before the step.
 @again
-# The last stage is f at the new state, so what it hands back belongs to that state, before the other stages.
+# The last stage is f at the new state, so its contribution is added to the cotangent of that state first.
 each c: total_{c} = $cotangent[{c}]
 @pulled_last
 when timed: each c: h_bar = fma(total_{c}, m{last}_{c}, h_bar)
 each c: z{last}_{c} = total_{c}
 @pulled
-# What is saved inside the step is u + h Σ w k: its cotangent goes to u as it is, to the stages by `arrival`.
-# A lane without a trajectory is set to zero, since what it computes may be NaN.
+# A state saved inside the step is u + h Σ w k, so its cotangent is also added to that of u. The results of a lane without a
+# trajectory, which may be NaN, are set to zero.
 when inside: each c: $cotangent[{c}] = where(live > 0.0, total_{c} + $value[{c}], {zero})
 when not inside: each c: $cotangent[{c}] = where(live > 0.0, total_{c}, {zero})
 when timed:
     when inside:
-        # At a fixed time x = (time - t) / h, which moves with both: see `StepCotangents.note_saved`.
+        # At a fixed time, x = (time - t) / h depends on t and h: see `StepCotangents.note_saved`.
         each moving: each c:
             t_bar = t_bar - $rate[{moving}, {c}] * k{moving}_{c}
             h_bar = h_bar + ($arrival[{moving}, {c}] - $rate_x[{moving}, {c}]) * k{moving}_{c}
@@ -203,7 +200,7 @@ each common: $common[{common}] += where(live > 0.0, e{wanted_varying+common}, 0.
 when timed:
     t_bar = t_bar + te
     when later: h_bar = fma({time}, te, h_bar)
-    # The last one's argument is the new state, whose cotangent counts when it is whole.
+    # The argument of the last stage is the new state, whose cotangent is complete only now.
     when between: each c: h_bar = fma(z{i}_{c}, m{i}_{c}, h_bar)
 """
 
@@ -211,7 +208,7 @@ when timed:
 _FIELDS = """
 cotangent[{d}] u[{d}] p[{varying}]
 exact t tn h live
-# Sums over many steps, and over trajectories.
+# Sums over many steps, or over trajectories, are double.
 exact own[{wanted_varying}] common[{wanted_shared}]
 when timed: exact t_bar h_bar fresh
 when inside:
@@ -223,12 +220,12 @@ when inside:
 
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
-    """Return the fields of the kernel's lanes."""
+    """Return the layout of the kernel's buffers."""
     return lanes_of(spec, _FIELDS)[0]
 
 
 def reverse_source(spec: KernelSpec, wide: bool) -> str:
-    """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
+    """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     fields, steps, names = lanes_of(spec, _FIELDS)
     names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else ""}
     names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
@@ -236,7 +233,7 @@ def reverse_source(spec: KernelSpec, wide: bool) -> str:
     names |= jumps_back(spec, steps, names)
     names |= {"enter": filled(_ENTER, names), "fetch": filled(_FETCH, names), "leave": filled(_LEAVE, names)}
     names["back"] = _back(spec, steps, names)
-    return fields.placed(filled(_KERNEL, names))
+    return fields.resolved(filled(_KERNEL, names))
 
 
 def _back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:

@@ -24,28 +24,24 @@ from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
-# The seeds of the reverse kernel: cotangents of final states, and of states inside steps.
-#
-# By the implicit function theorem (`crossing`), the cotangent of an event's time becomes a cotangent of the state at the
-# event and of the parameters. This state lies inside a step, so the kernel treats an event like a saved time, and doesn't
-# need its condition.
+# By the implicit function theorem (`pull_event`), the cotangent of an event's time gives cotangents of the state at the
+# event and of the parameters. This state lies inside a step, so the kernel treats an event like a saved time.
 
 
 class KernelSeeds(NamedTuple):
-    """The cotangents that a reverse kernel starts from."""
+    """The cotangents with which a reverse kernel starts."""
 
     end: Array  # shape (d, N); of the states at the end of the last steps
     saved: Array | None  # shape (N, n_saved, d); of saved states
     save_step: Array  # int, shape (N, n_saved); the step that contains each saved state; those in no step come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
     stop: Array  # shape (N,); end time of the last step
-    leaves: dict[int, Array]  # additional cotangents of leaves of the parameters, by index of the leaf
-    # Shape (N,), or a number; additional cotangents of the start of tspan, on which terminal events depend.
-    start: Array | float = 0.0
+    leaves: dict[int, Array]  # cotangents from events, by index of the parameters' leaf
+    start: Array | float = 0.0  # shape (N,), or a number; cotangents of the start of tspan from terminal events
 
 
 class _Step(NamedTuple):
-    """The stages of the steps that contain events, as `crossing` requires them."""
+    """The stages of the steps that contain events, as `pull_event` requires them."""
 
     y: list[Array]
     k: list[Array]
@@ -53,7 +49,7 @@ class _Step(NamedTuple):
 
 
 def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
-    """Return the kernel's seeds for the leaves at `places`, with states saved at `times` (1 or N rows)."""
+    """Return the kernel's seeds; `places`: the leaves to differentiate, `times`: the saved times, in 1 or N rows."""
     count = run.batch.size
     save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
@@ -61,7 +57,7 @@ def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) ->
 
 
 def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
-    """Return `plain` with the cotangents of states at events inserted into those of saved states."""
+    """Return `plain`, with the cotangents of states at events inserted among the cotangents of saved states."""
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
@@ -71,7 +67,7 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     stop, start = plain.stop.copy(), np.zeros(run.batch.size)
     crossed = np.zeros(len(table))
     crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed[: len(run.crossings.ids)]
-    if run.jumps is not None:  # the kernel itself handles the conditions that ended steps, by `KernelStops`
+    if run.jumps is not None:  # `KernelStops` are the events that ended steps
         terminal[:] = False
     stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
     # If two terminal events coincide, only one of them has ended the trajectory.
@@ -92,10 +88,9 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
 def _pulled(
     run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
 ) -> tuple[Array, Array]:
-    """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,).
+    """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,); update `leaves`.
 
-    The cotangents of leaves are added to `leaves`. The kernel considers the times of the states constant, but the time of a
-    terminal event depends on the start.
+    The kernel considers the times of states inside steps constant, but the time of an event moves with the start.
     """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
     columns = two_at_least(count)
@@ -107,16 +102,15 @@ def _pulled(
     inside = pull_event(run, located, totals, given, end, time)
     add_leaves(run, leaves, own, ids)
     rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, located.x), step.k))
-    held = (inside.value * rate).real.sum(axis=0)
-    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel no time inside the step
-    return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, held)
+    by_fraction = (inside.value * rate).real.sum(axis=0)
+    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # the kernel doesn't count this as inside the step
+    return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, by_fraction)
 
 
 class KernelJumps:
     """The events that acted during a run, for the reverse kernel.
 
-    `since`: shape (N,), as in `LinearJumps.pull`, for jumps that no step follows. Entries that are passed to the kernel are
-    set to zero.
+    `since`: shape (N,), as in `LinearJumps.pull`, for jumps that no step follows; set to zero where the kernel uses it.
     """
 
     def __init__(self, run: Run, jumps: Jumps, since: Array, dtype: np.dtype):
@@ -135,28 +129,25 @@ class KernelJumps:
 
     @property
     def arguments(self) -> tuple[Array, ...]:
-        """The kernel's arguments; the kernel adds to the last one, the cotangents of the events' times."""
+        """The kernel's arguments. The kernel updates the last one, the cotangents of the events' times."""
         jumps, whole = self._jumps, np.dtype(np.int64)
         number, event, time = argument(jumps.number, whole), argument(jumps.event, whole), argument(jumps.time)
         return self._first, number, event, time, self._state, self.due
 
     def add_due(self, due: Array) -> None:
-        """Add the cotangents of given times to `due`, shape (slots, N)."""
+        """Add the cotangents of given times to an array of shape (slots, N)."""
         jumps = self._jumps
         met = jumps.slot != FOUND
         due[jumps.slot[met], jumps.ids[met]] += self.due[met]
 
 
 class KernelStops:
-    """The conditions whose roots ended steps of a run with events that act, linearized for the reverse kernel.
+    """The linearized conditions whose roots ended steps, for the reverse kernel.
 
-    Let λ be the cotangent of the state at the root, and σ that of its time. As in `pull_event`, the cotangent of the
-    fraction x of the step gives the factor -(h σ + λ·U') / (g_u U' + g_t h). This factor times g_u, g_t and g_p is added to
-    the cotangents of the state, the time and the parameters.
-
-    - `places`: indices of the leaves with respect to which to differentiate.
-    - `bar`: shape (m,); cotangents of the times of the roots, in addition to those from later steps.
-    - `rows`: shape (m, 3 + 2 d); x, h / denominator, g_t, h U' / denominator, g_u.
+    Let λ be the cotangent of the state U(x) at the root of the condition g, and σ the cotangent of its time. As in
+    `pull_event`, g_u, g_t and g_p times -(h σ + λ·U') / (g_u·U' + g_t h) are added to the cotangents of the state, the time
+    and the parameters. `bar`, shape (m,): cotangents of the roots' times, without those from later steps. `rows`, shape
+    (m, 3 + 2 d): x, h / denominator, g_t, h U' / denominator, g_u.
     """
 
     def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
@@ -186,14 +177,14 @@ class KernelStops:
         self._conditions.append((own, pull))
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
-        """Add the contributions to the cotangents of the leaves, with the factors that the kernel has computed."""
+        """Add the contributions to the cotangents of the leaves, after the kernel has computed the factors."""
         for own, pull in self._conditions:
             _, *parts, _ = pull(self.moved[own])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
 
 
 def _step(run: Run, rows: Array) -> _Step:
-    """Return the stages of steps, computed as the solve did."""
+    """Return the recomputed stages of steps."""
     dtype = run.batch.u0.dtype
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
     k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
@@ -201,7 +192,7 @@ def _step(run: Run, rows: Array) -> _Step:
 
 
 def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
-    """Insert cotangents of states at events into those of saved states; each row is in the order of steps."""
+    """Insert the cotangents of states at events among the cotangents of saved states, in the order of steps."""
     ids, (count, width) = rows[:, 0].astype(int), plain.save_step.shape
     order = np.argsort(ids, kind="stable")
     ids, rows, value = ids[order], rows[order], value[order]
@@ -222,13 +213,13 @@ def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
 
 
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of a run's inputs, by a reverse kernel; the arguments are those of `pull_run`."""
+    """Return the cotangents of a run's inputs by a reverse kernel; arguments as for `pull_run`."""
     if run.settings.events and solver.every:
         return pull_run(run, seeds, places, timed)  # the saved times aren't known in advance
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
     if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
-        return pull_run(run, seeds, places, timed)  # between events at one time the kernel computes f rather than u'
+        return pull_run(run, seeds, places, timed)  # the kernel would need u' between events at one time
     stopped = run.jumps is not None and len(run.stops.ids) > 0
     timed = timed or stopped
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
@@ -247,7 +238,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     function, spec = solver.reverse(wanted, timed, inside, acted is not None, stopped)
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
-    # For a trajectory without steps the kernel writes nothing, and its end is its start.
+    # The kernel writes nothing for trajectories without steps, whose final state is the initial state.
     u0_bar, p_bar = end_bar.copy(), np.zeros((spec.wanted_varying, count))
     given = solver.p, solver.s, argument(start.times)
     ends = outcome.last, outcome.naccept, argument(start.stop), run.live, end_bar
@@ -275,7 +266,6 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     leaves |= {place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count).items()}
     for place, more in start.leaves.items():
         leaves[place] = leaves[place] + more
-    # For a trajectory without steps, the start is the end.
     still = outcome.naccept == 0
     start_bar[still] += found.start[still]
     found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
@@ -288,7 +278,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
 
 def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> KernelStops:
-    """Return the conditions that ended steps; `since` holds the cotangents of the times of the last ones."""
+    """Return the conditions that ended steps; `since`, shape (N,): the cotangents of the last roots' times."""
     rows, bar = run.acting_row, np.zeros(len(run.stops.ids))
     acting = rows >= 0
     if seeds.crossed is not None:
@@ -302,7 +292,7 @@ def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> Kerne
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Compute the cotangents for groups of trajectories, one after the other, to limit the memory of recorded steps."""
+    """Compute the cotangents of one group of trajectories after the other, to limit the memory of recorded steps."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     nothing = np.empty((0, batch.size))
@@ -336,7 +326,7 @@ def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
 
 
 def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
-    """Correct the cotangents of the ends of tspan: the last step ends there, or has a fixed size if an event ended it."""
+    """Correct the cotangents of tspan: a last step that an event ended has a fixed size, and doesn't depend on the end."""
     ended = run.live & run.terminated
     start_bar[ended] += stop_bar[ended]
     stop_bar[ended] = 0.0
@@ -347,11 +337,10 @@ def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> Non
 def carried_tangents(
     solver: Solver, run: Run, by_u0: bool, places: Sequence[int], saving: bool
 ) -> tuple[Array, Array | None] | None:
-    """Return the tangents of final and saved states in the directions of the variables of a run.
+    """Return the tangents of final states, shape (m, d, N), and if `saving` of saved states, (m, N, n_saved, d).
 
-    Their shapes are (m, d, N) and, if `saving`, (m, N, n_saved, d). The directions are the components of the initial
-    states, if `by_u0`, followed by those of the leaves at `places`. Returns None if the kernel has propagated other
-    directions.
+    The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`. Returns
+    None if the kernel has propagated other tangents.
     """
     if run.outcome.carried is None:
         return None
@@ -370,7 +359,7 @@ def carried_tangents(
 
 
 def _at_ends(solver: Solver, run: Run, directions: list[tuple[str, int]], end: Array) -> Array:
-    """Return the tangents of states that were all saved at the start or at the end."""
+    """Return the tangents of saved states if all saved times are ends of tspan."""
     final = np.transpose(end, (0, 2, 1))[:, :, None]
     unit = np.array([[float(kind == "u" and place == c) for c in range(solver.spec.d)] for kind, place in directions])
     unit = from_parts(unit, run.batch.u0.dtype)

@@ -14,23 +14,20 @@ from mpiad.ensemble.jumps import LEAST, UNRESOLVED
 from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
-# LU factorization of one small matrix in the kernel language, with partial pivoting (see `column_lu`).
-#
-# For small matrices the factorization is unrolled, so that all lanes run the same instructions on vector registers. For
-# larger matrices this text would take minutes to compile. They are factorized by loops over a part of the lanes' buffer:
-# then the lanes run one after the other, and vector instructions operate along the columns of the matrix.
-#
-# The entries of the matrix are the scalars w0_0, w0_1, ...
 
-
+# LU factorization of one small matrix with the entries w0_0, w0_1, ... in the kernel language, with partial pivoting.
+#
+# For small matrices the factorization is unrolled, and vector instructions operate on all lanes. For larger matrices this
+# text would take minutes to compile. They are factorized by loops over an array that the lanes use one after the other, and
+# vector instructions operate along the columns of the matrix.
 class WrittenLU:
-    """An unrolled factorization, with the factors as scalars; the diagonal contains reciprocals.
+    """An unrolled factorization with scalars as factors; the diagonal holds reciprocals.
 
     Structural zeros aren't computed. To preserve them, the next unknown to be eliminated is always the one that takes the
     fewest operations. Rows are exchanged by selections, without branches: the pivot row is compared with each row below in
-    which the entry may be nonzero, one after the other. An exchange unites the sparsity patterns of both rows.
+    which the entry may be nonzero. After an exchange the sparsity pattern of both rows is the union of both patterns.
 
-    `places`: (row, column) of the entries that may be nonzero, including the diagonal.
+    `places`: (row, column) of the structural nonzeros and the diagonal.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]]):
@@ -38,7 +35,7 @@ class WrittenLU:
         self._rows: list[set[int]] = [set() for _ in range(d)]
         for i, j in places:
             self._rows[i].add(j)
-        # Per column, the rows that are compared with the pivot row, and from which multiples of it are subtracted.
+        # Per column, the rows below the pivot in which the entry may be nonzero.
         self._compared: list[list[int]] = []
         self.factors: list[str] = []
         self._left = set(range(d))
@@ -70,7 +67,7 @@ class WrittenLU:
                 upper, lower = (f"w{n}_{j}" if j in rows[n] else "zero" for n in (k, i))
                 lines.append(f"v = {upper}")
                 lines += [f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"]
-            # The entries in earlier columns are factors, which aren't exchanged.
+            # The entries in earlier columns are factors, which stay in their rows.
             both = (rows[k] | rows[i]) & left
             rows[k] |= both
             rows[i] |= both
@@ -187,9 +184,9 @@ each c: {x}_{c} = {b}[{rhs+c}]
 
 
 class LoopedLU:
-    """A factorization by loops. A buffer contains the factors, column by column, a right-hand side, and the row exchanges.
+    """A factorization by loops.
 
-    `places`: (row, column) of the entries that are given as scalars. `start`: the offset in the buffer.
+    From the offset `start` on, a buffer contains the factors, column by column, a right-hand side, and the row exchanges.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]], buffer: str, start: int):
@@ -218,30 +215,25 @@ class LoopedLU:
 LU: TypeAlias = "WrittenLU | LoopedLU"
 
 
-# Maximum number of lines of an unrolled factorization and solution: it compiles in ten seconds, and is several times as
-# fast as loops.
-_MOST_LINES = 4000
-_MOST_ENTRIES = 100
+# The maximum numbers of lines, and of structural nonzeros, of an unrolled factorization. It compiles in ten seconds, and is
+# several times as fast as loops.
+_MOST_LINES, _MOST_ENTRIES = 4000, 100
 
 
 def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True) -> Steps:
-    """Return the steps of a spec's method.
-
-    They may reserve space in the lanes' buffer, or in kernels without lanes in an array `lu` per thread
-    (`Steps.lu_length`).
-    """
+    """Return the lines of a method's step; it may reserve memory in `fields`, the layout of a CPU kernel."""
     return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
 
 
 def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the names for the templates of all kernels: the fields of the spec, and those below."""
+    """Return the placeholders of all kernels: the fields of the spec, and the entries below."""
     return {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": spec.dtype.name,
-        # Components of states, parameters per trajectory, shared parameters, and those that an adjoint differentiates.
+        # Indices of components, parameters per trajectory and shared, and parameters with cotangents, likewise.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "own": range(spec.wanted_varying), "common": range(spec.wanted_shared),
-        # Directions of tangents, events, stages.
+        # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "i": range(spec.stages + 1),
         "m": len(spec.directions), "count": len(spec.events), "last": spec.stages, "used": steps.used(),
         "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "room": steps.lu_length,
@@ -251,16 +243,16 @@ def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
 
 
 def lanes_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
-    """Return the fields of lanes for a template of `Fields.add`, their steps, and the names that both templates use."""
-    made = Fields(spec)
-    steps = steps_of(spec, made)
+    """Return the layout of a CPU kernel, given the template of its fields; the lines of its steps; and its placeholders."""
+    result = Fields(spec)
+    steps = steps_of(spec, result)
     names = names_of(spec, steps)
-    made.add(filled(fields, names))
-    return made, steps, names
+    result.add(filled(fields, names))
+    return result, steps, names
 
 
 class RosenbrockSteps(Steps):
-    """The lines of one step. The kernel's `jacobian` returns the nonzero entries, then the time derivatives of f."""
+    """The lines of one step. The function `jacobian` returns the structural nonzeros of ∂f/∂u, then of ∂f/∂t."""
 
     def __init__(self, spec: KernelSpec, fields: Fields | None, fused: bool):
         super().__init__(spec, fused)
@@ -279,10 +271,10 @@ class RosenbrockSteps(Steps):
         if fields is None:
             self.lu_length = size
             return LoopedLU(d, places, "lu", 0)
-        return LoopedLU(d, places, "b", fields.part("lu", size))
+        return LoopedLU(d, places, "b", fields.reserve("lu", size))
 
     def matrix(self, u: str = "u") -> list[str]:
-        """Return lines for the factors of W at a state, and for h ∂f/∂t."""
+        """Return lines for the LU factors of W (see `RosenbrockTableau`) at a state, and for h ∂f/∂t."""
         spec, h = self.spec, self.h
         entries = [f"j{i}_{j}" for i, j in spec.jacobian] + [f"slope_{i}" for i in spec.slopes]
         given = [*self.state(u), *self.parameters, self.time(0)]
@@ -292,9 +284,9 @@ class RosenbrockSteps(Steps):
         for i, j, value in self._mass:
             own = self.number(value / self._table.gamma)
             lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in spec.jacobian else f"w{i}_{j} = {own}")
-        # Structurally zero pivots are needed, too.
-        still = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
-        lines += [f"w{i}_{i} = zero" for i, _ in sorted(still)]
+        # Structurally zero entries on the diagonal are read as pivots.
+        zeros = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
+        lines += [f"w{i}_{i} = zero" for i, _ in sorted(zeros)]
         lines += [f"rise_{i} = slope_{i} * {h}" for i in spec.slopes]
         return [*lines, *self._lu.factors]
 
@@ -318,7 +310,7 @@ class RosenbrockSteps(Steps):
         return lines
 
     def right_hand_side(self, i: int) -> list[str]:
-        """Return lines that add the other terms of the right-hand side to f at the argument of stage i."""
+        """Return lines that add the terms Σ C_ij k_j + d_i h ∂f/∂t to f at the argument of stage i."""
         lines, slope = [], self._table.slopes[i - 1]
         coupled, d = self._table.coupling[i - 1], self.spec.d
         if any(coupled) and self.spec.mass is None:
@@ -334,7 +326,7 @@ class RosenbrockSteps(Steps):
 
     @property
     def pulled_stages(self) -> range:
-        """The stages in the reverse sweep, without f at both ends of the step."""
+        """The indices of the method's stages, without f at both ends of the step."""
         return range(1, self.spec.stages)
 
     moving_stages = pulled_stages
@@ -368,7 +360,7 @@ class RosenbrockSteps(Steps):
             lines += [f"q{i}_{c} = fma({w}, {'r' if spec.mass else 'q'}{j}_{c}, q{i}_{c})" for j, w in coupled]
         lines += self._lu.solved_transposed(f"q{i}")
         if spec.mass:
-            # The contribution to the cotangents of earlier stages is multiplied by the transposed mass matrix.
+            # The coupling terms are multiplied by the mass matrix, so the cotangents are multiplied by its transpose.
             lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
             lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in spec.mass]
         own = spec.wanted_varying + spec.wanted_shared
@@ -376,7 +368,7 @@ class RosenbrockSteps(Steps):
         outputs = [*self.state(f"z{i}"), *numbered("e", own), *time[0]]
         given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state(f"q{i}")]
         lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
-        # The derivatives of W and ∂f/∂t along this stage: second derivatives of f at the state before the step.
+        # The derivatives of W and ∂f/∂t contain second derivatives of f at the state before the step.
         along = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
         outputs = [*self.state("x"), *numbered("b", own), *time[1]]
         given = [*self.state("y0"), *self.parameters, self.time(0), *self.state(f"q{i}"), *along]
@@ -386,7 +378,7 @@ class RosenbrockSteps(Steps):
         return lines + (self._moved_by_size(i) if spec.timed else [])
 
     def _moved_by_size(self, i: int) -> list[str]:
-        """Return lines that add to the cotangents of h, through W and h ∂f/∂t, and of t."""
+        """Return lines that add the contributions of W and h ∂f/∂t to the cotangents of h and t."""
         lines, slope = ["t_bar = t_bar + tj"], self.number(self._table.slopes[i - 1])
         for row, column in self.spec.jacobian:
             lines.append(f"h_bar = fma(q{i}_{row} * j{row}_{column}, k{i}_{column}, h_bar)")

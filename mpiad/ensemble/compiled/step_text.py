@@ -1,9 +1,8 @@
-"""The lines of one step of a method in the kernel language, shared by CPU and GPU kernels.
+"""The lines of one Runge-Kutta step in the kernel language, a subset of Python, for CPU and GPU kernels.
 
-CPU kernels run these lines in each lane; for GPUs they are translated to C++ (`mpiad.compiling.c_translation`). The
-variables are scalars: the components u_0, u_1, ... of the state before the step, new_0, new_1, ... of the state after it,
-k0_0, ... of the stages, and y1_0, ... of their arguments; and in double precision the times `t` and `tn` of both ends and
-the signed step size `h`.
+For GPUs the lines are translated to C++ (`mpiad.compiling.c_translation`). The variables are scalars: the components u_0,
+u_1, ... of the state before the step, new_0, ... of the state after it, k0_0, ... of the stages, and y1_0, ... of the
+arguments of f; in double precision the times `t` and `tn` of both ends of the step, and its signed size `h`.
 """
 
 from __future__ import annotations
@@ -19,40 +18,36 @@ from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
 
 class Steps:
-    """The lines of one step.
+    """The lines of one step; `fused`: whether sums of products in derivatives use `fma`."""
 
-    `fused`: whether sums of products in derivatives use `fma`. `lu_length`: the length of the array `lu` in kernels without
-    lanes.
-    """
-
-    lu_length = 0
+    lu_length = 0  # length of the array `lu` of a GPU kernel
 
     def __init__(self, spec: KernelSpec, fused: bool = True):
         self.spec, self.fused = spec, fused
-        # Times are double; `h_` and `rtol_`, which multiply states, have their precision.
+        # Times are double. `h_` and `rtol_`, which are multiplied with states, have the precision of states.
         self.h, self.rtol = ("h_", "rtol_") if spec.single else ("h", "rtol")
         self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
 
     # ---- numbers
 
     def number(self, x: float) -> str:
-        """Return a number in the states' precision."""
+        """Return a literal in the precision of states."""
         return f"np.float32({x!r})" if self.spec.single else number(x)
 
     def rounded(self, text: str) -> str:
-        """Return a double in the states' precision."""
+        """Return the conversion of a double to the precision of states."""
         return f"np.float32({text})" if self.spec.single else text
 
     def doubled(self, text: str) -> str:
-        """Return a number of the states' precision as a double."""
+        """Return the conversion from the precision of states to double."""
         return f"np.float64({text})" if self.spec.single else f"({text})"
 
     def quotient(self, top: str, bottom: str) -> str:
-        """Return a quotient; on GPUs a product with the reciprocal, which takes fewer instructions and registers."""
+        """Return a quotient; for GPUs a product with the reciprocal, which takes fewer instructions and registers."""
         return f"{top} / {bottom}" if self.fused else f"{top} * ({self.number(1.0)} / {bottom})"
 
     def rounded_step(self) -> list[str]:
-        """Return lines that convert the step `h` to the states' precision."""
+        """Return lines that convert the step size `h` to the precision of states."""
         return [f"{self.h} = np.float32(h)"] if self.spec.single else []
 
     def state(self, name: str) -> list[str]:
@@ -62,7 +57,7 @@ class Steps:
     # ---- stages
 
     def weighted(self, weights: Sequence[float], name: str, c: int, fused: bool = False) -> str:
-        """Return the weighted sum of the component c of the stages called `name`."""
+        """Return the weighted sum of the components c of stages, which are called `name` with a number."""
         terms = [(self.number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
         text = " * ".join(terms[0])
         for w, stage in terms[1:]:
@@ -70,7 +65,7 @@ class Steps:
         return text
 
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
-        """Return lines for the argument of stage i, u + h Σ a_ij k_j; if given, `slope` is the name for the sums."""
+        """Return lines for the argument of stage i, u + h Σ a_ij k_j; `slope`: name for the sums, if they are needed."""
         lines, fused = [], fused and self.fused
         for c in range(self.spec.d):
             total = self.weighted(self.spec.tableau.a[i - 1], k, c, fused)
@@ -87,15 +82,15 @@ class Steps:
         return self.rounded("t" if c == 0 else "tn" if c == 1 else f"{number(c)} * h + t")
 
     def call(self, out: str, y: str, i: int, function: str = "f", more: Sequence[str] = ()) -> str:
-        """Return a line that calls f, or its tangent, at the argument y of stage i."""
+        """Return a line that evaluates f, or its tangent, at the argument y of stage i."""
         return self.called(self.state(out), function, y, self.time(i), more)
 
     def called(self, out: Sequence[str], function: str, state: str, time: str, more: Sequence[str] = ()) -> str:
-        """Return a line that assigns the results of a function of a state, the parameters and a time to the names `out`."""
+        """Return a line that assigns ``function(state, parameters, time, more)`` to the names `out`."""
         return f"{', '.join(out)}, = {function}({', '.join([*self.state(state), *self.parameters, time, *more])})"
 
     def argument_of(self, i: int, kept: bool = True) -> str:
-        """Return the name of the argument of stage i; unless `kept`, the arguments share a name."""
+        """Return the name of the argument of stage i; unless `kept`, later arguments overwrite earlier ones."""
         return "u" if i == 0 else "new" if i == self.spec.stages else f"y{i}" if kept else "y"
 
     def stages(self, kept: bool = True) -> list[str]:
@@ -109,14 +104,14 @@ class Steps:
     # ---- errors
 
     def atol(self, n: int) -> str:
-        """Return the absolute tolerance of a state's entry."""
+        """Return the name of the absolute tolerance of entry n of a state."""
         return f"atol{n}" if self.spec.tolerances else "atol0"
 
     def error(self) -> list[str]:
-        """Return lines for `q2`, the mean square of error over tolerance; for fixed steps zero if all is finite."""
+        """Return lines for `q2`, the mean square of error over tolerance; for fixed steps zero if the state is finite."""
         spec = self.spec
         if spec.tableau.error is None:
-            # x - x is zero if x is finite, else NaN.
+            # x - x is zero if x is finite, otherwise NaN.
             total = " + ".join(f"(new_{c} - new_{c})" for c in range(spec.d))
             return [f"q2 = {self.doubled(total)}"]
         lines = []
@@ -134,9 +129,9 @@ class Steps:
         return [*lines, f"q2 = {self.doubled(total)} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
 
     def _modulus(self, n: int, parts: tuple[int, ...]) -> list[str]:
-        """Return lines for the larger modulus of a complex number before and after the step."""
+        """Return lines for the larger of the moduli of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
-        # Scaled by the largest part, so that squares don't overflow; a call of hypot would prevent vectorization.
+        # Division by the largest part prevents overflow of squares. A call of hypot would prevent vectorization.
         lines = [f"top = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
         lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
         lines.append(f"over = {self.number(1.0)} / top")
@@ -145,10 +140,10 @@ class Steps:
         return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * top"]
 
     def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
-        """Return lines for the `factor` of the next step, from `q2` and whether this one is `accepted`.
+        """Return lines for `factor`, the ratio of the next step size to this one, as in `PIController.factor`.
 
-        `power`: ``power(x, exponent, out)`` returns lines for a power. `before`: the name of the `q2` of the last accepted
-        step. `rejected`: an expression for whether the previous try was rejected.
+        ``power(x, exponent, out)`` returns lines for a power. `before`: the name of the `q2` of the last accepted step.
+        `rejected`: an expression for whether the previous try was rejected.
         """
         controller, order = self.spec.controller, self.spec.tableau.error_order
         beta, plain = controller.beta, number(-0.5 / order)
@@ -175,7 +170,7 @@ class Steps:
         ]
 
     def first_step(self) -> list[str]:
-        """Return lines for the first step size `h` in an interval of length `span`, as in `initialization.started`."""
+        """Return lines for the first step size `h` in a tspan of length `span`, as in `initialization.started`."""
         spec, d = self.spec, self.spec.d
         lines = []
         for n, parts in enumerate(spec.numbers):
@@ -184,7 +179,7 @@ class Steps:
         for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
             lines += self._norm(out, top)
         lines += [
-            # An explicit Euler step of this size changes u by about one percent.
+            # An Euler step of this size changes u by about one percent.
             "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
             "h0 = h0 if h0 < span else span",
             "h = sign * h0",
@@ -195,7 +190,7 @@ class Steps:
             *self._norm("d2", "(k1_{0} - k0_{0})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
-            # If the derivative is practically zero, the formula below can't be used.
+            # The formula below divides by the derivative.
             "if d1 <= 1e-15 and d2 <= 1e-15:",
             "    h = max(1e-6, h0 * 1e-3)",
             "else:",
@@ -217,11 +212,11 @@ class Steps:
     # ---- states inside steps
 
     def used(self) -> list[int]:
-        """Return the stages that the interpolant uses."""
+        """Return the stages with nonzero weights in the interpolant."""
         return [i for i, row in enumerate(self.spec.tableau.dense) if row.any()]
 
     def weights(self, rates: bool = False) -> list[str]:
-        """Return lines for the weights w0, ... of stages at the fraction `x` of the step, and their derivatives r0, ..."""
+        """Return lines for the weights w0, ... of stages at the fraction `x` of the step; `rates`: also for r0 = dw0/dx"""
         lines = []
         for i in self.used():
             row = self.spec.tableau.dense[i]
@@ -230,9 +225,9 @@ class Steps:
         return lines
 
     def interpolated(self, target: str, stage: Callable[[int], str], u: str, fused: bool = False) -> list[str]:
-        """Return lines that assign a component of the interpolated state to `target`; the weights must be known.
+        """Return lines that assign a component of the interpolated state to `target`, after the lines of `weights`.
 
-        `stage`: returns the name of this component of a stage. `u`: the name of the component of the state before the step.
+        `stage(i)` and `u` are the names of this component of stage i and of the state before the step.
         """
         first, *others = self.used()
         lines = [f"total = w{first} * {stage(first)}", *[f"total = total + w{i} * {stage(i)}" for i in others]]
@@ -246,30 +241,29 @@ class Steps:
         return self.called([out], f"condition{e}", state, self.rounded(time))
 
     def conditions(self, target: str, state: str, time: str) -> list[str]:
-        """Return lines that compute all conditions into fields of a lane."""
+        """Return lines that store the values of all conditions in a field."""
         events = range(len(self.spec.events))
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
 
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
-        """Return the expression for whether the condition of event e has changed its sign; see `Event.crossed`."""
+        """Return an expression: whether the condition of event e has changed its sign, as in `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
         direction = direction or self.spec.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
-        """Return lines that find the fraction of the step, `high`, at which a condition vanishes: see `EventWatch`.
+        """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
 
-        In these lines `old` and `late` are the condition at both ends of the step. `stage`, `u`: return the names of
-        components of stages and of the state before the step. `value`: lines that compute the condition's `value` at the
-        state y and the fraction x.
+        They use the values `old` and `late` of the condition at both ends of the step. `stage`, `u`: return the names of
+        components of stages and of the state before the step. `value`: lines for the condition at the state y.
         """
         inner = [
             "width = high - low",
             f"if width <= {RESOLUTION!r}:",
             "    break",
             "middle = 0.5 * (low + high)",
-            # The ITP method: the root of the secant, moved towards the middle of the bracket (truncation), and no farther
-            # from the middle than the worst case of bisection allows (projection).
+            # The ITP method: the root of the secant is moved towards the middle of the bracket, and is at most as far from
+            # the middle as the worst case of bisection allows.
             "x = (late * low - early * high) / (late - early)",
             "away = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
@@ -283,7 +277,7 @@ class Steps:
             inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
         inner += [
             *value,
-            # The bracket ends at or after the sign change.
+            # `high` is at or after the sign change.
             "if (value > 0.0) if old > 0.0 else (value < 0.0):",
             "    low = x",
             f"    early = {self.doubled('value')}",
@@ -298,16 +292,16 @@ class Steps:
 
     @property
     def pulled_stages(self) -> range:
-        """The stages in the reverse sweep; the last one only if states inside the step depend on it."""
+        """The stages in the reverse sweep. The last stage affects only states inside the step."""
         return range(self.spec.stages + self.spec.inside)
 
     @property
     def moving_stages(self) -> range:
-        """The stages on which states inside the step may depend."""
+        """The stages that the interpolant may use."""
         return range(self.spec.stages + 1)
 
     def again(self) -> list[str]:
-        """Return lines that recompute the stages from y0 for the reverse sweep: arguments y1, ..., then the new state."""
+        """Return lines that recompute the stages and their arguments y1, ... from the state y0, for the reverse sweep."""
         lines, spec = [], self.spec
         for i in range(spec.stages + 1 if spec.inside or spec.timed else spec.stages):
             if i:
@@ -317,13 +311,13 @@ class Steps:
         return lines
 
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
-        """Return lines that propagate the cotangent of stage i to its argument: see `transposed_step`.
+        """Return lines that propagate the cotangent of stage i to its argument, as in `transposed_step`.
 
-        The cotangents of the arguments y0, y1, ... are z0, z1, ..., and those of the parameters e0, e1, ... `arrival`:
-        returns the contribution of states inside the step to the cotangent of a component of the stage.
+        The cotangents of the arguments are z0, z1, ..., and the cotangents of the parameters e0, e1, ... `arrival`: returns
+        the contribution of states inside the step to the cotangent of a component of the stage.
         """
         spec, table = self.spec, ((), *self.spec.tableau.a)
-        # The most recent term is added last, so that the other additions needn't wait for it.
+        # The term that was computed last is added last, so that the other additions needn't wait for it.
         weights = [(j, self.number(table[j][i])) for j in range(spec.stages, i, -1) if table[j][i]]
         lines = []
         for c in range(spec.d):

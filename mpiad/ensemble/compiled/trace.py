@@ -1,8 +1,7 @@
-"""`trace`: from the user's f to a program with the groups of inputs "state", "parameter" and "time".
+"""`trace`: from the user's f to a scalar program with the inputs "state", "parameter" and "time".
 
-A complex number is represented by two scalars, its real and its imaginary part. f is called with columns, as by the
-vectorized solver, but with a single one. The same functions can be traced, except for those that need values: branches that
-depend on values, functions of other libraries, indexing by values.
+A complex number is represented by two scalars, its real and its imaginary part. f is called with symbols, in arrays of one
+column. It can't be traced if it needs values: for branches, for indices, or for functions of other libraries.
 """
 
 from __future__ import annotations
@@ -26,25 +25,23 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED
 from mpiad.pytrees import is_variable
 
-# The parameters of an ensemble as rows of numbers.
-#
-# There are three kinds of leaves: those that differ between trajectories, those shared by all, and shared ones that can't
-# be differentiated (integers, booleans, strings, functions). The latter are constants of the program: f may branch on them,
-# and another value gives another program.
+# There are three kinds of leaves of the parameters: leaves that differ between trajectories, leaves shared by all, and
+# shared leaves that can't be differentiated (integers, booleans, strings, functions). The last are constants of the
+# program: f may branch on them, and another value gives another program.
 
 
 class PackedLeaf(NamedTuple):
-    """One leaf from which a program takes parameters."""
+    """One leaf whose numbers are inputs of a program."""
 
     place: int  # index of the leaf
     shape: Shape  # shape of the leaf for one trajectory
     varies: bool  # whether it differs between trajectories
-    first: int  # the number of its first scalar among the parameters; the others follow in C order
+    first: int  # the index of its first scalar among the parameters; the others follow in C order
     complex: bool = False  # whether its numbers are complex, represented by two scalars each
 
     @property
     def scalars(self) -> range:
-        """The numbers of its scalars."""
+        """The indices of its scalars among the parameters."""
         return range(self.first, self.first + math.prod(self.shape) * (2 if self.complex else 1))
 
 
@@ -60,25 +57,22 @@ class ParameterPacking(NamedTuple):
 
     @property
     def varying(self) -> tuple[int, ...]:
-        """The numbers of the scalars that differ between trajectories."""
+        """The indices of the scalars that differ between trajectories."""
         return tuple(j for part in self.parts if part.varies for j in part.scalars)
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The numbers of the scalars that are the same for all."""
+        """The indices of the scalars that all trajectories share."""
         return tuple(j for part in self.parts if not part.varies for j in part.scalars)
 
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
-        """Return the parameters of `count` trajectories in a real dtype, shapes (len(varying), count) and (len(shared),).
-
-        `leaves`: as in `Parameters`, that is, the last axis of those that vary counts trajectories.
-        """
+        """Return the varying parameters of `count` trajectories, and the shared ones, in a real dtype: (m, count), (k,)."""
         own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
         common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
         return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
-        """Return the scalars of `count` trajectories by their numbers, in a real dtype, on the leaves' device."""
+        """Return the scalars of `count` trajectories by their indices, in a real dtype, on the leaves' device."""
         rows: dict[int, Any] = {}
         for part in self.parts:
             leaf: Any = np.reshape(leaves[part.place], (math.prod(part.shape), count) if part.varies else -1)
@@ -88,7 +82,6 @@ class ParameterPacking(NamedTuple):
 
     def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
         """Return arrays in the shapes of leaves, by their indices, from rows of `count` numbers in the order of `split`."""
-        # The parts are in the order of their scalars.
         rows = {True: iter(varying), False: iter(shared)}
         made = {}
         for part in self.parts:
@@ -128,11 +121,10 @@ _COLUMNS = 5
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
-    """Return the program of f, as in `ODEProblem`, of one trajectory's state, parameters and time; may raise Untraceable.
+    """Return the program of f, as in `ODEProblem`, for one trajectory; may raise Untraceable.
 
-    The program has one output per scalar of f's result for one trajectory, in C order. `result`: shape of a real result; by
-    default the result is the derivative of a state. `p`: only shapes, and the values of leaves that can't be
-    differentiated, are used. The program's parameters are numbered as in `packing_of`: leaf by leaf, in C order.
+    The program has one output per scalar of the result of f, in C order, and its parameters are numbered as in
+    `packing_of`. `result`: shape of a real result; by default it is the derivative of a state.
     """
     width = 2 if is_complex(dtype) else 1
     groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
@@ -146,11 +138,11 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
 
 
 def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> tuple[Any, Any, Any]:
-    """Return u, p and t as symbols, with one column."""
+    """Return u, p and t as arrays of symbols with one column."""
     one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
     leaves = list(p.leaves)
     for part in packing_of(p).parts:
-        # States that are matrices are passed without an axis for trajectories.
+        # If states are matrices, f is called per trajectory.
         column = (1,) if part.varies and not one_by_one else ()
         own = (*part.shape, *column)
         leaves[part.place] = input_array(builder, "parameter", part.scalars, own, dtype, part.complex)
@@ -178,7 +170,7 @@ def _components(builder: Builder, value: Any, shape: Shape) -> list[Symbol]:
 def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
     """Compare a program with f at the initial states of a few trajectories; raise Untraceable if they differ.
 
-    `fun`: another user function instead of f, whose result ``called(u, p, t)`` returns as an array of shape (rows, n).
+    `fun`: the user function if it isn't f; then ``called(u, p, t)`` returns its result as an array of shape (rows, n).
     """
     if not batch.size:
         return
@@ -209,8 +201,7 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
     ids = np.resize(np.arange(batch.size), _COLUMNS)
     u, t = batch.u0[:, ids], batch.start[ids].astype(real_dtype(batch.u0.dtype))
     if is_complex(u):
-        # Away from the real axis, on which a trace that has lost imaginary parts would be right: for example, NumPy's imag
-        # of object arrays is zero.
+        # On the real axis a trace that has lost imaginary parts would be right. For example, np.imag of symbols is zero.
         u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t

@@ -1,7 +1,7 @@
-"""`TracedProblem`: the traced programs of f and of the conditions and affects of events, which are cached.
+"""`TracedProblem`: the traced programs of f and of the conditions and affects of events, with a cache.
 
-Training loops solve with the same f repeatedly. Programs, which were verified against f, are reused if the functions read
-the same values (see `function_fingerprint`), and if states and parameters have the same structure, shapes and dtypes.
+Training loops solve with the same f repeatedly. The programs are reused if the functions read the same values (see
+`function_fingerprint`), and states and parameters have the same structure, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ _log = logging.getLogger("mpiad")
 Warn: TypeAlias = "Callable[[Function, str], None]"
 _Found = TypeVar("_Found")
 
-# Up to this number of directions a kernel's tangents are faster than its adjoint.
+# Tangents in up to this number of directions are faster than an adjoint.
 FEW = 4
 MOST_COMPONENTS = 100
 # Maximum number of operations of f; a step calls f four to eleven times.
 MOST_OPERATIONS = 1500
-# Maximum number of different programs of one f; an f whose operations differ in each solve isn't compiled.
+# An f with more different programs than this isn't compiled.
 _MOST_PROGRAMS = 8
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-# Per function, the structures of its programs, without numbers, since numbers that change become parameters.
+# Per function, the structures of its programs: their operations, without numbers.
 _structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
-# Per f and structure: the first numbers, the indices of those that have changed, and the problem with these as parameters.
+# Per f and structure: the numbers in the first solve, the indices of numbers that have changed since, and the problem in
+# which these numbers are parameters.
 _first: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
 # Maximum number of cached traces per function.
 _MOST_KNOWN = 64
@@ -56,22 +57,20 @@ class TracedProblem(NamedTuple):
     program: Program
     conditions: tuple[Program, ...]
     packing: ParameterPacking
-    # The names of the program's parameters in kernels: p0, p1, … per trajectory, and s0, s1, … shared by all.
-    names: tuple[str, ...]
-    affects: tuple[Program | None, ...]  # for all events; None for those that don't act
-    # Numbers in the closures of the functions that change between solves; their names are the last ones of `names`.
-    numbers: tuple[float, ...] = ()
+    names: tuple[str, ...]  # of the program's parameters: see `names_of`
+    affects: tuple[Program | None, ...]  # for all events; None for events without an affect
+    numbers: tuple[float, ...] = ()  # constants of the functions that differ between solves; the last parameters
 
     def direction(self, j: int) -> tuple[str, int]:
-        """Return the direction of tangents for one of the program's parameters."""
+        """Return the direction of a tangent for parameter j, as in `KernelSpec.directions`."""
         return self.names[j][0], int(self.names[j][1:])
 
     def directions_of(self, place: int) -> list[tuple[str, int]]:
-        """Return the directions of a leaf's entries."""
+        """Return the directions of tangents for the scalars of a leaf."""
         return [self.direction(j) for part in self.packing.parts if part.place == place for j in part.scalars]
 
     def carried(self, given: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
-        """Return the variables of a trajectory for which tangents are propagated, none if an adjoint is faster."""
+        """Return the directions of tangents for the traced inputs, none if an adjoint is faster."""
         if gradient == "adjoint":
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
@@ -83,12 +82,11 @@ class TracedProblem(NamedTuple):
 def remembered(
     make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *asked: object
 ) -> _Found | None:
-    """Return the cached trace for a batch like this one, otherwise the result of `make`, which is cached unless it is None.
+    """Return the cached trace for such a batch, otherwise the result of `make`, which is cached unless it is None.
 
-    `make`: its argument is whether a trace is cached that differs only by numbers. `asked`: further objects on which the
-    result depends.
+    ``make(known)``: `known` is whether a trace is cached that differs only by numbers. `asked`: further parts of the key.
     """
-    # Parameters are compared by dtype and shape, leaves that can't be differentiated by value.
+    # Leaves that can be differentiated are compared by dtype and shape, others by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
@@ -109,10 +107,7 @@ def remembered(
 
 
 def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> TracedProblem | None:
-    """Return the programs of f and the events; None, after a call of `warn`, if they can't be compiled.
-
-    `must`: whether to raise a TypeError instead, for ``compile=True``.
-    """
+    """Return the programs of f and the events; if they can't be compiled, warn and return None, or with `must` raise."""
     program = _program_of(batch.f, "f", batch, must, warn)
     if program is None:
         return None
@@ -136,10 +131,7 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
 
 
 def _changing(f: Function, found: TracedProblem) -> TracedProblem:
-    """Return a problem whose parameters include the numbers that have changed since an earlier solve.
-
-    Thus one kernel is used for all numbers with which the trace has the same structure.
-    """
+    """Return a problem whose parameters include the numbers that have changed since earlier solves, to reuse its kernel."""
     programs = [g for g in (found.program, *found.conditions, *found.affects) if g is not None]
     structure = (found.names, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
     numbers = [number for g in programs for number in g.numbers.values()]
@@ -173,12 +165,12 @@ def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProb
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
-    """Return whether a function has had too many different programs, apart from numbers; `name`: its name in the log."""
+    """Return whether a function has had too many different programs, and warn; `name`: its name in the warning."""
     known = _structures.setdefault(identity_of(f), set())
     known.add(program.structure)
     if len(known) <= _MOST_PROGRAMS:
         return False
-    # The structure is removed, so that one that occurred before can still be used.
+    # The new structure is forgotten, so that the earlier ones remain usable.
     known.discard(program.structure)
     found = f"{name} has done other operations in each of {len(known)} solves, and was compiled in each"
     warn(f, f"{found}; now f is called with arrays instead. Pass what changes as p, and decide by it with np.where")
@@ -197,7 +189,7 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
 def _program_of(
     f: Function, name: str, batch: Batch, must: bool, warn: Warn, called: Called | None = None, result: Shape | None = None
 ) -> Program | None:
-    """Return the program of f, or of a condition or an affect; ``called(u, p, t)`` is its vectorized implementation."""
+    """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` evaluates for columns."""
     instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
     try:
         program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)

@@ -135,7 +135,7 @@ class DeviceWorkingSet(Turns):
         crossed = [] if self._watch is None else self._watch.crossed(step, self._p)
         before = self.live, self.end, self.h, self.idle, self._code, self._tries
         self._advance(step, None)
-        alive, most, count, concerned = self._look(step, crossed)
+        alive, most, count, concerned = self._read_counts(step, crossed)
         reached, located = None, []
         if any(concerned):
             columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, concerned)]
@@ -147,7 +147,7 @@ class DeviceWorkingSet(Turns):
                 step = step._replace(t_new=np.where(ended, reached, step.t_new), new=found.states)
                 self.live, self.end, self.h, self.idle, self._code, self._tries = before
                 self._advance(step, ended)
-                alive, most, count, _ = self._look(step, [])
+                alive, most, count, _ = self._read_counts(step, [])
                 reached = step.t_new
         if self._record is not None:
             noted = count if most else None
@@ -180,7 +180,7 @@ class DeviceWorkingSet(Turns):
         self.end, self._tries = np.where(mask, self.t, self.end), np.where(mask, self._turn, self._tries)
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
-    def _look(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
+    def _read_counts(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
         """Return the numbers that the host reads in a turn.
 
         These are the number of active trajectories; the largest number of saved times in any step; the numbers of saved
@@ -245,6 +245,6 @@ class DeviceWorkingSet(Turns):
                 saved = np.broadcast_to(states.T[:, None], saved.shape)
             elif mask.any():
                 same = bool((mask == mask[:1]).all())
-                here = self._xp.to_device(np.ascontiguousarray(mask[:1] if same else mask))
-                saved = np.where(here[:, :, None], states.T[:, None], saved)
+                on_device = self._xp.to_device(np.ascontiguousarray(mask[:1] if same else mask))
+                saved = np.where(on_device[:, :, None], states.T[:, None], saved)
         return self._xp.copy(saved)

@@ -72,8 +72,8 @@ class SaveTimes:
         k = xp.arange(most)[:, None]
         mine = k < count
         slot = np.where(mine, place + k, self.count)
-        within = np.minimum(slot, self.count - 1)  # the unused slot has no time; any will do
-        times = self._rows[within] if self._rows.ndim == 1 else self._rows[ids, within]
+        index = np.minimum(slot, self.count - 1)  # the unused slot has no time; any will do
+        times = self._rows[index] if self._rows.ndim == 1 else self._rows[ids, index]
         at_end = mine & (times == t_new)
         x = np.where(mine, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of length zero
         return Due(slot, x, at_end)

@@ -59,6 +59,6 @@ def test_places_of_fields(single):
     fields = Fields(spec)
     fields.add(["# Not these.", "u[3] k[2, 3]", "exact now live"])
     now, live = ("exact[l]", "exact[4 + l]") if single else ("b[36 + l]", "b[40 + l]")
-    text = fields.placed(["$u[0] $u[2] $k[1, 2] $u[e]", "$now $live"])
+    text = fields.resolved(["$u[0] $u[2] $k[1, 2] $u[e]", "$now $live"])
     assert text == f"b[l] b[8 + l] b[32 + l] b[(0 + e) * 4 + l]\n{now} {live}\n"
     assert [len(x) for x in fields.buffers(spec.dtype)] == ([36, 8] if single else [44, 0])

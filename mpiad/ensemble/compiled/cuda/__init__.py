@@ -1,1 +1,1 @@
-"""Kernels as CUDA C: one trajectory in each thread. The same text is C++, with a loop in place of the threads."""
+"""Kernels in CUDA C, which solve one trajectory per thread. The same text is C++, with a loop instead of threads."""

@@ -1,9 +1,8 @@
-"""The lines of CUDA kernels that look for events, and those that go back through them.
+"""The lines of CUDA kernels for events: their location, and the propagation of cotangents through them.
 
-A thread finds its trajectory's events as lanes do (`step_text`), and writes each into one table for all, in arbitrary order
-of the threads. The events of a trajectory form a linked list in it: each refers to the previous one, and `heads` to the
-last. In the reverse sweep a thread follows its list, and adds the cotangent of an event's time to those of the state there
-and of the parameters, as `crossing` does.
+All threads write events to one table, in arbitrary order. The events of a trajectory form a linked list: each refers to the
+previous one, and `heads` to the last. In the reverse sweep a thread follows its list, and propagates the cotangent of an
+event's time to the state at the event and the parameters, as `adjoint.pull_event`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from mpiad.compiling.source import numbered
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.step_text import Steps
 
-# Of the table: the trajectory, the event, its step (from 0), the part of the step before the event, and its time; then the
-# row of the previous event.
+# The rows of the table: the trajectory, the event, the step (from 0), the fraction of the step at which the event lies, its
+# time, and the column of the trajectory's previous event.
 ROWS = 6
 
 # Finds the events of a step, and cuts it short at the first terminal one.
@@ -27,15 +26,15 @@ if ({crossed}) {
     double cut = INFINITY;
     @located
     each e:
-        // On the second run, for the way back, all has been noted.
-        if (u_end && part{e} < INFINITY && part{e} <= cut) {
+        // The second run, which records steps for the reverse kernel, writes no events.
+        if (u_end && fraction{e} < INFINITY && fraction{e} <= cut) {
             const long long row = NEXT(happened);
             if (row < room) {
                 rows[0 * room + row] = (double)i;
                 rows[1 * room + row] = {e};
                 rows[2 * room + row] = (double)taken;
-                rows[3 * room + row] = part{e};
-                rows[4 * room + row] = sign * (now + part{e} * size);
+                rows[3 * room + row] = fraction{e};
+                rows[4 * room + row] = sign * (now + fraction{e} * size);
                 rows[5 * room + row] = (double)head;
             }
             head = row;
@@ -50,17 +49,17 @@ if ({crossed}) {
 """
 
 _LOCATED = """
-double part{e} = INFINITY;
+double fraction{e} = INFINITY;
 if (crossed{e}) {
-    // What the condition gives its value to is of the states' precision.
+    // The condition's result has the precision of states.
     real value;
     @search
-    part{e} = high;
+    fraction{e} = high;
     when terminal: if (high < cut) cut = high;
 }
 """
 
-# The events of a step, between its stages and the reverse sweep through them.
+# Processes the events of a step, after its stages have been recomputed.
 _CROSSED = """
 when moves: real {rate_at_end};
 while (row >= 0 && (long long)rows[2 * room + row] == step) {
@@ -75,8 +74,8 @@ while (row >= 0 && (long long)rows[2 * room + row] == step) {
 
 _BODY = """
 if (event == {e}) {
-    // Of two terminal ones at once the last one ended it; at a passing one's time that nobody asked for the condition
-    // may have no slope.
+    // If two terminal events coincide, only the last has ended the trajectory. If the time of another event isn't
+    // differentiated, its condition may have slope zero.
     if ({asked}) {
         real {derivatives};
         slopes{e}({given});
@@ -87,7 +86,7 @@ if (event == {e}) {
             each c: const real bar_{c} = total_{c} + move * g_{c};
             each c: total_{c} = 0;
         when not terminal: each c: const real bar_{c} = move * g_{c};
-        // As if the state there had been saved.
+        // The cotangent of the state at the event is treated like that of a saved state.
         @sums
         each c:
             mid_{c} += bar_{c};
@@ -98,7 +97,7 @@ if (event == {e}) {
 
 
 def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the names of the forward kernel's template for events, in addition to those for steps."""
+    """Return the placeholders of the forward kernel for events."""
     events, terminal = range(len(spec.events)), [ends for ends, _ in spec.events]
     names: dict[str, Any] = {"declared": "", "found": [], "conditions": []}
     if not events:
@@ -123,7 +122,7 @@ def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
 
 
 def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the names of the reverse kernel's template for events."""
+    """Return the placeholders of the reverse kernel for events."""
     if not spec.events:
         return {"declared": "", "crossed": []}
     d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * room + row]"]

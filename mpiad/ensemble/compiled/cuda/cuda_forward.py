@@ -1,7 +1,7 @@
 """The CUDA source of the forward kernel: each thread solves one trajectory, with the state in registers.
 
-The lines of a step come from `step_text`, translated to C++. In the source, the times `now` and `ahead` and the step size
-`size` are multiplied by the sign of the direction of integration.
+The lines of a step are those of `step_text`, translated to C++. The times `now` and `ahead` and the step size `size` are
+multiplied by the sign of the direction of integration.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
-# Definitions at the beginning of both kernels' sources. NVRTC has no standard headers. Tests compile the sources for CPUs,
-# where `EACH` is a loop over the trajectories.
+# Definitions for both kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
 _PRELUDE = """
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define KERNEL extern "C" __global__ void
@@ -35,7 +34,7 @@ _PRELUDE = """
 #define EACH(i, n) for (long long i = 0; i < n; ++i)
 #endif
 
-// NaN where either is.
+// NaN if either argument is NaN.
 INLINE double larger(double a, double b) { return a > b || a != a ? a : b; }
 INLINE double smaller(double a, double b) { return a < b || a != a ? a : b; }
 INLINE bool finite_number(double a) { return a - a == 0; }
@@ -46,8 +45,8 @@ INLINE double least_step(double t) {
     next.bits += next.bits < 0 ? -1 : 1;
     return 10 * (next.x - t);
 }
-// x^(-1/2n): single precision, then two steps of Newton's method for y^-2n = x, each of which squares the relative error.
-// `pow` in double precision takes a third of a step's time. Beyond 1e-36 and 1e36 the step size is at its limits anyway.
+// x^(-1/2n): an approximation in single precision, then two steps of Newton's method for y^-2n = x. `pow` in double
+// precision would take a third of a step's time. Beyond 1e-36 and 1e36 the step size is limited anyway.
 INLINE double inverse_root(double x, const int n) {
     x = x < 1e-36 ? 1e-36 : x > 1e36 ? 1e36 : x;
     double y = exp2f(log2f((float)x) * (-0.5f / n));
@@ -60,7 +59,7 @@ INLINE double inverse_root(double x, const int n) {
 }
 typedef {real} real;
 
-// When a trajectory's next state is to be saved.
+// The time of a trajectory's next saved state.
 INLINE double due_at(
     const double* times, long long n_saved, long long by_row, long long i, long long place, double sign
 ) {
@@ -76,9 +75,9 @@ def prelude(spec: KernelSpec) -> str:
 
 
 _KERNEL = """
-// The trajectories first, ..., first + count - 1 of n. saved: (n_saved, d, n); the others: (rows, n), but for start, stop
-// and u0 with strides of their own. steps_u, steps_t: capacity rows of (d, count) and (2, count). failed: their number.
-// Without u_end nothing is left but the steps. rows: (6, room).
+// Solves the trajectories first, ..., first + count - 1 of n. saved: shape (n_saved, d, n); steps_u, steps_t: (capacity, d,
+// count), (capacity, 2, count); rows, the table of events: (6, room); other arrays: (rows, n). failed: the number of failed
+// trajectories. If u_end is null, only the steps are written.
 KERNEL forward(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
     const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
@@ -122,7 +121,7 @@ KERNEL forward(
         }
         while (code < 0) {
             double ahead = now + following;
-            // A last step of rounding's size is none.
+            // A remainder of the size of rounding is added to the last step.
             when not adaptive: if (ahead > goal - 1e-9 * following) ahead = goal;
             ahead = smaller(ahead, goal);
             const double size = ahead - now, h = sign * size, t = sign * now, tn = sign * ahead;
@@ -139,7 +138,7 @@ KERNEL forward(
             if (accepted) {
                 @tangents
                 when record:
-                    // Beyond its capacity it only counts, so that the next try has enough.
+                    // Beyond the capacity, steps are only counted.
                     if (taken < capacity) {
                         each c: steps_u[(taken * {d} + {c}) * count + column] = u_{c};
                         steps_t[(2 * taken + 0) * count + column] = t;
@@ -159,7 +158,7 @@ KERNEL forward(
                     }
                     due = due_at(times, n_saved, by_row, i, ++place, sign);
                 }
-                // The last stage is the first of the next step, and so is its tangent.
+                // The last stage and its tangent are the first of the next step.
                 each c:
                     u_{c} = new_{c};
                     k0_{c} = k{last}_{c};
@@ -212,12 +211,10 @@ def cuda_forward_text(spec: KernelSpec) -> str:
 
 
 def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
-    """Return lines for the factor of the next step."""
-
     def power(x: str, exponent: str, out: str) -> list[str]:
         if x == "q2" and not spec.remembers:
             return [f"{out} = inverse_root(q2, {spec.tableau.error_order})"]
-        # Takes half as many instructions as `pow`, with an error of a few units in the last place.
+        # It takes half as many instructions as `pow`, with an error of a few ulp.
         return [f"{out} = np.exp2({exponent} * np.log2({x}))"]
 
     return steps.factor(power, "before", "rejected")
@@ -240,7 +237,7 @@ def _first_step(spec: KernelSpec, steps: Steps) -> list[str]:
 
 
 def _tangents(spec: KernelSpec, steps: Steps) -> list[str]:
-    """Return lines for the tangents of all stages; the kernel computes them after a step is accepted."""
+    """Return lines for the tangents of all stages, which are computed for accepted steps."""
     lines = []
     for j in range(len(spec.directions)):
         for i in range(1, spec.stages + 1):

@@ -1,8 +1,7 @@
-"""The text of the reverse kernel: in each thread the adjoint of one trajectory's accepted steps.
+"""The CUDA source of the reverse kernel: each thread computes the adjoint of one trajectory's accepted steps.
 
-See `transposed_step`: the stages are recomputed from the state before the step, and cotangents are pulled back through
-them. Each trajectory writes its contribution to shared parameters to a column of its own, so that the order of the sum is
-fixed.
+The stages are recomputed from the state before the step, and cotangents are propagated as in `transposed_step`. Each
+trajectory writes its cotangents of shared parameters to a column of its own, so the order of the sum is fixed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ KERNEL reverse(
         each p: const real p{p} = p[{p} * n + i];
         each s: const real s{s} = s[{s}];
         when room: real lu[{room}];
-        // Whatever the cotangent of one that failed is, NaN included, it isn't looked at.
+        // Cotangents of failed trajectories, which may be NaN, are ignored.
         each c: real total_{c} = alive ? end_bar[{c} * n + i] : 0;
         each own: real own{own} = 0;
         each common: real common{common} = 0;
@@ -69,7 +68,7 @@ KERNEL reverse(
                     when not inside: each c: total_{c} += saved_bar[(place * {d} + {c}) * n + i];
                     --place;
                 }
-                // Where an event has cut the step short, its own end.
+                // The end of a step that an event has cut short.
                 when events: ahead = ends ? now + size : ahead;
                 const double tn = sign * ahead;
                 @stages
@@ -96,7 +95,7 @@ KERNEL reverse(
 
 
 def cuda_reverse_text(spec: KernelSpec) -> str:
-    """Return the text of `reverse`, which calls `f` and its adjoint `g`."""
+    """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
     steps, last = steps_of(spec, fused=False), spec.stages
     new = steps.state(f"z{last}")
     scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
@@ -104,14 +103,14 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     names["weights"] = c_lines(["x = (due - now) / size", *steps.weights()])
     names["stages"] = c_lines(steps.again(), scope)
     if last in steps.pulled_stages:
-        # The stage at the new state contributes only if a state inside this step was saved.
+        # The last stage contributes only to states inside the step.
         names["pulled_last"] = ["if (met) {", *indented(_pulled(spec, steps, last, set(scope))), "}"]
     names["pulled"] = [line for i in reversed(steps.pulled_stages) if i < last for line in _pulled(spec, steps, i, scope)]
     return "\n".join(filled(_KERNEL, names))
 
 
 def _pulled(spec: KernelSpec, steps: Steps, i: int, scope: set[str]) -> list[str]:
-    """Return lines that pull the cotangent of stage i back to its argument, and to the parameters."""
+    """Return lines that propagate the cotangent of stage i to its argument and the parameters."""
     made = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
     sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
     return made + [f"{name} += e{j};" for j, name in enumerate(sums)]

@@ -1,7 +1,6 @@
-"""The derivatives of a solve by a kernel on a GPU: see `solve_operator`.
+"""The first derivatives of a solve by a kernel on a GPU, for `solve_operator`.
 
-If the arguments are on the host, so are the results and their cotangents: each is copied once. Only first derivatives are
-available; those of a gradient need `EnsembleVectorized`.
+If the arguments are on the host, the results and their cotangents are on the host, too: each is copied once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.cuda.gpu_inputs import placed
+from mpiad.ensemble.compiled.cuda.gpu_inputs import device_rows
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver
 from mpiad.ensemble.compiled.trace import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import FEW
@@ -25,33 +24,31 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 class Solved:
-    """A solve and the location of its results.
+    """A solve on a device.
 
-    - `carried`: directions in which the results carry tangents.
-    - `by_tangent`: whether a gradient is computed by tangents.
-    - `on_host`: whether results are on the host.
+    `carried`: the directions of tangents in the results. `by_tangent`: whether a gradient is computed by tangents.
+    `on_host`: whether the caller's arrays are on the host.
     """
 
     def __init__(self, solver: Solver, results: DeviceResults, carried: Directions, by_tangent: bool, on_host: bool):
         self.solver, self.results, self.carried = solver, results, carried
         self.by_tangent, self.on_host = by_tangent, on_host
-        # Whether times have derivatives, too.
-        self.timed = results.rows is not None
+        self.timed = results.rows is not None  # whether times have derivatives
 
     @property
     def vector(self) -> Array:
-        """All results as one vector: states, followed by the times at which trajectories ended, and those of events."""
+        """All results as one vector: states, end times of trajectories, times of events."""
         results = self.results
         if not self.timed:
-            return self._out(results.vector)
+            return self._to_caller(results.vector)
         events = results.rows[4, : results.found_events]
-        return self._out(np.concatenate([results.vector.astype(float), results.t_reached, events]))
+        return self._to_caller(np.concatenate([results.vector.astype(float), results.t_reached, events]))
 
-    def _out(self, x: Array) -> Array:
+    def _to_caller(self, x: Array) -> Array:
         return self.solver.arrays.to_host(x) if self.on_host else x
 
-    def _place(self, x: Array) -> Array:
-        return placed(self.solver.arrays, x, self.solver.real)
+    def _to_device(self, x: Array) -> Array:
+        return device_rows(self.solver.arrays, x, self.solver.real)
 
     def _directions(self, argnums: Sequence[int]) -> Directions:
         found = [("u", c) for c in range(self.solver.d)] if U0 in argnums else []
@@ -61,7 +58,7 @@ class Solved:
         return [part for part in self.solver.traced.packing.parts if part.place + LEAVES in argnums]
 
     def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:
-        """Return runs with tangents, with the directions of each; more than a few directions take several runs."""
+        """Return results with tangents in the wanted directions, from several runs if there are more than a few."""
         if wanted and set(wanted) <= set(self.carried):
             return [(self.carried, self.results)]
         groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
@@ -73,23 +70,22 @@ class Solved:
         """Return the cotangents of arguments."""
         solver = self.solver
         with solver.arrays.current():
-            bar, times = self._parted(g)
-            bar = self._place(bar)
+            bar, times = self._split(g)
+            bar = self._to_device(bar)
             rows = self._contracted(argnums, bar) if self.by_tangent else self._adjoint(argnums, bar, times)
             own = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
             return {k: row.reshape(np.shape(args[k])) for k, row in own.items()}
 
-    def _parted(self, bar: Array) -> tuple[Array, list[Array]]:
-        """Split the cotangent of all results into those of the states and, on the device, those of times."""
+    def _split(self, bar: Array) -> tuple[Array, list[Array]]:
+        """Split the cotangent of all results into the cotangents of states and of times, these on the device."""
         if not self.timed:
             return bar, []
         count, arrays = self.solver.count, self.solver.arrays
         end = bar.size - count - self.results.found_events
-        # States that weren't reached are NaN, and so may their cotangents be.
-        return bar[:end], [placed(arrays, part, float) for part in (bar[end : end + count], bar[end + count :])]
+        return bar[:end], [device_rows(arrays, part, float) for part in (bar[end : end + count], bar[end + count :])]
 
     def _adjoint(self, argnums: Sequence[int], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
-        """Return the cotangents of the arguments by the reverse kernel, as rows."""
+        """Return the cotangents of the arguments, as rows, by the reverse kernel."""
         parts = self._parts(argnums)
         found = self.solver.pulled(self.results, bar, tuple(j for part in parts for j in part.scalars), times)
         rows, taken = {U0: found.u0}, {True: 0, False: 0}
@@ -100,7 +96,7 @@ class Solved:
         return rows
 
     def _contracted(self, argnums: Sequence[int], bar: Array) -> dict[int, Array]:
-        """Return the cotangents of the arguments by tangents, as rows."""
+        """Return the cotangents of the arguments, as rows, by tangents."""
         saved_bar, end_bar = self.solver.parts(bar)
         found = {}
         for directions, results in self._tangents(self._directions(argnums)):
@@ -108,7 +104,7 @@ class Solved:
                 row = np.sum(results.du_end[k] * end_bar, axis=0)
                 if saved_bar.size:
                     row = row + np.sum(results.dsaved[k] * saved_bar, axis=(0, 1))
-                # By a selection, not by a factor of zero: tangents of failed trajectories may be NaN.
+                # Tangents of failed trajectories may be NaN, so a factor of zero wouldn't do.
                 found[direction] = np.where(came_through(results.codes), row, 0)
         rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):
@@ -122,20 +118,20 @@ class Solved:
         """Return the tangent of the vector."""
         solver = self.solver
         with solver.arrays.current():
-            along = self._along(tangents)
+            coefficients = self._coefficients(tangents)
             total = solver.arrays.full(self.results.vector.shape, 0, solver.real)
             saved, end = solver.parts(total)
             for group, results in self._tangents(self._directions(tuple(tangents))):
                 alive = came_through(results.codes)
                 for k, direction in enumerate(group):
-                    if direction in along:
-                        saved += np.where(alive, results.dsaved[k] * along[direction], 0)
-                        end += np.where(alive, results.du_end[k] * along[direction], 0)
-            return self._out(total)
+                    if direction in coefficients:
+                        saved += np.where(alive, results.dsaved[k] * coefficients[direction], 0)
+                        end += np.where(alive, results.du_end[k] * coefficients[direction], 0)
+            return self._to_caller(total)
 
-    def _along(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
-        """Return the coefficients of the directions: one number for all trajectories, or a row."""
-        rows = {k: self._place(g) for k, g in tangents.items()}
+    def _coefficients(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
+        """Return the factors of tangents per direction: one number for all trajectories, or a row."""
+        rows = {k: self._to_device(g) for k, g in tangents.items()}
         found = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
         for part in self._parts(tuple(rows)):
             flat = rows[part.place + LEAVES].reshape(len(part.scalars), -1)
@@ -153,12 +149,11 @@ class Solved:
 
 
 def results_of(solved: Solved, given: Batch) -> list[Array]:
-    """Return the results as functions of the traced values in `given`.
+    """Return saved states, (N, n_saved, d), and final states, (N, d), with derivatives with respect to `given`.
 
-    These are saved states, (N, n_saved, d), and last ones, (N, d); with events and traced values also the times at which
-    trajectories ended, (N,), and those of all events, in the order of the table's rows, on the host.
+    If times have derivatives, also return end times, (N,), and the times in the table of events, (m,), on the host.
     """
-    # Without traced values no derivatives are needed, and times would make a second array of all states.
+    # Without derivatives a vector with times would be a needless copy of all states.
     solved.timed = solved.timed and given.traced
     vector = solve_operator(given.u0, given.start, given.end, NO_TIMES, *given.p.leaves, solved=solved)
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved
@@ -169,6 +164,6 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     states = [anp.transpose(saved, (2, 0, 1)), anp.transpose(last)]
     if not solved.timed:
         return states
-    # In one array with times, states have become double.
+    # In a vector with times, states are double.
     states = [x if x.dtype == solver.real else x.astype(solver.real) for x in states]
     return [*states, to_host(vector[end : end + count]), to_host(vector[end + count :])]

@@ -1,4 +1,4 @@
-"""A batch as arguments of the kernels, rows of numbers on a device; and a few sample trajectories on the host."""
+"""The arguments of GPU kernels for a batch: rows of numbers on the device; and a small sample of the batch on the host."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _COLUMNS = 5
 
 
 class Inputs(NamedTuple):
-    """Arguments that all kernels of a solve have, in their order; only the forward kernel has those from `u0` on.
+    """The arguments of kernels, in order; the reverse kernel has only the arguments before `u0`.
 
-    An array that is the same for all trajectories is one column, and its stride along the trajectories is zero.
+    An array that all trajectories share has one column, and its stride along the trajectories is zero.
     """
 
     # `p`, `s`: shapes (varying, n), (shared,).
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: TracedProblem) -> Inputs:
-    """Return the arguments on a device; host arrays of a few numbers are copied there together."""
+    """Return the arguments on a device; small host arrays are copied together."""
     count, real, d = batch.size, batch.u0.dtype, len(batch.u0)
     packing = traced.packing
     own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
@@ -49,30 +49,29 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: Tra
     common += [np.array(traced.numbers)] if traced.numbers else []
     times = np.asarray(settings.saveat, float)
     spans = [np.asarray(x, float) for x in (batch.start, batch.end)]
-    alike, one_start = all(map(_is_alike, spans)), _is_alike(batch.u0)
-    # The arrays that are copied together, by their names.
-    few = {"times": times, "atol": np.broadcast_to(np.ravel(settings.atol), (d,)).astype(real)}
+    same_span, one_start = all(map(_is_shared, spans)), _is_shared(batch.u0)
+    together = {"times": times, "atol": np.broadcast_to(np.ravel(settings.atol), (d,)).astype(real)}
     if not any(map(is_device_array, common)):
-        few["s"] = np.concatenate([np.ravel(leaf) for leaf in common] or [np.empty(0)]).astype(real)
-    if alike:
-        few |= {"start": spans[0][:1], "stop": spans[1][:1]}
+        together["s"] = np.concatenate([np.ravel(leaf) for leaf in common] or [np.empty(0)]).astype(real)
+    if same_span:
+        together |= {"start": spans[0][:1], "stop": spans[1][:1]}
     if one_start:
-        few["u0"] = batch.u0[:, :1]
-    on_device = dict(zip(few, _copied_together(arrays, list(few.values()))))
-    if "s" not in few:
-        on_device["s"] = _together(arrays, [placed(arrays, leaf, real).reshape(-1) for leaf in common], (0,), real)
-    if not alike:
-        on_device |= {name: placed(arrays, span, float) for name, span in zip(("start", "stop"), spans)}
+        together["u0"] = batch.u0[:, :1]
+    on_device = dict(zip(together, _copied_together(arrays, list(together.values()))))
+    if "s" not in together:
+        on_device["s"] = _together(arrays, [device_rows(arrays, leaf, real).reshape(-1) for leaf in common], (0,), real)
+    if not same_span:
+        on_device |= {name: device_rows(arrays, span, float) for name, span in zip(("start", "stop"), spans)}
     if not one_start:
-        on_device["u0"] = placed(arrays, batch.u0, real)
+        on_device["u0"] = device_rows(arrays, batch.u0, real)
     return Inputs(
-        p=_together(arrays, own, (0, count), real), by_span=int(not alike), n_saved=times.shape[-1],
+        p=_together(arrays, own, (0, count), real), by_span=int(not same_span), n_saved=times.shape[-1],
         by_row=int(times.ndim > 1), u0_row=1 if one_start else count, u0_column=int(not one_start), **on_device,
     )  # fmt: skip
 
 
-def _is_alike(x: Array) -> bool:
-    """Return whether an array is on the host and has one column for all trajectories."""
+def _is_shared(x: Array) -> bool:
+    """Return whether a host array has one column for all trajectories."""
     return not is_device_array(x) and x.size > 0 and x.strides[-1] == 0
 
 
@@ -86,16 +85,16 @@ def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array
     return [copy[a : a + part.nbytes].view(part.dtype).reshape(part.shape) for part, a in zip(parts, starts)]
 
 
-def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
-    """Return an array on the device, contiguous and of a dtype: itself if it is so already."""
+def device_rows(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
+    """Return a contiguous array of a dtype on the device, without a copy if possible."""
     if not is_device_array(x):
         return arrays.to_device(np.ascontiguousarray(x, dtype))
     return arrays.contiguous(x if x.dtype == dtype else x.astype(dtype))
 
 
 def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Array:
-    # The number of rows is given, since it can't be inferred without trajectories.
-    return placed(arrays, leaf, dtype).reshape(math.prod(np.shape(leaf)[:-1]), count)
+    # Without trajectories the number of rows can't be inferred.
+    return device_rows(arrays, leaf, dtype).reshape(math.prod(np.shape(leaf)[:-1]), count)
 
 
 def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -106,10 +105,7 @@ def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], d
 
 
 def sample_batch(batch: Batch) -> Batch:
-    """Return a batch of host arrays with the same f and the same shapes, of a few trajectories.
-
-    Parameters that all trajectories share are passed unchanged if they are on the host.
-    """
+    """Return a batch of a few trajectories with the same f and made-up states and parameters on the host."""
     leaves = [_leaf(leaf, varies) for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
     times = [np.full(_COLUMNS, x[0] if len(x) else value) for x, value in ((batch.start, 0.0), (batch.end, 1.0))]
     u0 = _made_up((len(batch.u0), _COLUMNS), batch.u0.dtype)
@@ -123,7 +119,7 @@ def _leaf(leaf: Array, varies: bool) -> Any:
     shape = (*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape
     if leaf.dtype.kind in "fc":
         return _made_up(shape, leaf.dtype)
-    # f may count and branch on integers, so they must be the true ones: those of the first trajectories, repeated.
+    # f may branch on integers, so they are taken from the first trajectories.
     return np.resize((leaf if arrays is None else arrays.to_host(leaf)).T, shape[::-1]).T
 
 

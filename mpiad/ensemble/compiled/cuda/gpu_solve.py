@@ -1,4 +1,4 @@
-"""`solved_on_gpu`: an ensemble by a kernel on a device, from its batch to its solution."""
+"""`solved_on_gpu`: the solve of an ensemble by a kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -32,22 +32,18 @@ from mpiad.ensemble.trial import try_once
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel
 
-# Per thread. With more, a step moves about as much memory for spilled registers as arrays would.
+# Per thread. With more, spilled registers take about as much memory traffic as array operations.
 MOST_LOCAL_BYTES = 8192
 
 
 class DeviceSolution(EnsembleSolution):
-    """The solutions of an ensemble by a kernel, whose states are on a device, or were copied from one.
+    """`EnsembleSolution` whose return codes, times, counts and events are copied to the host when they are first read."""
 
-    As `EnsembleSolution`; return codes, times, counts and events are copied to the host when they are first read.
-    `failed`: number of failed trajectories, the only number that each solve copies to the host.
-    """
-
-    failed: int
+    failed: int  # number of failed trajectories, the only number that each solve copies to the host
 
     @property
     def all_succeeded(self) -> bool:
-        """Whether it is known, without reading any trajectory, that all reached their ends."""
+        """Whether all trajectories are known to have reached their ends, without copies to the host."""
         return self.__dict__.get("failed") == 0
 
     def _surviving(self) -> Array:
@@ -57,11 +53,10 @@ class DeviceSolution(EnsembleSolution):
 def solved_on_gpu(
     compiler: Compiler, given: Batch, batch: Batch, settings: Settings, by_arrays: Callable[..., EnsembleSolution]
 ) -> EnsembleSolution:
-    """Solve all trajectories of a batch: by a kernel if possible, otherwise by arrays on their device.
+    """Solve a batch by a kernel if possible, otherwise by ``by_arrays(given, batch, settings)``.
 
-    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. Without a kernel
-    ``by_arrays(given, batch, settings)`` solves it. Raises ImportError or RuntimeError without CuPy, or without a GPU;
-    NotImplementedError for a Rosenbrock method with a mass matrix and arrays on a device.
+    `given` is the batch with traced values, `batch` the same with plain values, on a device or on the host. Raises
+    ImportError or RuntimeError without CuPy or a GPU; NotImplementedError for a mass matrix and arrays on a device.
     """
     on_host = not is_on_device(batch)
     if not on_host:
@@ -71,7 +66,7 @@ def solved_on_gpu(
         sol = _by_kernel(compiler, given, batch, settings, arrays)
     if sol is not None:
         return sol
-    compiler.compile = False  # for the host
+    compiler.compile = False  # no CPU kernel either
     if not on_host:
         return by_arrays(given, with_states_on_device(batch), settings)
     moved = _moved(given, arrays)
@@ -95,9 +90,9 @@ def _by_kernel(
     solver = Solver(compiler, arrays, traced, batch, settings)
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
-    carried = directions if len(directions) <= FEW else ()  # more are propagated later, a few at a time
+    carried = directions if len(directions) <= FEW else ()  # further tangents are propagated later, a few at a time
     if carried and settings.gradient is None and solver.kernel(carried).local_bytes > MOST_LOCAL_BYTES:
-        directions = carried = ()  # the adjoint's kernels are smaller
+        directions = carried = ()  # the kernels of an adjoint are smaller
     if not fits(solver.kernel(carried), batch, compiler):
         return None
     solved = Solved(solver, solver.solved(carried), carried, bool(directions), on_host)
@@ -113,8 +108,8 @@ def _by_kernel(
 
 
 def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict[str, Callable[[], Any]]:
-    """Return functions that create the fields of a solution that are copied to the host when they are first read."""
-    # They refer only to the results that they need: states would keep their memory until events are read.
+    """Return functions for the fields of a solution that are copied to the host when they are first read."""
+    # The functions don't refer to states, whose memory could otherwise not be released.
     results, arrays, alg, given = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
     codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
@@ -130,7 +125,7 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
 
 
 def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Event], times: Sequence[Array]) -> dict:
-    """Return the events of all trajectories, with traced times if derivatives are needed."""
+    """Return the events of all trajectories; `times`: end times and event times with derivatives, if needed."""
     if not rows.size:
         return {}
     table = arrays.to_host(arrays.contiguous(rows))
@@ -143,16 +138,12 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Even
 
 
 def _shaped(x: Array, shape: Shape) -> Array:
-    """Return states, along the last axis, in their shape; vectors are returned unchanged, as views."""
+    """Return states, flattened along the last axis, in their shape."""
     return x if len(shape) == 1 else anp.reshape(x, (*x.shape[:-1], *shape))
 
 
 def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Settings) -> TracedProblem | None:
-    """Return the problem to compile; None, with one line in the log, if arrays solve the ensemble.
-
-    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. With
-    ``compile=True`` raises TypeError or ValueError if it can't be compiled.
-    """
+    """Return the problem to compile; if that is impossible, warn and return None, or raise with ``compile=True``."""
     if compiler.compile is False:
         return None
     must = compiler.compile is True

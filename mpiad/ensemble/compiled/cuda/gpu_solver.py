@@ -1,8 +1,8 @@
-"""A batch on a device, and the runs of its kernels: solves, tangents, and the reverse sweep over the steps.
+"""A batch on a device, and the runs of its kernels: solves, with tangents if needed, and the reverse sweep.
 
-The forward kernel keeps no record for the reverse sweep. For an adjoint, it runs once more, share by share, and records the
-steps in memory whose size the first run has determined; the reverse kernel follows. So device memory is used for the steps
-of one share, and only during a backward pass. Both runs use the same machine code, so they take the same steps.
+A solve records no steps. For an adjoint the forward kernel runs again, for one share of the trajectories after the other,
+and records the steps of this share, whose number the first run has determined; the reverse kernel follows. Both runs use
+the same machine code, so they take the same steps.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel, Launcher, launcher_of
 
-# The trajectories that go back over their steps together: as many as device memory allows.
-
-
-# Number of values that are copied to the host, for ensembles of all sizes.
-_BLOCKS = 4096
+_BLOCKS = 4096  # maximum number of blocks of trajectories whose step counts are copied to the host
 
 
 class Share(NamedTuple):
-    """Trajectories first, ..., first + count - 1, none of which took more than `capacity` steps."""
+    """Trajectories first, ..., first + count - 1, with up to `capacity` steps each."""
 
     first: int
     count: int
@@ -44,7 +40,7 @@ class Share(NamedTuple):
 
 
 def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
-    """Return the number of trajectories in a block, and on the host the largest number of steps of each block."""
+    """Return the number of trajectories per block, and the largest number of steps in each block, on the host."""
     n = len(naccept)
     size = -(-n // _BLOCKS)
     whole = n // size * size
@@ -55,16 +51,15 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
 
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Divide `count` trajectories, in order, into shares whose steps fit into a budget.
+    """Divide `count` trajectories, in order, into shares whose steps fit into a budget of bytes.
 
-    Blocks have `size` trajectories, and `longest` holds the largest number of steps per block. Raises MemoryError if the
-    steps of one trajectory alone don't fit.
+    `size`, `longest`: as returned by `longest_of_blocks`. Raises MemoryError if the steps of one trajectory don't fit.
     """
     needed = int(longest.max(initial=0)) * bytes_per_step
     if needed > budget:
         raise MemoryError(
             f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but there are "
-            f"{budget}. Raise tape_bytes= of EnsembleGPU where more is free, or loosen rtol."
+            f"{budget}. Raise tape_bytes= of EnsembleGPU if more is free, or loosen rtol."
         )
     if needed * count <= budget:
         return [Share(0, count, int(longest.max(initial=0)))]
@@ -79,8 +74,7 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
     return made
 
 
-# Initial number of rows of events, in addition to the expected ones.
-_ROWS = 1024
+_ROWS = 1024  # initial size of the table of events, in addition to the expected number
 Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
 
@@ -91,23 +85,21 @@ _known: dict[tuple[Any, ...], DeviceKernel] = {}
 class DeviceResults(NamedTuple):
     """The results of a solve on the device."""
 
-    vector: Array  # shape ((n_saved + 1) * d * n,); saved states, of shape (n_saved, d, n), and last ones, (d, n)
-    # `t_reached`, `codes`, `naccept`, `nreject`: shape (n,).
-    t_reached: Array
+    vector: Array  # shape ((n_saved + 1) * d * n,); saved states, of shape (n_saved, d, n), and final ones, (d, n)
+    t_reached: Array  # shape (n,), as the next three
     codes: Array
     naccept: Array
     nreject: Array
-    # `du_end`, `dsaved`: shapes (m, d, n), (m, n_saved, d, n); tangents in the m directions that were propagated.
-    du_end: Array
-    dsaved: Array
+    du_end: Array  # shape (m, d, n); tangents in m directions
+    dsaved: Array  # shape (m, n_saved, d, n)
     failed: Array  # shape (1,); number of failed trajectories
-    rows: Any = None  # shape (6, room); the table of events: see `cuda_events`; None without events
-    heads: Any = None  # shape (n,); per trajectory the row of its last event, -1 without one
-    found_events: int = 0  # number of rows
+    rows: Any = None  # shape (6, room); the table of events, see `cuda_events`; None without events
+    heads: Any = None  # shape (n,); per trajectory the column of its last event in the table, or -1
+    found_events: int = 0  # number of columns in use
 
 
 class InputCotangents(NamedTuple):
-    """Cotangents, row by row: u0 (d, n), parameters per trajectory (rows, n), shared parameters (rows,)."""
+    """Cotangents of u0, (d, n), of parameters per trajectory, (rows, n), and of shared parameters, (rows,)."""
 
     u0: Array
     p: Array
@@ -115,12 +107,7 @@ class InputCotangents(NamedTuple):
 
 
 class Solver:
-    """A batch on a device, and the kernels for it.
-
-    - `arrays`: of the device.
-    - `batch`: of plain arrays, on the host or on the device.
-    - `compiler`: its `kernels`, the texts of the kernels that this solve has used, are filled in here.
-    """
+    """A batch of plain arrays, and its kernels, whose texts are stored in `compiler.kernels`."""
 
     def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
         self._gpu: EnsembleGPU = compiler.backend
@@ -140,7 +127,7 @@ class Solver:
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
-        # Two events of each kind per trajectory at first.
+        # Space for two occurrences of each event per trajectory at first.
         room = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.spec.events)
         while True:
             results = self._empty(directions)
@@ -155,14 +142,14 @@ class Solver:
             room = happened  # repeated, with rows for all events
 
     def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
-        """Return the forward kernel's arguments for events, and among them the counter."""
+        """Return the forward kernel's arguments for events, and the counter of events, which is one of them."""
         if not self.spec.events:
             return (), None
         counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
         return (self.arrays.empty((ROWS, room), float), room, counter, heads), counter
 
     def parts(self, vector: Array) -> tuple[Array, Array]:
-        """Return saved states, of shape (n_saved, d, n), and last ones, of shape (d, n), of such a vector."""
+        """Return the saved states, (n_saved, d, n), and final states, (d, n), in a vector of results."""
         d, n, n_saved = self.d, self.count, self.inputs.n_saved
         cut = n_saved * d * n
         return vector[:cut].reshape(n_saved, d, n), vector[cut:].reshape(d, n)
@@ -180,7 +167,7 @@ class Solver:
     ) -> None:
         settings, rtol = self.settings, self.real.type(self.settings.rtol)
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
-        # Without arrays for results saved times aren't looked up.
+        # Without arrays for results no states are saved.
         given = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
         self._launch(self.kernel(directions), share, *given, rtol, *scalars, *results, *steps, share.capacity, *table)
 
@@ -189,9 +176,9 @@ class Solver:
     def pulled(
         self, results: DeviceResults, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
     ) -> InputCotangents:
-        """Return the cotangents of initial states and of the parameters `wanted`, from that of the results' vector.
+        """Return the cotangents of initial states and of the `wanted` parameters, given the cotangent of `results.vector`.
 
-        With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
+        `times`: with events, the cotangents of end times, (n,), and of the times of all events.
         """
         empty = self.arrays.empty
         wanted_own = [j for j in self.traced.packing.varying if j in wanted]
@@ -203,7 +190,7 @@ class Solver:
         shares: list[Share] = []
         if self.count:
             budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
-            # Per step the state, and two doubles for its time and size.
+            # The state, and two doubles for time and size.
             bytes_per_step = self.d * self.real.itemsize + 16
             size, longest = longest_of_blocks(self.arrays, results.naccept)
             shares = shares_within(size, longest, self.count, bytes_per_step, budget)
@@ -235,9 +222,9 @@ class Solver:
 
 
 def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
-    """Return the kernel "forward" or "reverse" of a text of CUDA C, compiled if this device doesn't have it yet."""
+    """Return the kernel "forward" or "reverse" of a CUDA source, compiled once per device."""
     key = launcher, name, options, text
-    # Within the lock: a second thread waits for the first one's kernel instead of compiling it, too.
+    # The lock prevents two threads from compiling the same kernel.
     with _lock:
         if key not in _known:
             started = time.perf_counter()
@@ -253,9 +240,8 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
 
 
 def threads_per_block(count: int, multiprocessors: int) -> int:
-    """Return the number of threads in a block: 128, fewer if there would be fewer than two blocks per multiprocessor.
+    """Return the number of threads in a block: 128, or fewer if there would be fewer than two blocks per multiprocessor.
 
-    A block occupies its resources until its longest trajectory has ended, so it is only large enough to hide latency.
-    Registers never limit it: 256 threads may have the maximum of 255 registers each.
+    A block occupies its resources until its longest trajectory has ended, so larger blocks would be slower.
     """
     return next((threads for threads in (128, 64) if count >= 2 * threads * multiprocessors), 32)
