@@ -1,7 +1,7 @@
-"""A method's table in the form that sums over stages need: for each stage the nonzero weights, by rows and by columns.
+"""A method's table in the form that sums over stages need: the nonzero weights, by rows and by columns.
 
-On the host a sum is computed product by product, so that a column's numbers depend on no other column; on a device, where a
-call costs as much as computing a thousand numbers, it is one matrix product over a block of stages.
+On the host a sum is computed product by product, so that the numbers of a trajectory don't depend on other trajectories. On
+a device, where a call costs as much as computing a thousand numbers, it is one matrix product over a block of stages.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ Bars: TypeAlias = dict[int, Array] | Array
 
 
 class Coefficients:
-    """The table of a method in the precision of the states.
+    """The table of a method in the precision of the states `like`.
 
-    - `like`: a state.
-    - `last`: the index of the last stage.
-    - `real`: the dtype of times and steps as f sees them.
-    - `dense`: shape (stages, degree); that of the interpolant, in double precision, on the device of the states.
+    - `last`: the index of the last stage. `real`: the dtype of times and step sizes as f sees them.
+    - `dense`: shape (stages, degree); the interpolant's table in double precision, on the device of the states.
     """
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
         self.dense = tableau.dense
-        # Arrays without axes are processed fastest by ufuncs, and they keep float32.
+        # Ufuncs process arrays without axes fastest, and preserve float32 with them.
         table = [(), *tableau.a]
         self._rows: list[Weights] = [[(j, np.array(w, self.real)) for j, w in enumerate(row) if w] for row in table]
         self._columns: list[Weights] = [
@@ -43,19 +41,19 @@ class Coefficients:
         self._c = np.array(tableau.c)[:, None]
 
     def stages(self, shape: Shape, like: Array) -> StageArrays:
-        """Return buffers for all stages, each of a shape, as arguments of `row`."""
+        """Return buffers of a shape for all stages."""
         return [np.empty_like(like, shape=shape) for _ in range(self.last + 1)]
 
     def row(self, i: int, k: StageArrays, out: Array, term: Array) -> Array:
-        """Return the sum of the stages before stage i in its argument; that of the last stage gives the new state."""
+        """Return the weighted sum of earlier stages in the argument of stage i; for the last stage, in the new state."""
         return weighted_sum(self._rows[i], k, out, term)
 
     def bars(self, like: Array) -> Bars:
-        """Return a container for the cotangents of the stages' arguments, times h, for `column`; initially empty."""
+        """Return an empty container for the cotangents of the stages' arguments, times h, for `column`."""
         return {}
 
     def column(self, j: int, bars: Bars, out: Array, term: Array) -> Array:
-        """Return the sum of the cotangents of the later arguments that stage j contributes to."""
+        """Return the weighted sum of the cotangents of the later arguments to which stage j contributes."""
         weights = [(i, weight) for i, weight in self._columns[j] if i in bars]
         if weights:
             return weighted_sum(weights, bars, out, term)
@@ -63,7 +61,7 @@ class Coefficients:
         return out
 
     def powers(self, k: StageArrays) -> list[Array] | Array:
-        """Return the interpolant's coefficients of x, x², …, sums of the stages; x is the fraction of the step."""
+        """Return the interpolant's coefficients of x, x², …, divided by h; x is the fraction of the step."""
         weights = zip(*self.dense.tolist())
         return [sum(weight * stage for weight, stage in zip(row, k) if weight) for row in weights]  # type: ignore[misc]
 
@@ -75,7 +73,7 @@ class Coefficients:
 
     def weights(self, x: Array) -> Array:
         """Return the weights of the stages in the state at the fractions x of the step, each of the shape of x."""
-        # Horner's scheme for all stages at once, elementwise in x.
+        # Horner's scheme for all stages at once.
         dense = self.dense.reshape(*self.dense.shape, *(1,) * np.ndim(x))
         weights = dense[:, -1] * x
         for j in range(dense.shape[1] - 2, -1, -1):
@@ -85,7 +83,7 @@ class Coefficients:
 
 
 class DeviceCoefficients(Coefficients):
-    """The same for states on a device; row i of `rows` has the weights in the argument of stage i + 1."""
+    """`Coefficients` for states on a device; row i of `rows` has the weights in the argument of stage i + 1."""
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
@@ -93,7 +91,7 @@ class DeviceCoefficients(Coefficients):
         columns = [tuple(tableau.a[i - 1][j] for i in range(j + 1, last + 1)) for j in range(last)]
         pieces = [*tableau.a, *columns, tableau.error or (), tableau.dense.reshape(-1)]
         cuts = np.cumsum([0, *[len(piece) for piece in pieces]]).tolist()
-        # In one copy: each copy costs as much as computing a thousand numbers.
+        # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
         exact = xp.to_device(np.concatenate(pieces))
         found = [exact.astype(like.dtype)[a:b] for a, b in zip(cuts, cuts[1:])]
@@ -103,23 +101,23 @@ class DeviceCoefficients(Coefficients):
         self._powers = found[-1].reshape(tableau.dense.shape).T
 
     def stages(self, shape: Shape, like: Array) -> Array:
-        """Return a buffer for all stages: one block."""
+        """Return one buffer for all stages."""
         return np.empty_like(like, shape=(self.last + 1, *shape))
 
     def row(self, i: int, k: Array, out: Array, term: Array) -> Array:
-        """Return the sum of the stages before stage i in its argument."""
+        """Return the weighted sum of earlier stages in the argument of stage i."""
         return np.tensordot(self.rows[i - 1], k[:i], 1)
 
     def bars(self, like: Array) -> Array:
-        """Return a block for the cotangents of the stages' arguments, initially zero."""
+        """Return zeros for the cotangents of the stages' arguments, times h."""
         return np.zeros_like(like, shape=(self.last + 1, *like.shape))
 
     def column(self, j: int, bars: Array, out: Array, term: Array) -> Array:
-        """Return the sum of the cotangents of the later arguments."""
+        """Return the weighted sum of the cotangents of the later arguments to which stage j contributes."""
         return np.tensordot(self._behind[j], bars[j + 1 :], 1) if j < self.last else np.zeros_like(out)
 
     def powers(self, k: Array) -> Array:
-        """Return the interpolant's coefficients of x, x², …, which are sums of the stages."""
+        """Return the interpolant's coefficients of x, x², …, divided by h."""
         return np.tensordot(self._powers, k, 1)
 
     def times(self, t: Array, h: Array) -> StageArrays:
@@ -155,16 +153,17 @@ def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, 
 
 
 def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) -> list[Array]:
-    """Return the states inside a step as polynomials in the fraction of the step: degree + 1 arrays (d, n).
+    """Return the coefficients of the interpolant, a polynomial in the fraction of the step: degree + 1 arrays (d, n).
 
-    The step's size h (n,) is in the precision of the states, and signed if the stages, (stages, d, n), aren't.
+    The step size h, shape (n,), is in the precision of the states. Either h or the stages are multiplied by the sign of the
+    direction of time.
     """
     powers = coefficients.powers(k)
     return [u, *[h * powers[j] for j in range(len(powers))]]
 
 
 def states_at(terms: Sequence[Array], x: Array | float) -> Array:
-    """Return the states at the fractions x, from such polynomials; x is real, of shape (n,) or one number."""
+    """Return the states at the fractions x, (n,) or one number, given the coefficients that `polynomials` returns."""
     total = terms[-1]
     for power in range(len(terms) - 2, -1, -1):
         total = total * x + terms[power]

@@ -1,8 +1,7 @@
-"""The small matrices of Rosenbrock steps, one per column of a block: LU factors, and the mass matrix.
+"""The small matrices of Rosenbrock steps, one per trajectory (column): LU factors, and the mass matrix.
 
-Each operation is elementwise over the columns, so a column's numbers don't depend on others. A matrix that is singular, or
-isn't finite, gives infinities or NaN in the solutions of its own column, and nothing is raised: the step that needs them is
-rejected because of its error.
+All operations are elementwise over the columns. If a matrix is singular or isn't finite, the solutions of its column are
+infinite or NaN, and the step is rejected because of its error.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from mpiad.transport.device_arrays import arrays_of
 
 
 class ColumnLU:
-    """LU factors with partial pivoting, which overwrite the matrices, shape (d, d, n)."""
+    """LU factorizations with partial pivoting; the factors overwrite the matrices, shape (d, d, n)."""
 
     def __init__(self, matrices: Array):
         self._factors = lu = matrices  # the diagonal of U is stored as reciprocals
         xp = arrays_of(matrices)
-        # For each row with exchanges: its index, the rows exchanged with it, and their columns.
+        # For each row with exchanges: its index, the rows exchanged with it, and the columns concerned.
         self._swaps: list[tuple[int, Array, Array]] = []
         for k in range(len(lu)):
             below = np.argmax(np.abs(lu[k:, k]), axis=0)
-            # On a device the indices aren't inspected, and rows may be exchanged with themselves.
+            # On a device rows may be exchanged with themselves, to avoid a copy of the indices to the host.
             columns = np.flatnonzero(below) if xp is None else xp.arange(lu.shape[-1])
             if columns.shape[0]:
                 rows = k + below[columns]
                 self._swaps.append((k, rows, columns))
                 _swap(lu, k, rows, columns)
-            # Division by infinity would give zeros, which look like a solution; the difference makes it NaN.
+            # The reciprocal of an infinite pivot would be zero, and look valid; the difference makes it NaN.
             lu[k, k] = 1 / lu[k, k] + (lu[k, k] - lu[k, k])
             lu[k + 1 :, k] *= lu[k, k]
             lu[k + 1 :, k + 1 :] -= lu[k + 1 :, k, None] * lu[k, k + 1 :]
@@ -58,8 +57,7 @@ class ColumnLU:
 
 
 def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:
-    """Exchange row k of some columns with another row of each."""
-    # The last axis counts columns; matrices have one more axis before it.
+    """Exchange row k of some columns (on the last axis) with another row of each column."""
     kept = x[k][..., columns]
     x[k][..., columns] = np.moveaxis(x[rows, ..., columns], 0, -1)
     x[rows, ..., columns] = np.moveaxis(kept, -1, 0)
@@ -71,7 +69,7 @@ def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
 
 
 class Mass:
-    """The mass matrix, shape (d, d), or None for the identity, which costs nothing."""
+    """The mass matrix, shape (d, d); None for the identity."""
 
     def __init__(self, matrix: Array | None, gamma: float):
         self._gamma, self._entries = gamma, None if matrix is None else entries_of(matrix)

@@ -1,10 +1,9 @@
-"""The size of the next step as a function of the error of the last, for each trajectory independently.
+"""The size of the next step as a function of the error of the last, elementwise over trajectories (columns).
 
-With q the root mean square of the error relative to its tolerance, a step is accepted if q < 1. All operations are
-elementwise, so trajectories don't affect each other. `q2` is q², which avoids the root.
+A step is accepted if q < 1, with q the root mean square of the error relative to its tolerance. `q2` is q².
 
-A column's norm must not depend on the other columns. NumPy's reductions along the first axis of a contiguous array with at
-least two columns add row after row; with one column they add in another order, so there are always at least two.
+The norm of a column must not depend on the other columns. NumPy's reductions along the first axis of a contiguous array add
+row after row if there are at least two columns, but in another order for one column. So there are always at least two.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import numpy as np
 
 from mpiad._typing import Array
 
-# The least q² that is stored: an error of zero doesn't predict the next one.
+# The least q² that is stored, since an error of zero doesn't predict the next error.
 LEAST_ERROR = 1e-8
-# Number of rows up to which a sum takes less time row by row.
+# Up to this number of rows, a sum row by row is faster than a reduction.
 _FEW = 16
 
 
 @cache
 def _constant(x: float) -> Array:
-    """Return a number as an array without axes, which ufuncs process faster; for use with float64 arrays."""
+    """Return a number as an array without axes, which ufuncs process faster, for float64 arrays."""
     return np.array(float(x))
 
 
@@ -35,7 +34,7 @@ def mean_square(e: Array) -> Array:
     if e.dtype.kind == "c":
         e = np.abs(e)
     np.multiply(e, e, out=e)
-    if len(e) > _FEW or type(e) is not np.ndarray:  # on a device the order isn't fixed, and each call is costly
+    if len(e) > _FEW or type(e) is not np.ndarray:  # on a device the order of summation isn't fixed
         total = np.sum(e, axis=0)
     else:
         first, *others = e
@@ -57,12 +56,12 @@ def tolerance(u: Array, rtol: float, atol: Array | float) -> Array:
 
 @dataclass(frozen=True)
 class PIController:
-    """A proportional-integral controller, smoother if stability limits the step size.
+    """A proportional-integral controller, which gives smoother step sizes if stability limits them.
 
     Parameters
     ----------
     safety, least, most : float
-        The safety factor, and the bounds of the factor.
+        The safety factor, and the bounds of the ratio of successive step sizes.
     beta : float
         Weight of the previous error, times the order; 0 gives SciPy's controller, the default of all methods.
 
@@ -91,9 +90,9 @@ class PIController:
         return self.beta != 0
 
     def factor(self, q2: Array, q2_before: Array, accepted: Array, rejected: Array, order: int) -> Array:
-        """Return the factor by which the next step is longer than this one, shape (n,).
+        """Return the ratio of the next step size to this one, shape (n,).
 
-        The factor is safety · q^(-1/order) without a previous error, and at most 1 after a rejection.
+        It is safety · q^(-1/order) if beta is 0, and at most 1 after a rejection.
 
         Parameters
         ----------

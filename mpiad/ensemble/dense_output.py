@@ -1,7 +1,7 @@
 """Dense output: the states of a solve at any times, interpolated in its steps, for `sol(t)`.
 
-The stages of the recorded steps that contain the times are computed again when needed. With traced inputs, the states are
-computed like saved values of the same steps, with the same derivatives as for `saveat`.
+The stages of the recorded steps that contain the times are computed again. With traced inputs, the states have the same
+derivatives as states saved by `saveat`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,12 @@ from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
-# Number of entries in one array while states are interpolated.
+# Maximum number of entries of one array in the interpolation.
 _BLOCK = 32_768
 
 
 class DenseOutput:
-    """The interpolants of all trajectories of a batch.
-
-    - `batch`: a batch of plain arrays.
-    - `outcome`: an outcome with recorded steps.
-    - `given`: the batch with traced arrays.
-    """
+    """The interpolants of all trajectories of a batch; `given`: the batch with traced values."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
         self._batch, self._settings, self._outcome = batch, settings, outcome
@@ -47,10 +42,7 @@ class DenseOutput:
         self._signs, self._run = np.where(batch.end < batch.start, -1.0, 1.0), Run(batch, settings, outcome)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states at times, shape (N, n, …), or of the trajectory `only`, (n, …).
-
-        Raises a ValueError if a time lies outside tspan.
-        """
+        """Return states at times in tspan, shape (N, n, …), or of the trajectory `only`, (n, …)."""
         batch = self._batch
         if self._given.traced:
             everything = self._traced(times)
@@ -64,7 +56,7 @@ class DenseOutput:
         batch, every = self._batch, np.arange(self._batch.size)
         saved, save_step = self._saved(every, self._rows(times, every))
         steps = self._outcome.recorded()
-        # Without the kernels, which are for the saved times of the solve.
+        # Kernels are omitted, since they are specific to the saved times of the solve.
         outcome = dataclasses.replace(
             self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
         )
@@ -87,13 +79,13 @@ class DenseOutput:
         return rows
 
     def _saved(self, ids: Array, rows: Array) -> tuple[Array, Array]:
-        """Return the states of trajectories at their times, shape (len(ids), n, d), and the steps that contain these."""
+        """Return the states of trajectories at their times, shape (len(ids), n, d), and the steps that contain them."""
         batch, count = self._batch, rows.size
         each, due = np.repeat(ids, rows.shape[1]), rows.ravel()
         number = np.empty(count, np.int64)
         values = np.full((count, len(batch.u0)), np.nan, batch.u0.dtype)
         width = max(2, _BLOCK // max(1, len(batch.u0)))
-        # Steps are recorded in groups of trajectories; each group counts its own from `first` on.
+        # Steps are recorded in groups of trajectories, of which `first` is the first.
         for first, steps in self._outcome.recorded():
             mine = np.flatnonzero((each >= first) & (each < first + len(steps.counts)))
             number[mine] = self._numbers(steps, each[mine] - first, each[mine], due[mine])
@@ -102,14 +94,14 @@ class DenseOutput:
                 chosen = moved[start : start + width]
                 values[chosen] = self._inside(steps, each[chosen] - first, each[chosen], number[chosen], due[chosen]).T
         still = number == INITIAL
-        # Times at the start aren't in a step, and trajectories with an empty tspan have no steps.
+        # Times at the start are in no step.
         values[still] = batch.u0.T[each[still]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
-        """Return the steps that contain the times, by bisection; a time at the end of a step belongs to that step."""
+        """Return the indices of the steps that contain the times; a time between two steps belongs to the first."""
         counts, sign = steps.counts[own], self._signs[ids]
-        # Vectorized over all times.
+        # Bisection for all times at once.
         low, high = np.full(len(own), -1), counts - 1
         while (low < high).any():
             middle = np.maximum((low + high + 1) // 2, 0)
@@ -117,7 +109,7 @@ class DenseOutput:
             begun = np.zeros(len(own), bool)
             begun[moves] = ((steps.times(own[moves], middle[moves])[0] - due[moves]) * sign[moves]) < 0
             low, high = np.where(moves & begun, middle, low), np.where(moves & ~begun, middle - 1, high)
-        # Times after the end of a trajectory give NaN, since nothing is extrapolated.
+        # Times after the end of a trajectory give NaN.
         reached = (due - self._outcome.t_reached[ids]) * sign <= 0
         return np.where(reached, np.where(low < 0, INITIAL, low), NOWHERE)
 
@@ -127,7 +119,7 @@ class DenseOutput:
         with np.errstate(all="ignore"):
             value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (due - t) / h)
         final = number == steps.counts[own] - 1
-        # At the end of a step the state itself is returned, which differs from the interpolant by rounding.
+        # At the end of a step the interpolant differs from the state by rounding.
         inner = np.flatnonzero(~final)
         ended = inner[steps.times(own[inner], number[inner] + 1)[0] == due[inner]]
         value[:, ended] = steps.states(own[ended], number[ended] + 1)
@@ -137,7 +129,7 @@ class DenseOutput:
 
 
 class JoinedOutput:
-    """Concatenated batches: `parts` are the interpolants of each, and the number of its trajectories."""
+    """The interpolants of several batches; `parts`: each interpolant and its number of trajectories."""
 
     def __init__(self, parts: list[tuple[Any, int]]):
         self._parts = parts
@@ -156,11 +148,7 @@ class JoinedOutput:
 
 
 class GatheredOutput:
-    """The interpolants of all ranks; calls are collective.
-
-    - `share`: the interpolants of this rank.
-    - `count`: the number of its trajectories.
-    """
+    """The interpolants of all ranks, for collective calls; `share`: those of this rank's `count` trajectories."""
 
     def __init__(self, share: Callable[[Array], Array], count: int, comm: Comm):
         self._share, self._count, self._comm = share, count, PickledCommunicator(comm)
@@ -170,11 +158,9 @@ class GatheredOutput:
         comm = present(self._comm.comm, "sol(t)", "Ask for these times by saveat in the solve, or pickle sol(t).")
         used = channel(comm, "ensemble.solve")
         digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
-        # The times must be the same on all ranks; their hashes are compared.
         require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
         counts = used.data.allgather(self._count)
         first = sum(counts[: used.rank])
-        # An error on one rank is raised on all.
         with raising_together(used, Exception):
             own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
         everything = mpi_allgather(own, axis=0, comm=comm)
@@ -189,7 +175,7 @@ class LeftBehind:
 
 
 class PickledCommunicator:
-    """A solution's communicator: copies of the solution share it, and pickles contain it if it can be pickled."""
+    """The communicator of a solution; copies share it, and a pickle contains it only if it can be pickled."""
 
     def __init__(self, comm: Comm):
         self.comm = comm
@@ -206,10 +192,10 @@ class PickledCommunicator:
 
 
 def present(comm: Comm, call: str, remedy: str) -> Comm:
-    """Return a solution's communicator; raise a CommunicatorError if its pickle doesn't contain it."""
+    """Return the communicator of a solution; raise CommunicatorError if a pickle didn't contain it."""
     if isinstance(comm, LeftBehind):
         raise CommunicatorError(
-            f"{call}: this solution was pickled, and its communicator, which belongs to the program of then, couldn't be "
-            f"pickled with it. {remedy}"
+            f"{call}: this solution was unpickled, and its communicator, which belongs to the program that pickled it, "
+            f"couldn't be pickled. {remedy}"
         )
     return comm

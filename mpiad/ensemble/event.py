@@ -17,14 +17,12 @@ from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.problem import check_order
 from mpiad.transport.device_arrays import is_device_array
 
-# Calls of affects, with plain or traced columns.
-
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
-    """Return the states after an event, shape (d, n) with n ≥ 2, at times t, shape (n,); `batch` gives the state's shape.
+    """Return the states after an event, shape (d, n), n ≥ 2, at times t, shape (n,); `batch` gives the shape of a state.
 
-    Raises a NotImplementedError if the affect uses a traced value from an enclosing function; a TypeError or ValueError if
-    it writes into its arguments, or returns an invalid state.
+    Raises NotImplementedError if the affect uses a traced value of an enclosing function; TypeError or ValueError if it
+    writes into its arguments, or returns an invalid state.
     """
     try:
         value: Any = event.affect(locked(u) if batch.shape else locked(u)[0], p, locked(t))  # type: ignore[misc]
@@ -71,16 +69,15 @@ class Event:
     condition : callable, optional
         ``condition(u, p, t)`` returns a real number per column, with arguments as those of f. Booleans raise a TypeError.
     terminal : bool, optional
-        Whether the trajectory ends there, with the return code Terminated; by default True without an `affect`.
+        Whether the trajectory ends at the event, with the return code Terminated; by default True without an `affect`.
     direction : int
-        Positive: only from negative to positive; negative: only from positive to negative; 0: both.
+        Positive: only sign changes from negative to positive; negative: only from positive to negative; 0: both.
     affect : callable, optional
         ``affect(u, p, t)`` returns the state after the event, one entry per component of u, with arguments as those of f.
-        The trajectory continues from there. A saved time that coincides holds the state after the event.
+        The trajectory continues from this state. It is also the saved state if a saved time coincides with the event.
     times : list of numbers, or callable, optional
         Instead of a condition: the times at which `affect` acts, in any order; ``times(p)`` returns them as functions of
-        the parameters, each a number or an array with one entry per column. Steps end there. Times outside tspan are
-        ignored.
+        the parameters, each a number or an array with one entry per column. Times outside tspan are ignored.
 
     Raises
     ------
@@ -102,7 +99,7 @@ class Event:
     (False, True)
     """
 
-    # None if `times` are given. `terminal` is None until `__post_init__` sets its default.
+    # The condition is None if `times` are given. `__post_init__` replaces None in `terminal`.
     condition: Function = None  # type: ignore[assignment]
     terminal: bool = None  # type: ignore[assignment]
     direction: int = 0
@@ -122,7 +119,7 @@ class Event:
             raise TypeError(f"Event: condition must be a function, but got {type(self.condition).__name__}.")
 
     def _given_times(self) -> Any:
-        """Return the times as a tuple of numbers, or the function that returns them."""
+        """Return the times as a tuple of numbers, or as the user's function."""
         if self.condition is not None:
             raise ValueError("Event: give either a condition or times, not both. Make two events of it.")
         if self.affect is None:
@@ -143,7 +140,7 @@ class Event:
         return tuple(times.astype(float).tolist())
 
     def due(self, p: Tree) -> list[Any]:
-        """Return the given times for columns of parameters, which may be traced."""
+        """Return the given times, one number or one entry per column each; parameters may be traced."""
         given: Any = self.times(p) if callable(self.times) else self.times
         return list(given) if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]
 
@@ -158,10 +155,7 @@ class Event:
         return self.acts or self.terminal
 
     def for_states(self, shape: Shape) -> Event:
-        """Return the event with functions of columns, for states of the given shape.
-
-        Raises a NotImplementedError if the states are matrices.
-        """
+        """Return the event for columns of states of a shape; raise NotImplementedError for matrices."""
         if len(shape) == 1:
             return self
         if shape:
@@ -177,24 +171,20 @@ class Event:
         return self.condition.written if isinstance(self.condition, _OfNumbers) else self.condition
 
     def value(self, u: Array, p: Tree, t: Array) -> Array:
-        """Return the condition's value for each column, shape (n,).
-
-        Raises if that isn't one real number each, or depends on a traced value of an enclosing function: see
-        `_require_numbers`.
-        """
+        """Return the value of the condition for each column, shape (n,); raise as in `_require_numbers`."""
         value = self.condition(locked(u), p, locked(t.copy()))
         _require_numbers(value, t.shape)
         return (value if is_device_array(value) else np.asarray(value)).astype(float)
 
     @property
     def sided(self) -> bool:
-        """Whether it acts in both directions, so that after an event the sign of the condition must be remembered."""
+        """Whether the event acts in both directions: the side on which the condition leaves its root must be stored."""
         return self.acts and not self.direction
 
     def crossed(self, before: Array, after: Array, side: Array | None = None) -> Array:
-        """Return per column whether the condition changed its sign in the event's direction; `side` is its side before."""
+        """Return per column whether the condition changed its sign in the event's direction; `side`: its earlier sign."""
         up, down = (before <= 0) & (after >= 0), (before >= 0) & (after <= 0)
-        # A step that starts on the root has counted it already, or starts there.
+        # A root at the start of a step belongs to the previous step.
         moved = before != 0
         if side is not None:
             up, down = up & (side <= 0), down & (side >= 0)
@@ -203,10 +193,9 @@ class Event:
 
 
 def _require_numbers(value: Array, shape: Shape) -> None:
-    """Raise if a condition didn't return one real number per column.
+    """Raise unless a condition returned one real number per column.
 
-    A NotImplementedError if it depends on a traced value of an enclosing function, a TypeError if it is complex or boolean,
-    a ValueError if it has another shape.
+    ValueError for a wrong shape; TypeError for complex or boolean values; NotImplementedError for a traced value.
     """
     if isbox(value):
         raise NotImplementedError(
@@ -231,7 +220,7 @@ def _require_numbers(value: Array, shape: Shape) -> None:
 
 @dataclass(frozen=True)
 class _OfNumbers:
-    """The condition of columns of one component, given that of numbers."""
+    """A condition for columns of one component, given the user's condition for states that are numbers."""
 
     written: Function
 

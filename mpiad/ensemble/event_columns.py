@@ -1,4 +1,4 @@
-"""Trajectories at events, as columns: evaluates conditions, affects and f there."""
+"""The evaluation of conditions, affects and f for trajectories at events."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from mpiad.ensemble.settings import MOVING, Acting
 
 
 class EventColumns:
-    """Some trajectories, each once, on which events act one after the other.
+    """The n trajectories `ids`, on which events act one after the other.
 
-    - `slots`: int, shape (N,); for all trajectories the index of the next given time; it is advanced.
-    - `signs`: shape (N,); -1 for trajectories that go backwards.
+    - `slots`: int, shape (N,); for all trajectories the index of the next given time; updated.
     - `jumps`: list to which jumps are appended; None if they aren't recorded.
-    - `ids`: int, shape (n,).
-    - `u`: shape (d, n); it is overwritten. `t`: shape (n,); actual times.
+    - `u`: shape (d, n); updated. `t`: shape (n,); actual times.
     - `number`: int, shape (n,); the number of steps that each trajectory has made.
-    - `codes`: int, shape (n,); the return codes of those that have ended, else MOVING.
-    - `left`: the side on which affects have left conditions that act in both directions and were at their roots; else 0.
+    - `codes`: int, shape (n,); the return codes of ended trajectories, otherwise MOVING.
+    - `left`: per event that acts in both directions: the sign with which its condition left the root, otherwise 0.
     """
 
     def __init__(
@@ -47,11 +45,11 @@ class EventColumns:
         return self._batch.p.columns(self.ids)
 
     def at(self, rows: Array) -> tuple[Array, Array]:
-        """Return the states and times of some rows, in order; they must not be modified."""
+        """Return the states and times of some columns, in order; they must not be modified."""
         return (self.u, self.t) if len(rows) == len(self.ids) else (self.u[:, rows], self.t[rows])
 
     def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
-        """Return states, parameters and times of some rows, in order, at least two, for calls of the user's functions."""
+        """Return states, parameters and times of some columns, in order, for the user's functions; at least two columns."""
         u, t = at or self.at(rows)
         if len(rows) > 1:
             return u, self._every if len(rows) == len(self.ids) else self._batch.p.columns(self.ids[rows]), t
@@ -59,11 +57,11 @@ class EventColumns:
         return u[:, twice], self._batch.p.columns(self.ids[rows[twice]]), t[twice]
 
     def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
-        """Return the values of a condition for some rows, at their own or the given states and times."""
+        """Return the values of a condition for some columns, at their own or the given states and times."""
         return event.value(*self._arguments(rows, at))[: len(rows)] if rows.size else np.empty(0)
 
     def rate(self, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
-        """Return f in the direction of the solve for some rows, at their own or the given states and times."""
+        """Return f in the direction of the solve for some columns, at their own or the given states and times."""
         if not rows.size:
             return np.empty_like(self.u[:, :0])
         u, p, t = self._arguments(rows, at)
@@ -71,7 +69,7 @@ class EventColumns:
         return derivative_at(self._derivative, u, p, t if sign is None else t * sign, sign)[:, : len(rows)]
 
     def moving(self, rows: Array, mass: Array | None, at: tuple[Array, Array]) -> Array:
-        """Return u' in the direction of the solve for some rows, at the given states and times."""
+        """Return u' in the direction of the solve for some columns, at the given states and times."""
         if mass is None:
             return self.rate(rows, at)
         twice, batch = two_at_least(len(rows)), self._batch
@@ -80,9 +78,9 @@ class EventColumns:
         return (rates_of_change(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
-        """Let event e of all act on some rows, at given times or roots of its condition; return which results are finite.
+        """Apply the affect of event e to some columns, at the given times `slot` or roots; return which results are finite.
 
-        If a new state isn't finite, the trajectory ends in the state before.
+        A trajectory whose new state isn't finite ends in the state before the event.
         """
         if not rows.size:
             return np.empty(0, bool)
@@ -100,7 +98,7 @@ class EventColumns:
         return finite
 
     def meet_given_times(self) -> None:
-        """Let the events act whose times have come; those at the same time act one after the other."""
+        """Apply the affects of all events at the current times, for each trajectory one after the other."""
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:
             ids = self.ids[rows]

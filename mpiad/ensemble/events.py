@@ -1,4 +1,4 @@
-"""The location of events, which are sign changes of conditions, on the interpolants of steps, and the table of events."""
+"""The location of events (sign changes of conditions) on the interpolants of steps, and the table of events."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import LocatedEvent
 
-# The width of the bracket of a root at which the search ends, as a fraction of the step, and the maximum number of
-# evaluations. In a narrower bracket the sign of the condition is subject to rounding.
+# The search for a root ends when its bracket has this width, as a fraction of the step, or after this number of
+# evaluations. In a narrower bracket rounding would determine the sign of the condition.
 RESOLUTION, EVALUATIONS = 2.0**-48, 50
-# Distance of evaluations from the secant's root towards the middle, relative to the bracket's width.
+# The ITP method evaluates at this distance from the root of the secant, relative to the squared width of the bracket.
 TRUNCATION = 0.2
 # Number of columns for which events that end no step are located together, to amortize the overhead of NumPy's calls.
 _MANY = 2048
@@ -28,24 +28,23 @@ class StepEvents(NamedTuple):
     """The events of one step of several columns."""
 
     located: list[LocatedEvent]
-    ended: Array | None  # bool, shape (n,); which columns' steps an event ended; None if there are none
-    part: Array  # shape (n,); the fraction of the step at which it ended; infinite for other columns
-    states: Array  # shape (d, n); the states there, or for other columns after the step
-    found: list[tuple[int, Array, Array]]  # the events, the columns of each, and the fractions of their steps
+    ended: Array | None  # bool, shape (n,); whether an event ended the step; None if none did in any column
+    part: Array  # shape (n,); the fraction of the step at which an event ended it, otherwise infinity
+    states: Array  # shape (d, n); the states at the ends of the steps
+    found: list[tuple[int, Array, Array]]  # per event: its index, its columns, and the fractions of the step
 
 
 class CrossedSteps(NamedTuple):
-    """Steps of some columns in which conditions have changed their signs, stored until the events are located."""
+    """Steps in which conditions have changed their signs, stored until the events are located."""
 
-    # Shape (events, n). Whether each condition has changed its sign, and its values before and after the step.
-    crossed: Array
-    before: Array
-    after: Array
+    crossed: Array  # bool, shape (events, n); whether each condition has changed its sign
+    before: Array  # shape (events, n); the values of the conditions before the step
+    after: Array  # shape (events, n); after the step
     step: Step
 
     @staticmethod
     def joined(parts: Sequence[CrossedSteps]) -> CrossedSteps:
-        """Return the concatenation of several."""
+        """Return the concatenation along the columns."""
         if len(parts) == 1:
             return parts[0]
         *tables, steps = zip(*parts)
@@ -57,13 +56,10 @@ class CrossedSteps(NamedTuple):
 
 
 class EventWatch:
-    """The detection, location and table of the events of a working set.
+    """The detection and location of the events of a working set, and their table.
 
-    `crossed` returns the columns in which a condition has changed its sign. The events are then located in all these
-    columns together, and stored in a table: the trajectory, the event, the number of the step (from 0), the fraction of the
-    step (infinite if the trajectory has ended before), and the time.
-
-    `select`: ``select(ids)`` returns the parameters of some trajectories.
+    The rows of the table: the trajectory, the event, the index of the step, the fraction of the step (infinite if the
+    trajectory has ended before), and the time. ``select(ids)`` returns the parameters of some trajectories.
     """
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
@@ -73,14 +69,14 @@ class EventWatch:
         self._rows: list[Array] = []
         self._count = 0
         self._postponed: list[CrossedSteps] = []
-        self._postponed_count = 0  # the number of columns in these steps
+        self._postponed_count = 0  # number of columns
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
-        """Set the columns of a new working set, given their current states and actual times."""
+        """Evaluate the conditions of a new working set, given its states and actual times."""
         self.values = [event.value(u, p, t) for event in self._events]
 
     def crossed(self, step: Step, p: Tree, sides: Mapping[int, Array] = {}) -> list[Array]:
-        """Return for each event the columns in which its condition has changed its sign; update the values of conditions.
+        """Return for each event whether its condition has changed its sign in each column; update `values`.
 
         `sides`: for some events, the signs with which their conditions have left their roots.
         """
@@ -91,13 +87,13 @@ class EventWatch:
         return [step.accepted & mask for mask in changed]
 
     def kept(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
-        """Return the step of some columns, or only its end, with the sign changes of the conditions."""
+        """Return the step of some columns, or with `end` only its end, and the sign changes of conditions."""
         before, after = zip(*self.pairs)
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
         return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
 
     def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
-        """Store the step of some columns, whose events don't end it, to locate the events of many columns together."""
+        """Store the step of some columns, which no event ends, to locate the events of many columns together."""
         self._postponed.append(self.kept(step, columns, crossed))
         self._postponed_count += len(columns)
         if self._postponed_count > _MANY:
@@ -109,22 +105,19 @@ class EventWatch:
             self._postponed, self._postponed_count = [], 0
 
     def cut(self, kept: CrossedSteps) -> StepEvents:
-        """Locate and store the events of steps, and cut short the steps that they end."""
+        """Locate and store the events of steps, and end the steps at terminal events."""
         step, crossed = kept.step, [np.flatnonzero(row) for row in kept.crossed]
         pairs = list(zip(kept.before, kept.after))
         found = self.located(step, [rows if rows.size else None for rows in crossed], pairs)
         if found.ended is not None:
             ended = np.flatnonzero(found.ended)
             at = step.t[ended] + found.part[ended] * step.h[ended]
-            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # because of rounding; see `_entered`
+            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # rounding mustn't move it beyond the step
             step.new[:, ended] = found.states[:, ended]
         return found
 
     def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
-        """Locate and store the events of a step.
-
-        `crossed`: the columns of each event, or None. `pairs`: the values of the conditions before and after the step.
-        """
+        """Locate and store the events of a step; `crossed`: the columns of each event; `pairs`: values before and after."""
         last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
         for e, (event, columns) in enumerate(zip(self._events, crossed)):
@@ -134,7 +127,7 @@ class EventWatch:
             found.append((e, columns, x))
             if event.stops:
                 states = states.copy() if states is step.new else states
-                earlier = x <= last[columns]  # if two coincide, the later one in the list counts
+                earlier = x <= last[columns]  # if two coincide, the last in the list counts
                 last[columns] = np.where(earlier, x, last[columns])
                 ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
@@ -162,12 +155,10 @@ class EventWatch:
             wide = high - low > RESOLUTION
             if hosted and not wide.any():
                 break
-            # On a device bisection is used: the number of evaluations is fixed, since the host doesn't read whether all
-            # have converged.
+            # On a device, bisection with a fixed number of evaluations needs no copies to the host.
             x = _projected(low, high, before, after, 0.5**evaluation) if hosted else 0.5 * (low + high)
             value = event.value(states_at(terms, x.astype(real, copy=False)), p, step.actual(step.t + x * step.h))
             same = np.sign(value) == signs
-            # Converged columns don't change any more.
             rise, fall = wide & same, wide & ~same
             low, high = np.where(rise, x, low), np.where(fall, x, high)
             if hosted:
@@ -177,11 +168,10 @@ class EventWatch:
     def _entered(
         self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
     ) -> LocatedEvent | None:
-        """Write an event to the table, and return it without the columns that have ended before."""
+        """Write an event to the table; return it without columns that have ended before."""
         # Rounding mustn't move an event beyond the end of the step.
         time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
-        # Events after a terminal event in the same step don't occur.
         known, terminal = x <= last[columns], self._events[e].stops
         part = np.where(known, x, np.inf)
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
@@ -192,7 +182,7 @@ class EventWatch:
         return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
 
     def note(self, step: Step, e: int, columns: Array, part: Array, time: Array) -> None:
-        """Write an event in steps of some columns to the table."""
+        """Write an event of some columns to the table."""
         # All entries are doubles, so that one copy from a device to the host is enough.
         rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
         self._rows.append(np.stack([row.astype(float) for row in rows]))
@@ -205,12 +195,11 @@ class EventWatch:
 
 
 def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:
-    """Return the next point of the method ITP (interpolate, truncate, project).
+    """Return the next point of the method ITP (interpolate, truncate, project); `reach`: 1, halved with each evaluation.
 
-    It is the root of the secant, moved towards the middle of the bracket, and limited to an allowed distance from it.
-    `before`, `after`: the values at both ends. `reach`: 1 at first, halved with each evaluation.
+    It is the root of the secant, moved towards the middle of the bracket, and limited to an allowed distance from it. The
+    method takes about as few evaluations as the secant method, and at most one more than bisection.
     """
-    # It takes about as few evaluations as the secant method, and at most one more than bisection.
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)
     away, allowed = middle - x, reach - 0.5 * width
@@ -220,7 +209,7 @@ def _projected(low: Array, high: Array, before: Array, after: Array, reach: floa
 
 
 def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
-    """Return the events of each trajectory, given the sorted events of all trajectories; the times may be traced."""
+    """Return the (event, time) pairs of each trajectory, given the sorted events of all; times may be traced."""
     found: dict[int, list[tuple[int, Any]]] = {}
     every = times if isbox(times) else times.tolist()
     for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):
@@ -229,13 +218,12 @@ def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int
 
 
 def in_order(rows: np.ndarray) -> np.ndarray:
-    """Return the rows with events that occurred, sorted by trajectory and then by time."""
+    """Return the indices of events that occurred, sorted by trajectory and time, given the rows of a table."""
     ids, event, number, part = rows[:4]
     step = ids * (number.max(initial=0.0) + 1.0) + number
     order = np.argsort(step, kind="stable")  # fast for sorted events, as those of kernels
     step = step[order]
     if (step[1:] == step[:-1]).any():
-        # Events in one step are sorted by time, and coinciding ones by their index.
         order = np.lexsort((event, part, number, ids))
     return order[np.isfinite(part[order])]
 
@@ -243,10 +231,10 @@ def in_order(rows: np.ndarray) -> np.ndarray:
 def traced_times(
     ids: np.ndarray, times: np.ndarray, places: np.ndarray, live: np.ndarray, reached: Array, crossed: Array
 ) -> Array:
-    """Return the times of events, shape (m,), with derivatives; for failed trajectories the plain times.
+    """Return the times of events, shape (m,), with derivatives; for failed trajectories (not `live`) the plain times.
 
-    `ids`: the trajectories. `places`: the index of each time in `crossed`, or -1 for events that ended trajectories, whose
-    times are in `reached`, shape (N,). `live`: bool, shape (N,); which trajectories didn't fail.
+    `places`: the index of each time in `crossed`, or -1 for events that ended trajectories, whose times are in `reached`,
+    shape (N,).
     """
     place = np.where(places < 0, ids, len(live) + places) + len(ids)
     return concatenate([times, reached, crossed])[np.where(live[ids], place, np.arange(len(ids)))]

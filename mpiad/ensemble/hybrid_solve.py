@@ -1,12 +1,10 @@
 """Solves with events that change the state.
 
-Events at the start act before the first step, all at once. Later ones act during the solve, by columns (`step_observers`)
-or in a kernel (`compiled.jump_text`): a step ends at an event, and the trajectory continues from the state after it with
-the next proposed step. For derivatives all steps form one record, with events between steps (`jumps`). It is differentiated
-as that of any solve (`differentiable`), also with respect to given times. The time at which a condition vanishes depends on
-the trajectory, and so do all later times (the saltation term).
-
-Trajectories that fail after an event are left out: no derivative flows through their earlier steps either.
+Events at the start act before the first step. Later events act during the solve, in NumPy (`step_observers`) or in a kernel
+(`compiled.jump_text`): a step ends at an event, and the trajectory continues from the state after it. For derivatives all
+steps form one record, with jumps between steps (`jumps`), which is differentiated as that of any solve (`differentiable`),
+also with respect to given times. The time at which a condition vanishes depends on the trajectory, and so do all later
+times (the saltation term). Trajectories that fail contribute no derivatives, not even by the steps before an event.
 """
 
 from __future__ import annotations
@@ -31,18 +29,14 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.solution import EnsembleSolution
 
-# Events at given times: those of each trajectory, in the direction of its solve.
-
 
 class GivenTimes:
-    """The given times of a batch.
+    """The given times of a batch of plain arrays.
 
-    - `events`: all events of the solve.
-    - `batch`: holds plain arrays.
     - `signs`: shape (N,); -1 for trajectories that go backwards.
-    - `times`: shape (m + 1, N); in the direction of the solve, the last infinite; never NaN.
-    - `event`: int, shape (m + 1, N); the event of each.
-    - `first`: int, shape (N,); the first time that isn't before the start.
+    - `times`: shape (m + 1, N); sorted in the direction of the solve; the last is infinite.
+    - `event`: int, shape (m + 1, N); the event at each time.
+    - `first`: int, shape (N,); the index of the first time that isn't before the start.
     """
 
     def __init__(self, events: Sequence[Event], batch: Batch):
@@ -55,7 +49,7 @@ class GivenTimes:
         own = signs[:1] if same_times else signs
         ahead = np.stack([np.full(len(own), np.inf), *(own * time for _, time in given)])
         event = np.array([[-1], *([e] for e, _ in given)])
-        # Of equal times, those of earlier events in the list come first.
+        # At equal times, earlier events in the list come first.
         order = np.lexsort((np.broadcast_to(event, ahead.shape), ahead), axis=0)
         ahead = np.take_along_axis(ahead, order, axis=0)
         self._order = np.broadcast_to(order, shape)
@@ -64,7 +58,7 @@ class GivenTimes:
         self.times = np.broadcast_to(own * ahead, shape)
 
     def _of(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Return events and their times, numbers or of shape (N,), given the batch's parameters, which may be traced."""
+        """Return events and their times, each a number or of shape (N,); parameters may be traced."""
         found = []
         for e, event in self._events:
             for time in event.due(batch.p.build(batch.p.leaves)):
@@ -80,7 +74,7 @@ class GivenTimes:
             )
 
     def passed(self, stop: Array) -> Array:
-        """Return the given times that have passed; `stop`, int of shape (N,), are the indices of the next ones.
+        """Return the given times that have passed; `stop`, int, shape (N,): the indices of the next times.
 
         The rows are the trajectories, the events, the times, and -1 minus the index among the given times.
         """
@@ -98,9 +92,9 @@ class GivenTimes:
 def solved_with_events(
     solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch
 ) -> EnsembleSolution:
-    """Return the solution of a batch of plain arrays, traced if `given`, the original batch, is.
+    """Return the solution of a batch of plain arrays, with derivatives with respect to traced values in `given`.
 
-    ``solve(batch, settings)`` solves from after the events at the start.
+    ``solve(batch, settings)`` is called after the events at the start have acted.
     """
     times = GivenTimes(settings.events, batch)
     outcome = _solved(solve, batch, settings, times)
@@ -125,7 +119,7 @@ def solved_with_events(
 
 
 def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, times: GivenTimes) -> Outcome:
-    """Let the events at the start act, and solve from there to the end, with all later events."""
+    """Apply the events at the start, and solve from the states after them."""
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()
     acting = Acting(settings.events, times.times, times.event, slots, np.full(batch.size, MOVING), ())
@@ -141,30 +135,22 @@ def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings:
 
 
 class _HappenedEvents:
-    """All events of a solve, those of a trajectory in order, as arrays of shape (m,).
-
-    - `ids`, `event`: int; the trajectories, and the indices of the events.
-    - `times`.
-    """
+    """All events of a solve, sorted: trajectories `ids`, indices `event`, and `times`, each of shape (m,)."""
 
     def __init__(self, outcome: Outcome, given: GivenTimes):
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         ids, event, _, _, times = table
-        # For conditions the column of the table, for given times -1 minus the index.
+        # The last row: the column of the table for conditions, -1 minus the index for given times.
         found = np.stack([ids, event, times, np.arange(len(ids))])
         passed = given.passed(outcome.slots)
         if passed.size:
             found = np.concatenate([found, passed], axis=1)
-            # The given times are sorted already; at equal times conditions come first.
+            # At equal times conditions come first.
             found = found[:, np.lexsort((given.signs[found[0].astype(int)] * found[2], found[0]))]
         (self.ids, self.event, self._source), self.times = found[[0, 1, 3]].astype(int), found[2]
 
     def traced(self, run: Run, due: Array, reached: Array, crossed: Array) -> Array:
-        """Return the times of events, as traces see them.
-
-        They are functions of all given times, shape (slots, N), the times at which trajectories ended, (N,), and
-        `Run.crossed`.
-        """
+        """Return the times of events with derivatives, from given times `due`, (slots, N), end times, and `Run.crossed`."""
         ids, source = self.ids, self._source
         given = len(crossed) + (-1 - source) * due.shape[1] + ids
         places = np.where(source < 0, given, np.append(run.crossed_row, -1)[np.maximum(source, 0)])

@@ -1,4 +1,4 @@
-"""`Jumps`: the events that changed the state in a solve, with the steps after which they acted, and their effects."""
+"""`Jumps`: the changes of states by events in a solve."""
 
 from __future__ import annotations
 
@@ -17,40 +17,37 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.step_sweep import Columns
 
-# The departure of a condition from its root after an affect: its sign, and the time at which it vanishes again.
+# The departure of a condition from its root after an affect.
 #
 # After the affect the condition may still be zero, up to rounding: a bouncing ball, for example, is still on the ground.
-# Its sign is then determined from its values a little later, after a step of first order and one of second order. These
+# Its sign is determined from its values a little later, after one step of Euler's and one of Heun's method. These values
 # define a parabola, whose second root is the time at which the condition vanishes again.
 
-
-# A condition is considered at its root if it is smaller than these multiples of its value before the affect, and of its
-# change along the trajectory.
+# A condition is at its root if it is smaller than these multiples of its value before the affect, or of its change along
+# the trajectory.
 AT_ROOT, OF_WAY = 1e3, 1e-12
-# The distance at which the condition is evaluated, as a fraction of the time between events (the second if that is short),
-# and the smallest distance as a fraction of tspan.
+# Bounds on the step of both methods: two fractions of the time since the last event, and a fraction of tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
-# If a condition vanishes again within this fraction of tspan, after an equally short time before the event (second number),
-# it would do so endlessly.
+# A condition vanishes endlessly if it vanishes again within the first fraction of tspan, and the last event was within the
+# second.
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
-# In steps below this fraction of tspan, rounding may change the sign of a condition near its root.
+# In shorter steps, as a fraction of tspan, rounding may determine the sign of a condition near its root.
 UNRESOLVED = 1e-9
 LEAST = 1e-300  # absolute value assigned to a condition of which only the sign is known
-# Successive events within this fraction of tspan are considered an infinite sequence if there are more than this number.
+# More successive events than this number, each within this fraction of tspan, are considered an infinite sequence.
 SHORT, MOST_SHORT = 1e-6, 10
 
 
 class Departure(NamedTuple):
     """The departure of a condition from its root, for several trajectories."""
 
-    side: Array  # shape (n,); the sign that the condition takes; 0 if it isn't at its root
-    # Shape (n,). The time until it vanishes again in the event's direction; infinite if it isn't at its root, or doesn't.
-    back: Array
-    endless: Array  # bool, shape (n,); whether that is immediately, and would repeat endlessly
+    side: Array  # shape (n,); the next sign of the condition; 0 if it isn't at its root
+    back: Array  # shape (n,); the time until it vanishes again in the event's direction, or infinity
+    endless: Array  # bool, shape (n,); whether it would vanish again and again
 
 
 def distance_ahead(elapsed: Array, span: Array) -> Array:
-    """Return the distance at which to evaluate conditions; `elapsed`: the times since the events last acted."""
+    """Return the step of Euler's and Heun's methods for `departure`; `elapsed`: the time since the event last acted."""
     least = LEAST_AHEAD * span
     distance = np.minimum(AHEAD_OF_SHORT * elapsed, np.maximum(AHEAD * elapsed, least))
     return np.where(elapsed > UNRESOLVED * span, distance, least)
@@ -59,8 +56,7 @@ def distance_ahead(elapsed: Array, span: Array) -> Array:
 def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed: Array, span: Array) -> Departure:
     """Return the departure of a condition from its root.
 
-    `values`: the condition before the affect, after it, and at `distance_ahead` along steps of first and of second order,
-    each of shape (n,). `elapsed`, `span`: as for `distance_ahead`.
+    `values`: the condition before and after the affect, and after steps of Euler's and Heun's methods, each shape (n,).
     """
     before, now, euler, heun = values
     ahead, rise, bend = distance_ahead(elapsed, span), euler - now, heun - euler
@@ -69,25 +65,21 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
     side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
     returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
     back = np.where(returns, -ahead * rise / bend, np.inf)
-    # For stiff systems the parabola doesn't predict the return, unless all times are short.
+    # For stiff systems the parabola predicts the return only if all times are short.
     endless = (back <= AT_ONCE * span) & ((rise == 0) | (elapsed <= SHORT_PIECE * span))
     return Departure(np.where(at_root, side, 0.0), back, endless)
 
 
-# The derivative u' of solutions of M u' = f(u, p, t), for shifts of states in time.
+# The derivative u' of solutions of M u' = f(u, p, t).
 #
 # If M is singular, f determines u' only up to N z, with the null vectors N of M. The algebraic equations Lᵀ f = 0 hold
-# along a trajectory, so Lᵀ (f_u u' + f_t) = 0, and with N A⁻¹ Lᵀ of `consistent_start` this part is found in one step.
-#
-# Further steps with the same matrix, which are ordinary traced arithmetic, propagate the derivatives: one step per order.
-
-
-# The last two are for first and second derivatives.
+# along a trajectory, so Lᵀ (f_u u' + f_t) = 0, and one Newton step with N A⁻¹ Lᵀ of `consistent_start` gives N z. Further
+# steps with the same matrix propagate traced values: one step for first derivatives, and one for second ones.
 _STEPS = 3
 
 
 def rates_of_change(batch: Batch, mass: Array | None, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-    """Return u' for at least two columns, shape (d, n); `leaves`: their parameters. Arguments but `mass` may be traced."""
+    """Return u' for at least two columns, shape (d, n); `u`, `leaves` and `t` may be traced."""
     field = Field(batch)
     rate = field.array(u, leaves, t)
     if mass is None:
@@ -111,15 +103,13 @@ FOUND = -1
 class Jump(NamedTuple):
     """The effect of one event on several trajectories."""
 
-    # `ids`, `number`: int, shape (n,); the trajectories, and the number of steps that each had made.
-    ids: Array
-    number: Array
+    ids: Array  # int, shape (n,); the trajectories
+    number: Array  # int, shape (n,); the number of steps that each had made
     event: int | Array
-    slot: Array  # int, shape (n,); the index of the given time; FOUND if a condition had vanished
+    slot: Array  # int, shape (n,); the index of the given time; FOUND for the root of a condition
     time: Array  # shape (n,)
-    # `before`, `after`: shape (d, n).
-    before: Array
-    after: Array
+    before: Array  # shape (d, n)
+    after: Array  # shape (d, n)
 
     def chosen(self, mask: Array) -> Jump:
         """Return the jumps of the trajectories in a mask."""
@@ -127,10 +117,7 @@ class Jump(NamedTuple):
 
 
 class Jumps:
-    """All jumps of a solve, sorted by trajectory and then by time.
-
-    Its arrays are those of `Jump`: `before` and `after` of shape (d, m), the others of shape (m,).
-    """
+    """All jumps of a solve, sorted by trajectory and then by time, with the arrays of `Jump`."""
 
     def __init__(self, jumps: Sequence[Jump], live: Array):
         parts = zip(*(jump._replace(event=0 * jump.ids + jump.event) for jump in jumps))
@@ -144,7 +131,7 @@ class Jumps:
 
     @cached_property
     def turn(self) -> Array:
-        """The number of earlier jumps of the trajectory after the same step."""
+        """Per jump, the number of earlier jumps of its trajectory after the same step."""
         first = np.ones(len(self.ids), bool)
         first[1:] = (self.ids[1:] != self.ids[:-1]) | (self.number[1:] != self.number[:-1])
         place = np.arange(len(first))
@@ -154,17 +141,16 @@ class Jumps:
     def kinds(self) -> list[tuple[int, Columns]]:
         """Each event with jumps, and the indices of its jumps."""
         events = np.flatnonzero(np.bincount(self.event)).tolist()
-        # Without a copy if there is only one event.
         return [(e, np.flatnonzero(self.event == e) if len(events) > 1 else slice(None)) for e in events]
 
     @cached_property
     def still(self) -> Array:
-        """Which jumps aren't at the end of a step, since another jump or the start is at the same time."""
+        """Whether no step ends at the jump, since another jump or the start comes before at the same time."""
         return (self.turn > 0) | (self.number == 0)
 
     @cached_property
     def lengthens(self) -> Array:
-        """Which jumps are at given times that determine the end of the preceding step."""
+        """Whether the jump is at a given time at which a step ends."""
         return ~self.still & (self.slot != FOUND)
 
     def bounds(self, count: int) -> Array:

@@ -1,12 +1,12 @@
 """The adjoint of events that change the state: of their affects, and of their times.
 
-The affect A maps u⁻, the state at the end of a step or after the previous event, to u⁺ = A(u⁻, p, τ). Backwards the
-transpose of its Jacobian maps λ⁺ to λ⁻; the nonzero entries are computed for all events of a run at once, before the sweep.
+The affect A maps u⁻, the state at the end of a step or after the previous event, to u⁺ = A(u⁻, p, τ). The transpose of its
+Jacobian maps the cotangent λ⁺ to λ⁻. Its nonzero entries are computed for all events of a run before the backward sweep.
 
-The time τ may move, too, and with it all later steps; σ⁺ is the cotangent of the time at which these begin. For a given
-time the cotangent is σ⁺ + A_τ·λ⁺, plus that of the size of the step that ends there. For the time at which a condition
-vanished it is propagated to the inputs of the root (`pull_event`). If no step lies between a given time and an earlier
-event at the same time, the state would move by its rate of change between them.
+If the time τ changes, all later steps shift; σ⁺ is the cotangent of the time at which these begin. The cotangent of a given
+time is σ⁺ + A_τ·λ⁺, plus the cotangent of the size of the step that ends there. The cotangent of the time of a root is
+propagated to the inputs of the condition (`pull_event`). If no step lies between a given time and an earlier event at the
+same time, a shift of the given time changes u⁻ by u'.
 """
 
 from __future__ import annotations
@@ -26,26 +26,24 @@ from mpiad.ensemble.step_sweep import Columns
 
 
 class LinearJumps:
-    """Jumps of a run in the backward sweep: all, or those before the first steps if a kernel sweeps over the others.
+    """Jumps of a run in the backward sweep: all, or the jumps before the first steps if a kernel processes the others.
 
-    - `places`: the leaves to differentiate with respect to.
-    - `jumps`: these jumps.
-    - `timed`: whether times move.
-    - `due`: shape (slots, N); cotangents of the given times at which an event acted.
+    - `places`: the leaves to differentiate with respect to. `timed`: whether to differentiate with respect to times.
+    - `due`: shape (slots, N); cotangents of the given times of events.
     - `at_start`: the indices of the jumps before the first steps, in order, and their trajectories.
     """
 
     def __init__(self, run: Run, jumps: Jumps, places: Sequence[int], timed: bool):
         self._run, self._jumps, self._places, self._timed = run, jumps, places, timed
         self.at_start = [(rows, jumps.ids[rows]) for rows in jumps.at_start()]
-        # One row more than given times, for jumps that aren't at one.
+        # The last row is for jumps that aren't at a given time.
         self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
-        # The nonzero entries: components of the states after and before, and the factors of all jumps.
+        # Nonzero entries: real or imaginary part, components of the states after and before, factors of all jumps.
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
         self._rates: Array = None
-        if timed:  # u' before jumps at given times with no step before
+        if timed:  # u' before jumps at given times, if no step ends there
             self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
             if rows.size:
                 self._rates[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
@@ -56,7 +54,7 @@ class LinearJumps:
                 self._linearize(pulls, part, c, unit)
 
     def _linearize(self, pulls: Sequence[Callable], part: int, c: int, unit: complex) -> None:
-        """Store the derivatives of component c of the states after jumps with respect to states before and times."""
+        """Store the derivatives of component c of the states after jumps."""
         before, by_time = np.zeros_like(self._after), np.zeros(len(self._jumps.ids))
         for (_, rows), pull in zip(self._jumps.kinds, pulls):
             seed = np.zeros_like(before, shape=(len(before), len(self._jumps.ids[rows])))
@@ -67,18 +65,17 @@ class LinearJumps:
             self._by_time.append((part, c, by_time))
 
     def _traced(self, event: int, rows: Columns, places: Sequence[int], timed: bool) -> Callable[[Array], list[Any]]:
-        """Return a function from cotangents of the states after jumps to those of states, leaves and times."""
+        """Return a function from cotangents of the states after jumps to cotangents of states, leaves and times."""
         run, u, t = self._run, self._jumps.before[:, rows], self._jumps.time[rows]
         leaves = run.columns(run.batch.p.leaves, self._jumps.ids[rows])
         field = affect_field(run.settings.events[event], run.batch)
         return transposed_columns(field, places, timed, np.empty_like(u), u, leaves, t)
 
     def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
-        """Propagate cotangents back over some jumps, at most one per trajectory.
+        """Propagate cotangents back over some jumps, at most one per trajectory, and add to `due`.
 
-        The arguments are the cotangents of the states after, of shape (d, n), and of the time at which the later steps
-        begin, (n,). Returns those of the states before, (d, n), and of the time at which the earlier steps ended, (n,), or
-        of the start; contributions to given times are added to `due`.
+        `cotangent`, `since`: the cotangents of the states after the jumps, shape (d, n), and of the times at which later
+        steps begin, (n,). Returns the cotangents of the states before, and of the times at which earlier steps end.
         """
         self._after[:, rows] = cotangent
         before, parts = np.zeros_like(cotangent), (cotangent.real, cotangent.imag)
@@ -94,21 +91,21 @@ class LinearJumps:
         return before, np.where(given, -drift, since)
 
     def lengthened(self, rows: Array, by_size: Array) -> Array:
-        """Add the cotangents of step sizes to the given times at which the steps end, and return them; zero for others."""
+        """Add cotangents of step sizes to the given times at which the steps end; return the added numbers."""
         jumps = self._jumps
         gained = np.where(jumps.lengthens[rows], by_size, 0.0)
         self.due[jumps.slot[rows], jumps.ids[rows]] += gained
         return gained
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
-        """Add to the cotangents of the leaves, after all jumps have been processed."""
+        """Add the contributions to the cotangents of the leaves, after all jumps have been processed."""
         for e, rows in self._jumps.kinds if self._places else ():
             _, *parts, _ = self._traced(e, rows, self._places, False)(self._after[:, rows])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._jumps.ids[rows])
 
 
 def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: Array) -> None:
-    """Add to the cotangents of leaves those that come from the trajectories `ids`, which are in order; None is zero."""
+    """Add the contributions of the trajectories `ids`, in ascending order, to the cotangents of leaves; None is zero."""
     for place, part in parts.items():
         if part is None:
             continue
@@ -122,7 +119,7 @@ def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: A
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     """Return u' of some trajectories at given states and times, shape (d, n)."""
     batch, columns, mass = run.batch, run.doubled(len(ids)), run.settings.mass
-    # A copy in C order: NumPy then sums over components row by row.
+    # In C order NumPy sums over components row by row.
     u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
     if mass is not None:
         return rates_of_change(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]

@@ -1,8 +1,7 @@
-"""The linear systems of Rosenbrock steps that are differentiated: their factors, and the derivatives of their matrices.
+"""The linear systems of Rosenbrock steps, with derivatives (see `tableaus` for the notation).
 
-A change of W = M/γ - h J and T = ∂f/∂t changes a stage k like a change of the right-hand side by that of h (J k + d T),
-with k held fixed: a derivative of f along (h k, h d), whose own derivatives are products with second derivatives of f. They
-are computed by programs derived from that of f.
+Changes of W = M/γ - h J and T = ∂f/∂t change a stage k like a change of the right-hand side by δ(h (J k + d T)) with k held
+fixed. This term is the derivative of f along (h k, h d), so its derivatives are second derivatives of f.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class System(NamedTuple):
 
     jacobian: Array  # shape (d, d, n)
     rise: Array | None  # shape (d, n), or None if it is zero; ∂f/∂t
-    lu: ColumnLU  # of W
+    lu: ColumnLU  # LU factors of W
 
 
 class StageSystems:
@@ -57,11 +56,11 @@ class StageSystems:
         )
 
     def jacobian(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Array | None:
-        """Write ∂f/∂u into zeros, and return ∂f/∂t, given the leaves of the parameters: see `field_jacobian`."""
+        """Write ∂f/∂u into an array of zeros, and return ∂f/∂t: see `field_jacobian`."""
         return self._write(out, u, self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1), t)
 
     def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> System:
-        """Return the systems of steps of sizes h from states u, given the leaves of the parameters."""
+        """Return the systems of steps of sizes h from states u."""
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
         rise = self.jacobian(jacobian, u, leaves, t)
         matrices = jacobian * -h
@@ -75,11 +74,11 @@ class StageSystems:
                 right += self.mass.times(weight * before)
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
-        """Return the parameters' numbers as rows, as programs take them."""
+        """Return the parameters as rows of scalars, as programs take them."""
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:
-        """Return the gradient of Σ right · (derivative of f along directions): with respect to u, the leaves, and time.
+        """Return the gradient of Σ right · (derivative of f along (du, dt)) with respect to u, the leaves, and time.
 
         `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
@@ -98,9 +97,9 @@ class StageSystems:
         return [np.stack(sums[:d]), *leaves, sums[-1]]
 
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
-        """Return the tangents of the parameters' numbers, each of shape (m, n), or of one entry that is zero.
+        """Return m tangents of each scalar of the parameters, shape (m, n), or one zero if `tangents` is empty.
 
-        For each differentiated leaf `tangents` has m arrays, None for zero ones.
+        For each differentiated leaf `tangents` has m arrays, or None for zero.
         """
         count, dtype = u.shape[-1], u.dtype
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
@@ -119,10 +118,9 @@ class StageSystems:
     def push(
         self, u: Array, leaves: Sequence[Any], t: Array, du: Array, dt: Array, tangents: Array, rows: list[Array]
     ) -> Array:
-        """Return the tangents of the derivative of f along a direction, shape (d, m, n).
+        """Return the tangents of the derivative of f along (du, dt), shape (d, m, n).
 
-        `du` has shape (d, n), `dt` (n,). The tangents are those of u, shape (m, d, n), the rows those of the
-        parameters: see `tangent_rows`.
+        `du` has shape (d, n), `dt` (n,). `tangents`: of u, shape (m, d, n). `rows`: tangents of the parameters.
         """
         given = self.rows(leaves, u.shape[1], u.dtype)
         moved = [*(tangents[:, i] for i in range(len(u))), *rows]

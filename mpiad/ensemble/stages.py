@@ -1,11 +1,11 @@
-"""One step of a Runge-Kutta pair or a Rosenbrock method, vectorized over columns.
+"""One step of a Runge-Kutta or Rosenbrock method, vectorized over trajectories (columns).
 
 Sums of products are elementwise over columns; BLAS isn't used, since its order of summation depends on the number of
 columns. Buffers are allocated once for each number of columns.
 
 For few columns the overhead of NumPy's calls dominates. Then a sum of n products takes two calls instead of 2 n - 1: one
-multiplies all stages by their weights, and the other adds up the products along the first axis. The order of summation is
-the same in both forms, so the results are bitwise the same (see `controller` on reductions along the first axis).
+multiplies all stages by their weights, and the other adds up the products along the first axis. Both forms sum in the same
+order, so the results are bitwise equal (see `controller` on reductions along the first axis).
 """
 
 from __future__ import annotations
@@ -26,33 +26,30 @@ from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
 from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
-# Called with `out` as a positional argument, which is faster.
+# They are called with `out` as a positional argument, which is faster.
 _multiply, _add = np.multiply, np.add
-# Number of entries of one array (columns times components) up to which sums take two calls.
+# Sums take two calls for arrays of up to this number of entries, if they have at least this number of terms.
 _FEW = 512
 _LEAST_TERMS = 3
 
 
 class Stages:
-    """The buffers of n columns.
+    """The buffers of n columns: the stages `k`, of which the first is f at the current state, and the new state `new`.
 
-    - `like`: shape (d, n); an array with the dtype and device of the states.
-    - `many`: whether many steps will be taken, so that precomputations pay off.
-    - `k`: the stages, each of shape (d, n); the first is the derivative at the current state.
-    - `new`: shape (d, n); the state after the step.
+    `like`: the states, shape (d, n). `many`: whether many steps will be taken, so that precomputations pay off.
     """
 
     def __init__(self, tableau: Tableau, derivative: Derivative, like: Array, many: bool):
         self.tableau, self._write, shape, dtype = tableau, derivative.write, like.shape, like.dtype
         self._real = like.real.dtype
-        # Weights are arrays without axes, which ufuncs process fastest, and with which float32 is preserved. Zeros are left
-        # out, since a stage that isn't finite mustn't affect a sum in which its weight is zero.
+        # Ufuncs process arrays without axes fastest, and preserve float32 with them. Zero weights are omitted: a stage that
+        # isn't finite mustn't affect sums in which it has weight zero.
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._locked_new, self._locked_argument = locked(self.new), locked(self._argument)
         self._h = np.empty(shape, self._real)
-        # The times of the stages, without the first one; those at the end of the step share the last row.
+        # The times of the stages after the first; stages at the end of the step share the last row.
         inner = [i for i, c in enumerate(tableau.c) if i and c != 1]
         self._c = np.array([tableau.c[i] for i in inner])[:, None]
         self._elapsed = np.empty((len(inner), shape[1]))
@@ -65,18 +62,17 @@ class Stages:
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state from u, shape (d, n), and times and step sizes, shape (n,).
 
-        Times are in the direction of the solve, so h isn't negative. `sign`: -1 for columns that go backwards, None if
-        there are none.
+        Times are in the direction of the solve, so h isn't negative. `sign`: -1 for columns that go backwards; None if no
+        column does.
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
         last = len(self.k) - 1
-        # The last row of the table gives the new state; the last stage is evaluated there.
         for i in range(1, last + 1):
             self._evaluate(self.k[i], i, u, p, sign, i == last)
 
     def _evaluate(self, out: Array, i: int, u: Array, p: Tree, sign: Array | None, at_end: bool) -> None:
-        """Write f at the argument of stage i, which is the new state if the step ends there."""
+        """Write f at the argument of stage i, which is the new state if `at_end`."""
         target, locked_target = (self.new, self._locked_new) if at_end else (self._argument, self._locked_argument)
         _multiply(self._sum(i - 1, target), self._h, target)
         _add(target, u, target)
@@ -86,7 +82,6 @@ class Stages:
 
     def error(self, u: Array, rtol: Array, atol: Array) -> Array:
         """Return the mean square of the error relative to its tolerance, shape (n,)."""
-        # The buffer for arguments is free, since the argument of the last stage is `new`.
         e, scale, scale_new = self._argument, self._scale, self._scale_new
         _multiply(self._sum(-1, e), self._h, e)
         np.abs(u, scale)
@@ -98,23 +93,22 @@ class Stages:
         return mean_square(e)
 
     def advance(self, u: Array, accepted: Array | None) -> Array:
-        """Return the states after the step in columns where it is accepted (None: all), and before it in the others."""
+        """Return the states after the step in accepted columns (None: all), and before the step in other columns."""
         k = self.k
         if accepted is None:
-            # The last stage is the first one of the next step: large buffers are swapped, and small ones copied.
+            # The last stage is the first stage of the next step. Large buffers are swapped, and small ones copied.
             if self._sums is None:
                 k[0], k[-1] = k[-1], k[0]
             else:
                 k[0][...] = k[-1]
             before, self.new, self._locked_new = self.new, u, locked(u)
             return before
-        # Columns whose step was rejected keep their states and first stages.
         np.copyto(u, self.new, where=accepted)
         np.copyto(k[0], k[-1], where=accepted)
         return u
 
     def _sum(self, row: int, out: Array) -> Array:
-        """Return the sum for a row of the table, in `out` or in another buffer."""
+        """Return the weighted sum for a row of the table, in `out` or in another buffer."""
         if self._sums is not None:
             found = self._sums.sum(row)
             if found is not None:
@@ -124,7 +118,7 @@ class Stages:
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         _multiply(self._c, h, self._elapsed)
         _add(self._elapsed, t, self._before_end, casting="same_kind")
-        # The end of the step is given, since t + h may differ by rounding.
+        # t + h may differ from the end of the step by rounding.
         self._at_end[:] = t_new
         if sign is not None:
             np.multiply(self._time, sign, out=self._time)
@@ -133,7 +127,7 @@ class Stages:
 def _stages(
     count: int, shape: tuple[int, int], dtype: DTypeLike, rows: list[Weights] | None
 ) -> tuple[list[Array], _StageSums | None]:
-    """Return the stages' arrays, and the object that sums over them if there are few columns and `rows` are given."""
+    """Return the arrays of stages, and for few columns an object for sums over them, if `rows` are given."""
     if rows is None or shape[0] * shape[1] > _FEW:
         return [np.empty(shape, dtype) for _ in range(count)], None
     block = np.empty((count, *shape), dtype)
@@ -141,10 +135,7 @@ def _stages(
 
 
 class _StageSums:
-    """Sums over the stages, each in two calls of NumPy.
-
-    `k`: shape (stages, d, n). `rows`: for each sum, the stages in order with their weights.
-    """
+    """Weighted sums over the stages, shape (stages, d, n), each in two calls of NumPy."""
 
     def __init__(self, k: Array, rows: list[Weights]):
         self._products, self._total = np.empty_like(k), np.empty_like(k[0])
@@ -152,7 +143,7 @@ class _StageSums:
         self._terms = [self._of(k, row) if len(row) >= _LEAST_TERMS else None for row in rows]
 
     def _of(self, k: Array, row: Weights) -> tuple[list[tuple[Array, Array, Array]], Array]:
-        """Return stages, weights and products for runs of adjacent stages, and the array of all products."""
+        """Return stages, weights and products for each run of adjacent stages, and the array of all products."""
         runs, first = [], 0
         for _, run in groupby(enumerate(row), lambda entry: entry[1][0] - entry[0]):
             entries = [entry for _, entry in run]
@@ -201,7 +192,6 @@ class RosenbrockStages(Stages):
         tableau, k = self.tableau, self.k
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
-        # At the time of the first stage.
         rise = self._differentiate(self._jacobian, u, p, self._locked_time[1])
         self._factor(sign)
         if rise is not None:
@@ -224,7 +214,7 @@ class RosenbrockStages(Stages):
         self._evaluate(k[-1], count + 1, u, p, sign, True)
 
     def _factor(self, sign: Array | None) -> None:
-        # Backwards in time f changes its sign, and ∂f/∂t doesn't.
+        # Backwards in time f changes its sign, but ∂f/∂t doesn't.
         scale = -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real)
         np.multiply(self._jacobian, scale, self._matrix)
         self._mass.add_to(self._matrix)

@@ -1,18 +1,13 @@
-"""Sweeps over the steps of a block of trajectories, in visits: one step of several columns each.
+"""Sweeps over the recorded steps of a block of trajectories; a *visit* is one step of several trajectories (columns).
 
-All derivatives of a solve are computed in such visits: the adjoint backwards, tangents and replays forwards. They get from
-the sweep the visits, and the saved values, events and ends of tspan in each. So each is written once, for two kinds of
-records, which differ in data only:
+All derivatives of a solve are computed in sweeps: the adjoint backwards, tangents and replays forwards. Two kinds exist:
 
 - On the host (`run.SortedSweep`) steps have been sorted, and a visit has the columns that took a step.
-- On a device (`on_device.device_run`) a visit is a round of the solve, of all columns of a block, with steps of length zero
-  for columns without an accepted one, as counting them would synchronize. The values that a column saves in one step are in
-  slots; unused ones write to a slot that is never read.
+- On a device (`on_device.device_run`) a visit is a round of the solve, with all columns of a block; columns without an
+  accepted step have steps of size zero, since counting them would synchronize the device. A column may save several values
+  in one step, each in a slot; unused values are written to a slot that is never read.
 
-Arrays follow NumPy's protocols, so the arithmetic is the same source for both. `Coefficients` has the difference: sums over
-stages, which the host adds one by one (a column's bits depend on no other column) and a device at once.
-
-If only some states were kept, those between are computed again, segment by segment, from one kept state to the next.
+If only some states were kept, the others are computed again, segment by segment, from one kept state to the next.
 """
 
 from __future__ import annotations
@@ -32,17 +27,16 @@ Columns: TypeAlias = Array | slice
 class Visit(NamedTuple):
     """A step of the first columns of a block."""
 
-    number: int  # of the visit, counted by its sweep
-    # `t`, `h`: shape (width,). Actual times before the step, and its signed sizes; zero if none was made.
-    t: Array
-    h: Array
-    u: Array  # shape (d, width); before the step
-    about: Any  # data of its sweep: on the host the columns for which it is the last step, on a device the round
-    made: Array | None = None  # bool, shape (width,); which columns made this step; None: all
+    number: int  # the index of the visit in its sweep
+    t: Array  # shape (width,); actual times before the step
+    h: Array  # shape (width,); signed step sizes, zero for columns without a step
+    u: Array  # shape (d, width); states before the step
+    about: Any  # on the host the columns for which it is the last step, on a device the `Round`
+    made: Array | None = None  # bool, shape (width,); which columns have a step; None: all
 
     def of(self, columns: Columns) -> Visit:
         """Return the visit of some columns."""
-        # Indexing with an array would return the states in a memory order that NumPy processes more slowly.
+        # Indexing with an array would return a memory layout that NumPy processes more slowly.
         u = self.u[:, columns] if type(columns) is slice else np.take(self.u, columns, axis=1)
         return self._replace(t=self.t[columns], h=self.h[columns], u=u)
 
@@ -50,24 +44,21 @@ class Visit(NamedTuple):
 class Saved(NamedTuple):
     """Values saved in one step, at most one per column."""
 
-    # `ids`, `place`: int, shape (m,). The trajectories, and the indices of the values among their saved ones.
-    ids: Array
-    place: Array
-    columns: Columns  # int, shape (m,); in the visit
-    # `x`, `h`: shape (m,). The fraction of the step at which they lie, and its size.
-    x: Array = None
-    h: Array = None
-    weights: Sequence[Array] | Array = ()  # sequence of array, shape (m,); the weights of the stages
-    # Bool, shape (m,). Whether the last stage's contribution is added in this step; otherwise it is added in the next one,
-    # whose first stage it is.
+    ids: Array  # int, shape (m,); the trajectories
+    place: Array  # int, shape (m,); the index of each value among the saved values of its trajectory
+    columns: Columns  # int, shape (m,); the columns of the visit
+    x: Array = None  # shape (m,); the fraction of the step
+    h: Array = None  # shape (m,); the size of the step
+    weights: Sequence[Array] | Array = ()  # per stage: shape (m,); the weights of the interpolant
+    # Bool, shape (m,). Whether the contribution of the last stage is added here, or in the next step, as its first stage.
     whole: Array | None = None
 
     def of(self, states: Array) -> Array:
-        """Return the columns of an array that these values belong to."""
+        """Return the columns of these values."""
         return states[..., self.columns]
 
     def seeds(self, saved: Array) -> Array:
-        """Return the cotangents of these values, shape (d, m), from those of all, shape (N, n_saved, d)."""
+        """Return the cotangents of these values, shape (d, m), given those of all values, shape (N, n_saved, d)."""
         return np.swapaxes(saved[self.ids, self.place], -1, -2)
 
 
@@ -76,7 +67,7 @@ class SavedInStep(NamedTuple):
 
     at_end: Sequence[Saved] = ()
     inside: Sequence[Saved] = ()
-    # Values inside the step before, whose last stage is this one's first, with its weight.
+    # Values inside the previous step, with the weight of its last stage, which is the first stage of this step.
     handed_on: Sequence[Saved] = ()
 
 
@@ -85,11 +76,10 @@ class LocatedEvent(NamedTuple):
 
     event: int  # its index among the events of the solve
     terminal: bool
-    columns: Array  # the columns with the event; for a terminal event, those that it ended
-    # `x`, `time`: shape (m,). The fraction of the step at which it lies, and its time.
-    x: Array
-    time: Array
-    row: Array  # int, shape (m,); the rows among all events
+    columns: Array  # the columns with the event; for a terminal event, the columns that it ended
+    x: Array  # shape (m,); the fraction of the step
+    time: Array  # shape (m,)
+    row: Array  # int, shape (m,); the indices among the events of all trajectories
 
 
 class StepSweep:
@@ -122,12 +112,12 @@ class StepSweep:
 
     @abstractmethod
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
-        """Return the events in the step, first those that don't end it."""
+        """Return the events in the step; an event that ends it comes last."""
 
     def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
-        """Return the jumps of the run that follow the step, in order, and their columns."""
+        """Return the indices of the jumps (see `Jumps`) after the step, in order, and their columns."""
         return ()
 
     @abstractmethod
     def moves(self, visit: Visit) -> Array:
-        """Return in which columns the step ends at the end of tspan: array of bool, shape (width,)."""
+        """Return whether the step ends at the end of tspan: bool, shape (width,)."""

@@ -1,11 +1,11 @@
-"""Explicit Runge-Kutta methods as tables of numbers, and the properties of them that a step needs.
+"""Runge-Kutta and Rosenbrock methods as tables of coefficients.
 
-A table defines a method completely: columns of arrays, kernels and adjoints of both use it, and depend on no method by its
-name. Each method has a file of its own in `methods/`, with its published coefficients.
+A table defines a method completely: the NumPy solver, kernels and adjoints use it, and refer to no method by its name. Each
+method has a file of its own in `methods/`, with its published coefficients.
 
-Each table ends with the derivative at the new state, which is the first stage of the next step, so that interpolants have
-the derivatives at both ends of a step, whatever the method. In the error estimate this stage has a weight if the method is
-first-same-as-last, and none otherwise: it then costs an additional call of f if a step is rejected.
+The last stage of each table is f at the new state, which is the first stage of the next step, so interpolants of all
+methods can use the derivatives at both ends of a step. If a method isn't first-same-as-last, this stage has no weight in
+the error estimate, and costs an additional call of f if a step is rejected.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ ROUNDING = 1e-13
 class Tableau:
     """The coefficients of an explicit method, created by `explicit`. Tables compare by identity."""
 
-    # Row i, from the second stage on: the weights of the stages before it. The last row gives the new state.
+    # Row i: the weights of stages in the argument of stage i + 1. The last row gives the new state.
     a: tuple[tuple[float, ...], ...]
     c: tuple[float, ...]  # times of the stages, as fractions of the step, in any order
     error: tuple[float, ...] | None  # weights of the error estimate, one per stage; None for fixed steps
     # Shape (stages, degree). Row i: coefficients of x, x², … in the weight of stage i at the fraction x of the step.
     dense: Array
     order: int  # of the solution from which the next step starts
-    embedded_order: int | None  # of the solution that it is compared with
+    embedded_order: int | None  # of the embedded solution, with which it is compared
 
-    # Whether its stages are solutions of linear systems with the Jacobian of f.
-    implicit: ClassVar[bool] = False
+    implicit: ClassVar[bool] = False  # whether stages are solutions of linear systems with the Jacobian of f
 
     @property
     def takes_mass(self) -> bool:
-        """Whether systems may have a mass matrix, including a singular one."""
+        """Whether systems may have a mass matrix, even a singular one."""
         return False
 
     @cached_property
     def stages(self) -> int:
-        """The number of stages, the last of which belongs to the next step."""
+        """The number of stages; the last is the first stage of the next step."""
         return len(self.a) + 1
 
     @cached_property
@@ -64,7 +63,7 @@ class Tableau:
 
     @property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """The sums over stages in a step: for their arguments, and for the error."""
+        """The weights of all sums over stages in a step: for arguments, and for the error."""
         return (*self.a, self.error or ())
 
 
@@ -73,12 +72,15 @@ def explicit(
 ) -> Tableau:
     """Return the table of an explicit method in its published form.
 
-    `c` are the times of the stages, of which the first is 0, without the derivative at the new state; `a` has a row for
-    each stage but the first: the weights of the stages before it. `b` are the weights of the stages in the new state,
-    `error` the same minus the weights of the embedded solution, with one more if that uses the derivative at the new state
-    (first-same-as-last); None for fixed steps. `dense`, shape (stages, degree), has the coefficients of x, x², … in the
-    weights of the stages, including the derivative at the new state; by default Hermite's cubic, of order 3. Raises a
-    ValueError if numbers are missing, or sums of weights violate the consistency conditions.
+    - `c`: the times of the stages, of which the first is 0, without f at the new state.
+    - `a`: for each stage but the first, the weights of earlier stages.
+    - `b`: the weights of the stages in the new state.
+    - `error`: `b` minus the weights of the embedded solution, with one more weight if that uses f at the new state
+      (first-same-as-last); None for fixed steps.
+    - `dense`: shape (stages, degree), including f at the new state; the coefficients of x, x², … in the weights of the
+      stages at the fraction x of the step; by default Hermite's cubic, of order 3.
+
+    Raises ValueError if numbers are missing, or sums of weights violate the consistency conditions.
     """
     if len(a) != len(c) - 1 or len(b) != len(c):
         raise ValueError(f"the table has {len(a)} rows for {len(c)} stages, and {len(b)} weights b")
@@ -111,19 +113,15 @@ class Algorithm:
     tableau: ClassVar[Tableau]
 
 
-# Rosenbrock methods as tables of numbers.
-#
-# A step of size h from u at time t factors W = I/γ - h J once, with J = ∂f/∂u and T = ∂f/∂t there, and solves with it for
-# the stages, one after the other:
+# A Rosenbrock step of size h from u at time t factors W = I/γ - h J once, with J = ∂f/∂u and T = ∂f/∂t at (u, t), and
+# solves linear systems with W for the stages, one after the other:
 #
 #     W k_i = f(u + h Σ a_ij k_j, t + c_i h) + Σ C_ij k_j + d_i h T,    u_new = u + h Σ b_i k_i.
 #
-# This is the form that codes use (Hairer and Wanner, Solving Ordinary Differential Equations II, IV.7: their u_i is h k_i).
-# It needs no product with J, and a step of size zero needs no special case. For M u' = f, W is M/γ - h J, and the sum of
-# C_ij k_j is multiplied by M.
-#
-# All other code treats such a table as that of a Runge-Kutta method: its stages are preceded by f at the present state and
-# followed by f at the new one, and error estimate and interpolant are sums over the stages.
+# In this form (Hairer and Wanner, Solving Ordinary Differential Equations II, IV.7, with u_i = h k_i) no product with J is
+# needed, and a step of size zero is no special case. For M u' = f, W is M/γ - h J, and the sum of C_ij k_j is multiplied
+# by M. In the table the stages k_i are preceded by f at the current state, and followed by f at the new state, as those of
+# Runge-Kutta methods. The error estimate and the interpolant are sums over all these stages.
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,20 +129,20 @@ class RosenbrockTableau(Tableau):
     """The coefficients of a Rosenbrock method, created by `rosenbrock`."""
 
     gamma: float
-    coupling: tuple[tuple[float, ...], ...]  # row i: the weights C of the stages before stage i + 1 in its right-hand side
-    slopes: tuple[float, ...]  # the weights d of h ∂f/∂t there
+    coupling: tuple[tuple[float, ...], ...]  # row i: the weights C of stages in the right-hand side of stage i + 1
+    slopes: tuple[float, ...]  # the weights d of h ∂f/∂t in the right-hand sides
 
     implicit: ClassVar[bool] = True
 
     @cached_property
     def ends_at_new_state(self) -> bool:
-        """Whether f at the last stage's argument equals that at the new state, and needn't be called again."""
+        """Whether the argument of the last stage k_i is the new state."""
         row = self.a[-2]
         return self.c[-2] == 1 and self.a[-1] == (*row, 0.0)
 
     @property
     def takes_mass(self) -> bool:
-        """Whether it is stiffly accurate: the new state is the last argument plus h times its stage."""
+        """Whether the method is stiffly accurate: the new state is the last argument plus h times its stage."""
         return self.a[-1] == (*self.a[-2], 1.0)
 
     @property
@@ -154,7 +152,7 @@ class RosenbrockTableau(Tableau):
 
     @property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """The sums over stages: for their arguments, for their right-hand sides, for the error."""
+        """The weights of all sums over stages in a step: for arguments, right-hand sides, and the error."""
         return (*self.a, *self.coupling, self.error or ())
 
 
@@ -173,11 +171,13 @@ def rosenbrock(
 ) -> RosenbrockTableau:
     """Return the table of a Rosenbrock method in its published form.
 
-    `c` are the times of the stages, of which the first is 0; `a` and `coupling` have a row for each stage but the first:
-    the weights of the stages before it in its argument, and in its right-hand side. `slopes` are the weights of h ∂f/∂t,
-    `b` those of the stages in the new state, `error` the same minus those of the embedded solution. `dense`, shape (stages,
-    degree), has the coefficients of x, x², … in the weights of the stages at the fraction x of the step. Raises a
-    ValueError if numbers are missing, or sums of weights violate the consistency conditions.
+    - `c`: the times of the stages, of which the first is 0.
+    - `a`, `coupling`: for each stage but the first, the weights of earlier stages in its argument and right-hand side.
+    - `slopes`: the weights of h ∂f/∂t in the right-hand sides.
+    - `b`: the weights of the stages in the new state. `error`: `b` minus the weights of the embedded solution.
+    - `dense`: shape (stages, degree); the coefficients of x, x², … in the weights of the stages at the fraction x.
+
+    Raises ValueError if numbers are missing, or sums of weights violate the consistency conditions.
     """
     count = len(c)
     # For u' = 1 each stage is the sum of its row of Γ, which is its weight of h ∂f/∂t.
@@ -197,7 +197,7 @@ def rosenbrock(
             f"the table has {count} times c, and {lengths} slopes, b, error, dense, and rows of a and coupling: all must "
             f"be {count}, and row i have i weights"
         )
-    # f at the present state is prepended, with zero weights in all sums.
+    # Prepend f at the current state, with zero weights in all sums.
     shifted = [(0.0, *row) for row in ((), *a, b)]
     padded, coupled = np.pad(dense, ((1, 1), (0, 0))), tuple((0.0, *row) for row in ((), *coupling))
     weights = tuple(shifted), (0.0, *c, 1.0), (0.0, *error, 0.0), padded

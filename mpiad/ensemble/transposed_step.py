@@ -1,7 +1,7 @@
 """The adjoint of one step, for several columns.
 
 In a Runge-Kutta step, y_i = u + h Σ_{j<i} a_ij k_j and k_i = f(y_i), and the new state is y_s, given by the same formula.
-The cotangent λ of the new state is propagated from the last stage to the first:
+The cotangent λ of the new state is propagated from the last stage to the first (k̄ and ȳ are the cotangents of k and y):
 
     k̄_j = Σ_{i>j} a_ij h ȳ_i,    ȳ_s = λ,    ȳ_j = f'(y_j)ᵀ k̄_j,    ū = λ + Σ_j ȳ_j.
 
@@ -9,13 +9,13 @@ The stages are computed again from the state before the step. All operations are
 of a trajectory doesn't depend on other trajectories.
 
 In a Rosenbrock step W k_i = r_i, with r_i = f(y_i) + Σ C_ij k_j + d_i h T (see `tableaus`). The cotangent of stage i is
-propagated through the transposed matrix, r̄_i = W⁻ᵀ k̄_i, and from there to the argument, as above, and to the earlier
+propagated to r_i by the transposed matrix, r̄_i = W⁻ᵀ k̄_i, and from r_i to the argument, as above, and to the earlier
 stages. The remaining terms, from the dependence of W and T on the state, the parameters and time, are the gradient of
 
     φ = Σ r̄_i · h (J k_i + d_i T),
 
-with r̄ and k held fixed. It is a sum of derivatives of f along (h k_i, h d_i), so its gradient is that of r̄_i · f along
-the same directions: second derivatives of f, whose matrices are never formed.
+with r̄ and k held fixed. φ is a sum of directional derivatives of r̄_i · f along (h k_i, h d_i), so its gradient consists of
+products with second derivatives of f, whose matrices are never formed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mpiad.ensemble.step_sweep import Columns, Visit
 
 
 def over_slots(x: Array, ndim: int = 2) -> Array:
-    """Return the sum over several values per column of one step, which occur on devices; shape (d, n)."""
+    """Return the sum over the first axis (several values per column, on devices) of an array with more than `ndim` axes."""
     return x if x.ndim == ndim else np.sum(x, axis=0)
 
 
@@ -56,11 +56,10 @@ def _add_arrivals(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
 class TransposedStep:
     """The stages of one step, and the backward pass through them.
 
-    - `leaves`: the parameters of these columns.
     - `y`, `k`: each shape (d, n); arguments and values of the stages, without the last, which belongs to the next step.
     - `h`: shape (n,); step sizes in the precision of the states.
     - `last`: the index of the last stage.
-    - `by_size`: shape (n,), or float; after `pull`, cotangents of the size of the step that don't come from a stage.
+    - `by_size`: shape (n,), or float; after `pull`, the derivative of φ with respect to h; zero for Runge-Kutta steps.
     """
 
     by_size: Array | float = 0.0
@@ -77,7 +76,7 @@ class TransposedStep:
             self._evaluate(self.argument(i), i)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i; that of the last stage is the new state."""
+        """Return the argument of stage i, for the last stage the new state."""
         if i == len(self.y):
             y = self._coefficients.row(i, self._stages, np.empty_like(self._term), self._term)
             np.multiply(y, self.h, out=y)
@@ -90,26 +89,25 @@ class TransposedStep:
         self.k.append(k)
 
     def add_last_stage(self) -> None:
-        """Compute the stage at the new state, unless it has been computed; it is needed if no step follows."""
+        """Compute f at the new state, which is needed if no step follows."""
         if len(self.k) == self.last:
             self._evaluate(self.argument(self.last), self.last)
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
         """Return the cotangent of the state before the step, shape (d, n); may be called only once.
 
-        `cotangent`: that of the state after the step; overwritten. ``gains(j, parts, y_bar)`` is called for each stage with
-        the cotangents of the leaves (and of time) and of the stage's argument.
+        `cotangent`: of the state after the step; overwritten. ``gains(j, parts, y_bar)`` is called for each stage j with
+        the cotangents of the leaves (and of time) and of the argument.
         """
         total, last = cotangent, self.last
         bars, scratch = self._coefficients.bars(total), np.empty_like(total)
-        # The last stage, which is evaluated at the new state, contributes to the new state's cotangent.
+        # If the last stage, f at the new state, was computed, it contributes to the cotangent of the new state first.
         if len(self.k) == last:
             bars[last] = total * self.h
         for j in range(len(self.k) - 1, -1, -1):
-            # The transpose of y_i = u + h Σ a_ij k_j: stage j gets h a_ij ȳ_i from the arguments of later stages.
             k_bar = self._coefficients.column(j, bars, scratch, self._term)
             _add_arrivals(k_bar, j, arrivals)
-            # `pop` releases the memory of each stage's trace immediately.
+            # `pop` releases the memory of the stage's trace.
             y_bar, *parts = self._pulls.pop()(k_bar)
             gains(j, parts, y_bar)
             # Each argument contains u.
@@ -130,7 +128,7 @@ class _TransposedRosenbrockStep(TransposedStep):
         h, self._time = (x.astype(real, copy=False) for x in (visit.h, visit.t))
         self._jacobian, self._rise, self._lu = systems.at(visit.u, leaves, self._time, h)
         super().__init__(run.coefficients, tracing, visit, leaves)
-        # f at the new state doesn't occur in the step.
+        # f at the new state isn't used in the step.
         self.k.append(np.zeros_like(visit.u))
 
     def _evaluate(self, y: Array, i: int) -> None:
@@ -146,8 +144,8 @@ class _TransposedRosenbrockStep(TransposedStep):
         self._lu.solve(k)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i; that of the last stage is the new state."""
-        if i == 1 == len(self.y):  # no stage precedes it
+        """Return the argument of stage i, for the last stage the new state."""
+        if i == 1 == len(self.y):
             self.y.append(self.y[0])
         return super().argument(i)
 
@@ -155,7 +153,7 @@ class _TransposedRosenbrockStep(TransposedStep):
         """Do nothing: no state inside a step depends on f at its end."""
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
-        """Return the cotangent of the state before the step; only once. See `TransposedStep.pull`."""
+        """Return the cotangent of the state before the step: see `TransposedStep.pull`."""
         total, h, slopes = cotangent, self.h, self._table.slopes
         bars, scratch = self._coefficients.bars(total), np.empty_like(total)
         bars[self.last] = total * h
@@ -208,12 +206,11 @@ class Inside(NamedTuple):
     value: Array  # shape (d, m), or (s, d, m) for several per column
     x: Array  # shape (m,), or (s, m)
     weights: Sequence[Array]  # sequence of array, shape (m,), or (s, 1, m)
-    # Bool, shape (m,), or None for all. Whether the last stage's contribution is added here; otherwise it is added in the
-    # next step.
+    # Bool, shape (m,); None: all. Whether the contribution of the last stage is added here, or in the next step.
     whole: Array | None = None
 
     def arrival(self, step: TransposedStep) -> Arrival:
-        """Return the contributions to the stages of the step."""
+        """Return the contributions to the cotangents of the stages."""
         last = step.last
         weights = dict(enumerate(self.weights[:last]))
         if len(step.k) > last:
@@ -224,10 +221,8 @@ class Inside(NamedTuple):
 class StepCotangents:
     """Accumulates the contributions of one step to cotangents.
 
-    - `step`: the step.
     - `parts`: the cotangents of leaves by their indices; updated.
-    - `timed`: whether to differentiate with respect to times.
-    - `width`: the number of columns without duplicates.
+    - `timed`: whether to differentiate with respect to times. `width`: the number of columns without duplicates.
     - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 
@@ -262,7 +257,7 @@ class StepCotangents:
                 self.parts[place] = total + part
 
     def note_new(self, cotangent: Array) -> None:
-        """Add the contribution of the new state to the cotangent of the size of the step."""
+        """Add the contribution of the new state to the cotangent of the step size."""
         step = self.step
         self.h_bar += _dot(cotangent, step.argument(step.last) - step.y[0]) / self._divisor
 

@@ -1,8 +1,8 @@
-"""First calls of f and of the events' conditions, which check that they are written for columns.
+"""First calls of f and of the functions of events, which check that they are written for columns (one per trajectory).
 
-A wrong axis is detected by a number of columns that no other axis has. A sum over all of u has the right shape but would
-silently couple the trajectories, and so would p[0] of parameters of shape (n,): they are detected since the first
-trajectory's value changes if its column and the other columns change, whose states, parameters and times differ.
+Wrong axes are detected, since no other axis has the same length as the axis of columns. A sum over all of u has the right
+shape, but couples the trajectories, as does p[0] of parameters of shape (n,). Both are detected by a second call, in which
+the first trajectory is in another column and the other trajectories are perturbed: its value must be the same.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.device_arrays import arrays_of
 
-# Relative size of the perturbation of the other columns, and the multiple of the machine precision that counts as rounding.
+# Relative size of the perturbation, and the relative change that counts as rounding, in units of the machine precision.
 MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
-    """Call f and the conditions of events on plain arrays before the solve; if `traced`, f also as it is differentiated.
+    """Call f and the functions of events with plain arrays; if `traced`, also trace f with autograd.
 
-    Raises a TypeError or ValueError if they aren't written for columns, or f can't be traced.
+    Raises TypeError or ValueError if they aren't written for columns, or f can't be traced.
     """
     if not batch.size:
         return
     if not len(batch.u0):
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
-    # Numbers of columns that no other axis has as its length, so that axes can't be confused.
     width, more = _widths(batch)
     xp = arrays_of(batch.u0)
     numbers = np.arange if xp is None else xp.arange
@@ -42,7 +41,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     with np.errstate(all="ignore"):
         first = _columns(batch, numbers(width) % batch.size)
         derivative.check(*first)
-        if len(batch.shape) < 2:  # matrices are passed to f one by one
+        if len(batch.shape) < 2:  # f gets matrices one by one
             moved = [cache(partial(_moved, batch, numbers(more), everything)) for everything in (True, False)]
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
@@ -71,7 +70,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 
 
 def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, Array]:
-    """Return columns with the first trajectory last, and others perturbed in u; with `everything` in p and t, too."""
+    """Return columns with the first trajectory last, and u of the others perturbed; `everything`: also p and t."""
     ids = (numbers + 1) % len(numbers) % batch.size
     u, p, t = _columns(batch, ids)
     if everything:
@@ -86,7 +85,7 @@ def _perturbed(x: Array, size: Array) -> Array:
     if x.dtype.kind not in "fc":
         return x
     xp = arrays_of(x)
-    # Each entry by a different factor: with equal ones a sum over columns might not change.
+    # With equal factors a sum over columns might not change.
     factors = np.abs(np.cos((np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)))
     others = (x + MOVED * size * factors).astype(x.dtype)
     others[..., -1] = x[..., -1]
@@ -94,7 +93,7 @@ def _perturbed(x: Array, size: Array) -> Array:
 
 
 def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
-    """Return the given times of an event for columns, shape (m, n), without those that `GivenTimes` rejects."""
+    """Return the given times of an event for columns, shape (m, n), except times that `GivenTimes` rejects."""
     due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
     return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), -1)
 
@@ -118,7 +117,7 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
         value = xp.to_host(np.stack([alone, shifted, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
         alone, shifted, other = value[0], value[1], value[:0]
     if alone.tobytes() == shifted.tobytes():
-        return  # the usual case, checked in each solve
+        return  # the usual case, without further arithmetic
     known = [part[np.isfinite(part)] for part in (value, other)]
     largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
     rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest

@@ -216,7 +216,7 @@ class Steps:
         return [i for i, row in enumerate(self.spec.tableau.dense) if row.any()]
 
     def weights(self, rates: bool = False) -> list[str]:
-        """Return lines for the weights w0, ... of stages at the fraction `x` of the step; `rates`: also for r0 = dw0/dx"""
+        """Return lines for the weights w0, ... of stages at the fraction `x` of the step; `rates`: also for r0 = dw0/dx."""
         lines = []
         for i in self.used():
             row = self.spec.tableau.dense[i]

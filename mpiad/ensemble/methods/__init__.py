@@ -1,4 +1,4 @@
-"""The methods, one per file: a published table, and the class that `solve` takes.
+"""The methods, one per file: a published table, and the class that users pass to `solve`.
 
-No other code refers to a method by name. docs/project/map.md describes how to add one.
+docs/project/map.md describes how to add a method.
 """

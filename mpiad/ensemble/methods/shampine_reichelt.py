@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad.ensemble.tableaus import Algorithm, RosenbrockTableau, rosenbrock
 
-# Their names in the paper.
+# d and e32 of the paper.
 _D, _E32 = 1 / (2 + sqrt(2)), 6 + sqrt(2)
 
 

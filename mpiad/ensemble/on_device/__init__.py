@@ -1,9 +1,8 @@
-"""Ensembles whose states are device arrays: all trajectories in rounds, with one small copy to the host per round.
+"""Solves by array operations on a device.
 
-Columns aren't gathered or compared from round to round as on the host. Steps that aren't accepted are masked, trajectories
-that have ended stay with steps of length zero until half of all have, and per round the host reads two numbers: the number
-of trajectories that still move, and the number of saved times in the longest step. The record of a round is the states
-before it with the steps, so that derivatives go through the same rounds, backwards or forwards.
+In each round all trajectories attempt one step, and a few numbers are copied to the host. Rejected steps are masked. Ended
+trajectories take steps of size zero, until they are half of all and are removed. For derivatives the states before each
+round and its steps are recorded, and sweeps go through the rounds again, backwards or forwards.
 """
 
 from mpiad.ensemble.on_device.rounds import integrate

@@ -1,4 +1,4 @@
-"""A solve on the device for differentiation: its rounds as visits of a sweep."""
+"""A recorded solve on a device, for differentiation: its rounds are the visits of a sweep (see `step_sweep`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mpiad.ensemble.step_sweep import LocatedEvent, Saved, SavedInStep, StepSwee
 
 
 def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
-    """Return a solve with its record, on the states' device."""
+    """Return the run of a solve, on the host or on a device, depending on its record."""
     return (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
 
 
 class DeviceRun(Run):
-    """A solve on a device and its closed record; arrays are on the device unless they are said to be on the host."""
+    """A solve on a device and its closed record. Arrays are on the device."""
 
     few = 0  # gradients by the adjoint, unless tangents are requested
     keeps_tangents = False
@@ -48,7 +48,7 @@ class DeviceRun(Run):
 
     @property
     def slots(self) -> int:
-        """The number of slots for saved values: the last one is for values that aren't requested."""
+        """The number of slots for saved values, the last of which is never read."""
         return self.n_saved + 1
 
     # ---- steps
@@ -59,7 +59,7 @@ class DeviceRun(Run):
         return (RoundSweep(self, block, None if whole else self.record.every) for block in blocks if len(block.ids))
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the stages of a visit, and the states after it, computed as the solve did."""
+        """Return the stages of a visit and the states after it, computed again."""
         batch, table = self.batch, self.coefficients
         derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
         first = derivative_at(derivative, visit.u, p, visit.t, None)
@@ -77,7 +77,7 @@ class DeviceRun(Run):
     # ---- saved states
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
-        """Return the cotangents of the results, those of saved states with the additional slot."""
+        """Return the cotangents of the results; cotangents of saved states have an additional slot of zeros."""
         padded = None
         if self.n_saved:
             padded = np.zeros_like(saved, shape=(saved.shape[0], self.slots, saved.shape[2]))
@@ -109,7 +109,7 @@ class DeviceRun(Run):
 
     @cached_property
     def crossed_row(self) -> np.ndarray:
-        """Per row of the table of events its index among all; -1 if it ended its trajectory."""
+        """Per row of the sorted table of events: the index among `crossed`; -1 if the event ended its trajectory."""
         return np.where(self._event_columns[-1], -1, self.record.events.order)  # type: ignore[union-attr]
 
 
@@ -122,11 +122,7 @@ class Slots(Saved):
 
 
 class RoundSweep(StepSweep):
-    """The visits of a block of rounds.
-
-    `every`: interval between the kept states; the others are recomputed. None: all were kept, or they aren't
-    needed.
-    """
+    """The visits of a block of rounds; `every`: the interval between kept states, None if none must be recomputed."""
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
         self._run, self._block, self._every = run, block, every
@@ -152,7 +148,7 @@ class RoundSweep(StepSweep):
         return Visit(number, t, h, u, done, done.accepted)
 
     def _advanced(self, visit: Visit) -> Array:
-        """Return the states after a round, computed as the solve did."""
+        """Return the states after a round, computed again."""
         u, table = visit.u, self._run.coefficients
         k, new = self._run.stages_again(self, visit)
         new = np.where(visit.made, new, u)  # type: ignore[arg-type, call-overload]

@@ -1,7 +1,4 @@
-"""One step of a Runge-Kutta pair or a Rosenbrock method on a device: new arrays in each step, none read by the host.
-
-The Jacobian is a program derived from f's, evaluated one operation after the other (`field_jacobian`).
-"""
+"""One step of a Runge-Kutta or Rosenbrock method on a device, without copies to the host."""
 
 from __future__ import annotations
 
@@ -18,21 +15,17 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 
 
 class DeviceStages:
-    """The stages of steps, as `Stages` on the host; each step's are new arrays.
+    """The stages of steps, as `Stages` on the host, in new arrays for each step; `first` is f at the current states."""
 
-    `first`, of shape (d, n): f at the present states, in the direction of the solve. `k`: shape (stages, d, n). `new`,
-    of shape (d, n): the states after the step.
-    """
-
-    k: Array
-    new: Array
+    k: Array  # shape (stages, d, n)
+    new: Array  # shape (d, n); the states after the step
 
     def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array):
         self._table, self._derivative, self.first = table, derivative, first
         self._h: Array = None
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new states; parameters as in `Stages.take`, but for h, which may be signed."""
+        """Compute all stages and the new states; parameters as for `Stages.take`, except that h may be signed."""
         self._begin(u, h, sign)
         for i in range(1, self._table.last + 1):
             self._evaluate(self.k[i], i, u, p, self._table.time(i, t, h, t_new, sign))
@@ -44,7 +37,7 @@ class DeviceStages:
         self._backwards = None if sign is None else sign.astype(table.real)
 
     def _evaluate(self, out: Array, i: int, u: Array, p: Tree, t: Array) -> None:
-        """Write f at the argument of stage i, which is `new` from then on."""
+        """Write f at the argument of stage i, and store the argument as `new`."""
         self.new = u + self._h * self._table.row(i, self.k, u, u)
         self._derivative.write(out, self.new, p, t)
         if self._backwards is not None:
@@ -61,19 +54,19 @@ class DeviceStages:
         return np.where(accepted, self.k[-1], self.first)
 
     def inside(self, u: Array, x: Array) -> Array:
-        """Return the states at parts of the step, shape (m, d, n), x of shape (m, n)."""
+        """Return the states at the fractions x, shape (m, n), of the step; shape (m, d, n)."""
         return states_at(polynomials(self._table, u, self._h, self.k), x[:, None].astype(self._table.real))
 
 
 def stages_on_device(table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch) -> DeviceStages:
-    """Return the stages of a method's steps, of which f at the present states is the first."""
+    """Return the stages of a method's steps; `first`: f at the current states, in the direction of the solve."""
     if table.tableau.implicit:
         return DeviceRosenbrockStages(table, derivative, first, batch)
     return DeviceStages(table, derivative, first)
 
 
 class DeviceRosenbrockStages(DeviceStages):
-    """The stages of steps: see `DeviceStages`. The first is f at the present state, followed by the method's stages."""
+    """`DeviceStages` for Rosenbrock methods, whose stages follow f at the current state."""
 
     def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch):
         super().__init__(table, derivative, first)

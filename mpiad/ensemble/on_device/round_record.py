@@ -1,4 +1,4 @@
-"""The record of a solve on the device for derivatives: the states before each round, and its steps."""
+"""The record of a solve on a device for derivatives: the states before each round, and its steps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,19 @@ from mpiad.transport.device_arrays import arrays_of
 class Round(NamedTuple):
     """One step of all columns of a block; times are in the direction of the solve."""
 
-    # `t`, `h`, `t_new`: shape (n,).
-    t: Array
+    t: Array  # shape (n,), as `h` and `t_new`
     h: Array
     t_new: Array
     accepted: Array  # bool, shape (n,)
-    u: Array | None  # shape (d, n); before the step; None if it isn't kept
-    place: Array  # int, shape (n,)
-    count: Array | None  # int, shape (n,), or None; number of saved times in the step of each column, from `place` on
-    # Shape (n,), or None. The end of the step, if a terminal event may have cut it short; None if it is `t_new`.
-    reached: Array | None
-    most: int  # of saved times in one column's step
+    u: Array | None  # shape (d, n); before the step; None if it must be recomputed
+    place: Array  # int, shape (n,); the number of values that were saved before
+    count: Array | None  # int, shape (n,); the number of saved times in the step of each column; None if all are zero
+    reached: Array | None  # shape (n,); the end of the step if an event may have cut it short; None if it is `t_new`
+    most: int  # the largest count
     located: list[LocatedEvent]
 
     def at(self, columns: Array) -> Round:
         """Return the round of some columns."""
-        # All except the last two fields, which aren't arrays over columns.
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
         if not self.located:
             return Round._make([*taken, self.most, []])
@@ -42,23 +39,23 @@ class Round(NamedTuple):
 
 
 def _moved(located: LocatedEvent, place: Array) -> LocatedEvent:
-    """Return an event in the columns that are left; `place` holds their new positions, -1 for removed ones."""
+    """Return an event without removed columns; `place`: the new index of each column, or -1."""
     columns = place[located.columns]
     kept = np.flatnonzero(columns >= 0)
     return located._replace(columns=columns[kept], x=located.x[kept], time=located.time[kept], row=located.row[kept])
 
 
 class Events(NamedTuple):
-    """The times of events and of the ends of trajectories."""
+    """The times of events and the end times of trajectories."""
 
     reached: Array  # shape (N,); end times of the trajectories
     ids: Array  # int, shape (m,); the trajectories of all events
     times: Array  # shape (m,); their times
-    order: np.ndarray  # int, shape (m,), on the host; their positions in the outcome's table, which is sorted
+    order: np.ndarray  # int, shape (m,), on the host; the permutation that sorts the events
 
 
 class Block:
-    """Rounds of the same columns: `ids`, int of shape (n,); `sign`, of shape (n,), or None."""
+    """Rounds of the same columns, with the trajectories `ids`, shape (n,), and the direction of time, (n,), or None."""
 
     def __init__(self, ids: Array, sign: Array | None, leaves: list[Any]):
         self.ids, self.sign, self.leaves = ids, sign, leaves
@@ -66,22 +63,19 @@ class Block:
 
 
 class Record:
-    """All rounds of a solve, block by block.
+    """All rounds of a solve, block by block; `every`: the number of rounds between kept states, None if all are kept.
 
-    - `every`: interval, in rounds of a block, between the kept states; None: all are kept.
-    - `signs`, of shape (N,): -1 for trajectories that go backwards; on the host.
-    - `blocks`: without the columns of trajectories that failed, once the record is closed.
-    - `events`: None if there are no event conditions.
+    When the record is closed, the columns of failed trajectories are removed from `blocks`.
     """
 
     def __init__(
         self, batch: Batch, table: DeviceCoefficients, saves: SaveTimes | EveryStep | None, every: int | None = None
     ):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
-        # Rounds advance in increasing time for all; a trajectory that goes backwards is mirrored.
+        # -1 for trajectories that go backwards, whose times are multiplied by it.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
-        self.events: Events | None = None
+        self.events: Events | None = None  # None without event conditions
 
     def begin(self, ids: Array, sign: Array | None, leaves: list[Any]) -> None:
         """Begin a block of columns."""
@@ -90,7 +84,6 @@ class Record:
     def note(self, done: Round) -> None:
         """Add a round to the last block."""
         rounds = self.blocks[-1].rounds
-        # Between checkpoints states aren't kept, but recomputed from earlier ones.
         between = self.every is not None and len(rounds) % self.every
         rounds.append(done._replace(u=None) if between else done)
 

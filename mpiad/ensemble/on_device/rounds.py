@@ -1,7 +1,7 @@
-"""The vectorized solver on a device: per turn, one step of all trajectories, and one small copy to the host.
+"""The vectorized solver on a device: each round attempts one step of all trajectories.
 
-Rejected steps are masked. The host reads only a few numbers: of active trajectories, of saved times in the step with the
-most of them, and of columns with an event. Ended trajectories are dropped when they are half of all.
+Per round the host reads the number of active trajectories, the largest number of saved times in a step, and the number of
+columns with each event.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 
 
 class DeviceWorkingSet(Turns):
-    """The working set of a solve: all trajectories without those that were dropped after their end."""
+    """The working set of a solve: all trajectories, except ended ones that have been removed."""
 
     _one = 1.0
 
@@ -61,7 +61,7 @@ class DeviceWorkingSet(Turns):
         self._examines_steps = settings.saveat is not None and self._saves is not None and self._saves.examines_steps
         self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
-        # Results, written when trajectories are dropped; all are doubles, so that one copy to the host is enough.
+        # Results, written when trajectories are removed. All are doubles, so that one copy to the host is enough.
         self._u_end, self._outcomes = self._xp.copy(u0), self._xp.full((4, batch.size), 0.0, float)
         self._saved: Array = None
         if settings.saveat is not None:
@@ -74,7 +74,6 @@ class DeviceWorkingSet(Turns):
         self._report_progress(int(np.count_nonzero(self._batch.start == self._batch.end)))
         while self._alive:
             self._take_turn()
-            # Columns of ended trajectories cost as much as others, and are dropped when they are half of all.
             if 2 * self._alive <= len(self.ids) and self._alive:
                 self._drop()
         self._leave_all()
@@ -107,7 +106,7 @@ class DeviceWorkingSet(Turns):
         self._begin()
 
     def _drop(self) -> None:
-        """Store the results of all columns, and continue with active ones."""
+        """Store the results of all columns, and remove ended trajectories."""
         self._leave_all()
         keep, varies = np.flatnonzero(self.live), self._batch.p.varies
         per_column = "ids t end h q2 number entered _tries _place _code live rejected idle u _sign".split()
@@ -120,7 +119,7 @@ class DeviceWorkingSet(Turns):
         self._begin()
 
     def _begin(self) -> None:
-        """Pass a new working set to the objects that inspect steps."""
+        """Initialize the conditions and the record for a new set of columns."""
         if self._watch is not None:
             self._watch.enter(self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         if self._record is not None:
@@ -142,7 +141,7 @@ class DeviceWorkingSet(Turns):
             found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
             located, ended = found.located, found.ended
             if ended is not None:
-                # Repeat with steps cut short, and a second copy to the host.
+                # Take the steps that events have cut short instead.
                 reached = step.t + np.where(ended, found.part, 0.0) * (step.t_new - step.t)
                 step = step._replace(t_new=np.where(ended, reached, step.t_new), new=found.states)
                 self.live, self.end, self.h, self.idle, self._code, self._tries = before
@@ -176,16 +175,12 @@ class DeviceWorkingSet(Turns):
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
         self.live, self._code = self.live & ~mask, np.where(mask, code.code, self._code)
-        # Their next steps have length zero, and their proposed sizes don't affect the minimum over columns.
+        # Later steps of these columns have size zero.
         self.end, self._tries = np.where(mask, self.t, self.end), np.where(mask, self._turn, self._tries)
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
     def _read_counts(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
-        """Return the numbers that the host reads in a turn.
-
-        These are the number of active trajectories; the largest number of saved times in any step; the numbers of saved
-        times per step, on the device; and the numbers of columns with each event.
-        """
+        """Return numbers of a round: active trajectories, most saved times, saved times per column, columns per event."""
         numbers, count = [np.sum(self.live)], None
         if self._examines_steps:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)

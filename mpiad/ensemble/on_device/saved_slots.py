@@ -1,8 +1,7 @@
 """The saved values of a solve on a device: at given times (`SaveTimes`), or at the end of every step (`EveryStep`).
 
-Each saved value of a trajectory has a slot. The values that a step saves are computed for all trajectories together, as
-many as the trajectory with the most of them needs. When every step is saved, the number of slots is known only at the end
-of the solve, so the states of all steps are kept until then.
+Each saved value of a trajectory has an index, its slot. In each step, as many values are computed for all trajectories as
+the trajectory with the most saved times needs; those that aren't needed are written to an additional slot.
 """
 
 from __future__ import annotations
@@ -23,27 +22,20 @@ _BLOCK = 1 << 24
 class Due(NamedTuple):
     """The values saved in one step."""
 
-    # Int, shape (m, n). The slots of each column's values; columns with fewer than m values have an additional, unused
-    # slot.
-    slot: Array
+    slot: Array  # int, shape (m, n); the slots of each column's values; the additional slot if a column has fewer than m
     x: Array  # shape (m, n); the saved time as a fraction of the step; 0 for unused slots
     at_end: Array  # bool, shape (m, n); whether the saved time is the end of the step
 
 
 class SaveTimes:
-    """The saved times of a batch.
+    """The saved times of a batch; `times`: shape (n_saved,) or (N, n_saved), on the host.
 
-    - `times`: shape (n_saved,) or (N, n_saved), on the host.
-    - `signs`: shape (N,), the directions of time.
-    - `has_events`: whether events may end trajectories early.
-    - `count`: the number of saved times per trajectory.
     - `initial`, `final`: bool, shape (N, n_saved), on the host. Whether the saved value is the initial state, or is taken
       from the final states after the last step.
     - `examines_steps`: whether each step must be checked for saved times.
-    - `inside`: whether saved times may be inside a step.
     """
 
-    inside = True
+    inside = True  # whether saved times may be inside a step
 
     def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray, has_events: bool = False):
         self.count = times.shape[-1]
@@ -51,7 +43,6 @@ class SaveTimes:
         self.initial = (times == start) | (start == end)
         at_end = (times == end) & ~self.initial
         self.examines_steps = not (self.initial.all() if has_events else (self.initial | at_end).all())
-        # If every step is examined, final states are saved with the last step.
         self.final = at_end if not self.examines_steps else np.zeros_like(at_end)
         self._rows: Array = None
         if self.examines_steps:
@@ -61,7 +52,7 @@ class SaveTimes:
             self._rows = xp.to_device(np.ascontiguousarray(rows, float))
 
     def passed(self, ids: Array, t: Array) -> Array:
-        """Return for each trajectory the number of saved times up to and including t, shape (n,)."""
+        """Return for some trajectories the number of saved times up to and including t, shape (n,)."""
         if self._rows.ndim == 1:
             return np.searchsorted(self._rows, t, side="right")
         return np.sum(self._rows[ids] <= t[:, None], axis=1)
@@ -79,16 +70,13 @@ class SaveTimes:
         return Due(slot, x, at_end)
 
     def groups(self, most: int, numbers: int) -> list[slice]:
-        """Return slices of `most` values per column, so that arrays of their states (`numbers` entries each) stay small."""
+        """Divide `most` values per column, each with `numbers` entries for all columns, into slices of limited size."""
         width = max(1, _BLOCK // max(1, numbers))
         return [slice(a, min(a + width, most)) for a in range(0, most, width)]
 
 
 class EveryStep:
-    """The counterpart of `SaveTimes` for saving the initial state and the end of each accepted step.
-
-    `count`: the number of slots, known when all trajectories have ended. `examines_steps`, `inside`: as in `SaveTimes`.
-    """
+    """The counterpart of `SaveTimes` for ``save_everystep=True``; the number of slots is known after the solve."""
 
     examines_steps, inside = True, False
 
@@ -119,14 +107,14 @@ class EveryStep:
         return Due(slot[None], np.zeros_like(t)[None], accepted[None])
 
     def collected(self, start: Array, most: int) -> tuple[Array, Array]:
-        """Return the saved states, shape (N, most + 1, d), and their times in the direction of the solve, filled with NaN.
+        """Return the saved states, shape (N, most + 1, d), and their times, filled up with NaN.
 
-        `start`: initial times on the device, shape (N,), in the direction of the solve. `most`: the largest number of
-        accepted steps of any trajectory.
+        `most` is the largest number of accepted steps. `start`, shape (N,), and the returned times are in the direction of
+        the solve.
         """
         xp: Any = arrays_of(start)
         u0, self.count = self._batch.u0, most + 1
-        # The additional slot takes the states of rejected steps.
+        # The states of rejected steps are written to an additional slot.
         u = xp.full((self._batch.size, most + 2, len(u0)), np.nan, u0.dtype)
         times = xp.full((self._batch.size, most + 2), np.nan, float)
         u[:, 0], times[:, 0] = u0.T, start
