@@ -49,10 +49,10 @@ class CrossedSteps(NamedTuple):
             return parts[0]
         *tables, steps = zip(*parts)
         *rows, stages, sign = zip(*steps)
-        made: list[Any] = [np.concatenate(row, axis=-1) for row in rows]
-        made += [[np.concatenate(k, axis=-1) for k in zip(*stages)], None if sign[0] is None else np.concatenate(sign)]
+        fields: list[Any] = [np.concatenate(row, axis=-1) for row in rows]
+        fields += [[np.concatenate(k, axis=-1) for k in zip(*stages)], None if sign[0] is None else np.concatenate(sign)]
         found: list[Any] = [np.concatenate(table, axis=-1) for table in tables]
-        return CrossedSteps._make([*found, Step._make(made)])
+        return CrossedSteps._make([*found, Step._make(fields)])
 
 
 class EventWatch:
@@ -86,7 +86,7 @@ class EventWatch:
         changed = (event.crossed(*pair, sides.get(e)) for e, (event, pair) in enumerate(zip(self._events, self.pairs)))
         return [step.accepted & mask for mask in changed]
 
-    def kept(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
+    def extracted(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
         """Return the step of some columns, or with `end` only its end, and the sign changes of conditions."""
         before, after = zip(*self.pairs)
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
@@ -94,7 +94,7 @@ class EventWatch:
 
     def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
         """Store the step of some columns, which no event ends, to locate the events of many columns together."""
-        self._postponed.append(self.kept(step, columns, crossed))
+        self._postponed.append(self.extracted(step, columns, crossed))
         self._postponed_count += len(columns)
         if self._postponed_count > _MANY:
             self._cut_postponed()

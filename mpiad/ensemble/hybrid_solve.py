@@ -113,9 +113,9 @@ def solved_with_events(
     later: dict[str, Callable[[], Any]] = {"retcode": lambda: ReturnCode.names_of(codes), "events": events}
     shape = batch.shape
     u, u_end = anp.reshape(u, (*u.shape[:2], *shape)), anp.reshape(u_end, (batch.size, *shape))  # type: ignore[union-attr]
-    made: dict[str, Any] = {"u": u, "t": np.array(settings.saveat), "u_end": u_end, "t_reached": reached, "nf": nf}
-    made |= {"naccept": outcome.naccept, "nreject": outcome.nreject, "_codes": codes, "alg": settings.alg}
-    return EnsembleSolution.lazy(later, **made)
+    fields: dict[str, Any] = {"u": u, "t": np.array(settings.saveat), "u_end": u_end, "t_reached": reached, "nf": nf}
+    fields |= {"naccept": outcome.naccept, "nreject": outcome.nreject, "_codes": codes, "alg": settings.alg}
+    return EnsembleSolution.lazy(later, **fields)
 
 
 def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, times: GivenTimes) -> Outcome:

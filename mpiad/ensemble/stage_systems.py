@@ -92,8 +92,8 @@ class StageSystems:
         if self._places:
             layout, parameters = self._layout, sums[d:-1]
             varying, shared = [parameters[j] for j in layout.varying], [parameters[j].sum() for j in layout.shared]
-            made = layout.joined(varying, shared, count)
-            leaves = [made[place] for place in self._places]
+            joined = layout.joined(varying, shared, count)
+            leaves = [joined[place] for place in self._places]
         return [np.stack(sums[:d]), *leaves, sums[-1]]
 
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:

@@ -120,7 +120,7 @@ class ActingEvents:
             nothing = np.empty((0, len(columns)))
             kept = CrossedSteps(nothing, nothing, nothing, step.at_end(columns))
         else:
-            kept = self._watch.kept(step, columns, crossed, not at_roots)
+            kept = self._watch.extracted(step, columns, crossed, not at_roots)
         self._suspended[at_roots].append(_Suspended(columns, h[columns], kept))
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
@@ -334,7 +334,7 @@ class StepObservers:
         terminated = columns[ended]
         if not terminated.size:
             return NONE
-        kept = watch.kept(step, terminated, crossed)
+        kept = watch.extracted(step, terminated, crossed)
         watch.cut(kept)
         # No saved time may lie after the terminal event.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new

@@ -63,7 +63,7 @@ class Compiler:
         `given` is the batch with autograd's traced values, `batch` the same batch with plain values.
         """
 
-        def made(tried: bool = False) -> TracedProblem | None:
+        def make(tried: bool = False) -> TracedProblem | None:
             # If a trace that differs only by numbers is known, f has been checked, and `problem_of` calls it again.
             if not tried:
                 try_once(batch, settings.events, given.traced)
@@ -89,7 +89,7 @@ class Compiler:
                     "root of a condition. Leave compile out, or give times= instead of the condition."
                 )
             wanted = False
-        return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
+        return remembered(make, batch, settings.events, given.traced, must) if wanted else make()
 
     def _check_on_device(self, batch: Batch, settings: Settings) -> None:
         if self.compile is True:

@@ -236,7 +236,7 @@ def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "i": range(spec.stages + 1),
         "m": len(spec.directions), "count": len(spec.events), "last": spec.stages, "used": steps.used(),
-        "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "room": steps.lu_length,
+        "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "lu_length": steps.lu_length,
         "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
         "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip

@@ -72,8 +72,8 @@ class Steps:
             if slope:
                 lines.append(f"{slope}_{c} = {total}")
                 total = f"{slope}_{c}"
-            made = f"fma({total}, {self.h}, {u}_{c})" if fused else f"({total}) * {self.h} + {u}_{c}"
-            lines.append(f"{out}_{c} = {made}")
+            value = f"fma({total}, {self.h}, {u}_{c})" if fused else f"({total}) * {self.h} + {u}_{c}"
+            lines.append(f"{out}_{c} = {value}")
         return lines
 
     def time(self, i: int) -> str:
@@ -158,8 +158,8 @@ class Steps:
             lines += [
                 *power(before, number(0.5 * beta / order), "steady"),
                 "factor = where(q2 < 1.0, factor * steady, factor)",
-                f"kept = where(q2 > {LEAST_ERROR!r}, q2, {LEAST_ERROR!r})",
-                f"{before} = where(accepted > 0.0, kept, {before})",
+                f"bounded = where(q2 > {LEAST_ERROR!r}, q2, {LEAST_ERROR!r})",
+                f"{before} = where(accepted > 0.0, bounded, {before})",
             ]
         return [
             *lines,
@@ -267,9 +267,9 @@ class Steps:
             "x = (late * low - early * high) / (late - early)",
             "away = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
-            "room = reach - 0.5 * width",
+            "allowed = reach - 0.5 * width",
             "x = middle if abs(away) <= shift else (x + shift if away > 0.0 else x - shift)",
-            "x = x if abs(x - middle) <= room else (middle - room if away > 0.0 else middle + room)",
+            "x = x if abs(x - middle) <= allowed else (middle - allowed if away > 0.0 else middle + allowed)",
             "reach = 0.5 * reach",
             *self.weights(),
         ]

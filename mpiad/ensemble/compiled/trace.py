@@ -83,13 +83,13 @@ class ParameterPacking(NamedTuple):
     def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
         """Return arrays in the shapes of leaves, by their indices, from rows of `count` numbers in the order of `split`."""
         rows = {True: iter(varying), False: iter(shared)}
-        made = {}
+        result = {}
         for part in self.parts:
             taken = np.stack([next(rows[part.varies]) for _ in part.scalars]) if part.scalars else np.empty(0)
             taken = taken[::2] + 1j * taken[1::2] if part.complex else taken
             shape = (*part.shape, count) if part.varies else part.shape
-            made[part.place] = np.reshape(taken, shape)
-        return made
+            result[part.place] = np.reshape(taken, shape)
+        return result
 
 
 def _together(arrays: list[Array], dtype: DTypeLike) -> Array:

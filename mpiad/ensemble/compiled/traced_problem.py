@@ -96,14 +96,14 @@ def remembered(
     if key is not None and key in _known:
         return _known[key]
     kind = without_floats(key)
-    made = make(kind is not None and kind in _kinds)
-    if made is not None and key is not None and kind is not None:
-        _known[key], _kinds[kind] = made, None
-        for kept in (_known, _kinds):
-            if len(kept) > _MOST_KNOWN:
+    result = make(kind is not None and kind in _kinds)
+    if result is not None and key is not None and kind is not None:
+        _known[key], _kinds[kind] = result, None
+        for cache in (_known, _kinds):
+            if len(cache) > _MOST_KNOWN:
                 # The oldest one is dropped.
-                kept.pop(next(iter(kept)))
-    return made
+                cache.pop(next(iter(cache)))
+    return result
 
 
 def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> TracedProblem | None:
@@ -136,14 +136,14 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
     structure = (found.names, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
     numbers = [number for g in programs for number in g.numbers.values()]
     known = _first.setdefault(identity_of(f), {})
-    first, before, made = known.pop(structure, (numbers, [], found))
+    first, before, result = known.pop(structure, (numbers, [], found))
     changed = [i for i, number in enumerate(numbers) if i in before or exact(number) != exact(first[i])]
     if changed != before:
-        made = _with_parameters(found, changed)
-    known[structure] = first, changed, made
+        result = _with_parameters(found, changed)
+    known[structure] = first, changed, result
     if len(known) > _MOST_PROGRAMS:
         known.pop(next(iter(known)))
-    return made._replace(numbers=tuple(numbers[i] for i in changed)) if changed else found
+    return result._replace(numbers=tuple(numbers[i] for i in changed)) if changed else found
 
 
 def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProblem:

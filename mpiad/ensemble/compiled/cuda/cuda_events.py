@@ -29,13 +29,13 @@ if ({crossed}) {
         // The second run, which records steps for the reverse kernel, writes no events.
         if (u_end && fraction{e} < INFINITY && fraction{e} <= cut) {
             const long long row = NEXT(happened);
-            if (row < room) {
-                rows[0 * room + row] = (double)i;
-                rows[1 * room + row] = {e};
-                rows[2 * room + row] = (double)taken;
-                rows[3 * room + row] = fraction{e};
-                rows[4 * room + row] = sign * (now + fraction{e} * size);
-                rows[5 * room + row] = (double)head;
+            if (row < event_capacity) {
+                rows[0 * event_capacity + row] = (double)i;
+                rows[1 * event_capacity + row] = {e};
+                rows[2 * event_capacity + row] = (double)taken;
+                rows[3 * event_capacity + row] = fraction{e};
+                rows[4 * event_capacity + row] = sign * (now + fraction{e} * size);
+                rows[5 * event_capacity + row] = (double)head;
             }
             head = row;
         }
@@ -62,13 +62,13 @@ if (crossed{e}) {
 # Processes the events of a step, after its stages have been recomputed.
 _CROSSED = """
 when moves: real {rate_at_end};
-while (row >= 0 && (long long)rows[2 * room + row] == step) {
+while (row >= 0 && (long long)rows[2 * event_capacity + row] == step) {
     met = true;
     @states
     @rates
-    const int event = (int)rows[room + row];
+    const int event = (int)rows[event_capacity + row];
     @bodies
-    row = (long long)rows[5 * room + row];
+    row = (long long)rows[5 * event_capacity + row];
 }
 """
 
@@ -116,7 +116,7 @@ def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     search: dict[str, Any] = {"e": events, "changed": changed, "located": located, "terminal": any(terminal)}
     search |= {"crossed": " || ".join(f"crossed{e}" for e in events), "cut": c_lines(cut, steps.state("new"))}
     names["found"] = filled(_SEARCH, search)
-    names["declared"] = ", double* rows, const long long room, long long* happened, long long* heads"
+    names["declared"] = ", double* rows, const long long event_capacity, long long* happened, long long* heads"
     names["conditions"] = c_lines([steps.condition(e, f"before{e}", "u", "sign * now") for e in events])
     return names
 
@@ -125,7 +125,7 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the placeholders of the reverse kernel for events."""
     if not spec.events:
         return {"declared": "", "crossed": []}
-    d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * room + row]"]
+    d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * event_capacity + row]"]
     if spec.stages in steps.used():
         last = steps.state(f"k{spec.stages}")
         lines.append(steps.call(f"k{spec.stages}", f"y{spec.stages}", spec.stages))
@@ -134,9 +134,9 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         lines += steps.interpolated(f"at_{c}", lambda i, c=c: f"k{i}_{c}", f"y0_{c}")
     slopes = [" + ".join(f"(real)r{i} * k{i}_{c}" for i in steps.used()) for c in range(d)]
     sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
-    made = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
-    given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * room + row]", "1", *made]
-    names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(made), "given": ", ".join(given)}
+    outputs = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
+    given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * event_capacity + row]", "1", *outputs]
+    names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(outputs), "given": ", ".join(given)}
     names["fall"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
     names["sums"] = [f"{name} += move * by{j};" for j, name in enumerate(sums)]
     at_end = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
@@ -148,7 +148,7 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     crossed = {"moves": bool(last), "rate_at_end": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
     crossed["rates"] = [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)]
     return {
-        "declared": ", const double* rows, const long long room, const long long* heads, const double* reached_bar, "
-        "const double* times_bar",
+        "declared": ", const double* rows, const long long event_capacity, const long long* heads, "
+        "const double* reached_bar, const double* times_bar",
         "crossed": filled(_CROSSED, crossed),
     }

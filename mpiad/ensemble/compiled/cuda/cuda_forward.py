@@ -76,8 +76,8 @@ def prelude(spec: KernelSpec) -> str:
 
 _KERNEL = """
 // Solves the trajectories first, ..., first + count - 1 of n. saved: shape (n_saved, d, n); steps_u, steps_t: (capacity, d,
-// count), (capacity, 2, count); rows, the table of events: (6, room); other arrays: (rows, n). failed: the number of failed
-// trajectories. If u_end is null, only the steps are written.
+// count), (capacity, 2, count); rows, the table of events: (6, event_capacity); other arrays: (rows, n). failed: the number
+// of failed trajectories. If u_end is null, only the steps are written.
 KERNEL forward(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
     const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
@@ -96,7 +96,7 @@ KERNEL forward(
         each s: const real s{s} = s[{s}];
         each tolerance: const real atol{tolerance} = atol[{tolerance}];
         when single: const real rtol_ = rtol;
-        when room: real lu[{room}];
+        when lu_length: real lu[{lu_length}];
         real {k0};
         @unit_tangents
         long long place = 0;
@@ -221,11 +221,11 @@ def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
 
 
 def _unit_tangents(spec: KernelSpec, steps: Steps) -> list[str]:
-    made = []
+    lines = []
     for j, (kind, place) in enumerate(spec.directions):
-        made.append(f"real {', '.join(steps.state(f'l{j}_0'))};")
-        made += [f"real {x} = {int(kind == 'u' and place == c)};" for c, x in enumerate(steps.state(f"du{j}"))]
-    return made
+        lines.append(f"real {', '.join(steps.state(f'l{j}_0'))};")
+        lines += [f"real {x} = {int(kind == 'u' and place == c)};" for c, x in enumerate(steps.state(f"du{j}"))]
+    return lines
 
 
 def _first_step(spec: KernelSpec, steps: Steps) -> list[str]:

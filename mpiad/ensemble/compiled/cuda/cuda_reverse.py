@@ -32,7 +32,7 @@ KERNEL reverse(
         double ahead = sign * t_reached[i];
         each p: const real p{p} = p[{p} * n + i];
         each s: const real s{s} = s[{s}];
-        when room: real lu[{room}];
+        when lu_length: real lu[{lu_length}];
         // Cotangents of failed trajectories, which may be NaN, are ignored.
         each c: real total_{c} = alive ? end_bar[{c} * n + i] : 0;
         each own: real own{own} = 0;
@@ -111,6 +111,6 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
 
 def _pulled(spec: KernelSpec, steps: Steps, i: int, scope: set[str]) -> list[str]:
     """Return lines that propagate the cotangent of stage i to its argument and the parameters."""
-    made = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
+    lines = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
     sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
-    return made + [f"{name} += e{j};" for j, name in enumerate(sums)]
+    return lines + [f"{name} += e{j};" for j, name in enumerate(sums)]

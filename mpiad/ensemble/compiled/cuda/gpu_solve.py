@@ -150,14 +150,14 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
     reason = _unsupported(given, batch, settings)
     if reason is None:
 
-        def made(tried: bool) -> TracedProblem | None:
+        def make(tried: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
             traced = problem_of(host, settings.events, must, compiler.warn)
             if traced is not None and not tried:
                 try_once(host, settings.events, given.traced)
             return traced
 
-        return remembered(made, batch, settings.events, given.traced, must, "gpu")
+        return remembered(make, batch, settings.events, given.traced, must, "gpu")
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
     compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")

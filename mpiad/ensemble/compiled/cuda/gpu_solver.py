@@ -63,15 +63,15 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
         )
     if needed * count <= budget:
         return [Share(0, count, int(longest.max(initial=0)))]
-    made: list[Share] = []
+    shares: list[Share] = []
     for block, steps in enumerate(longest.tolist()):
         first, stop = block * size, min((block + 1) * size, count)
-        if made and (more := max(steps, made[-1].capacity)) * (stop - made[-1].first) * bytes_per_step <= budget:
-            made[-1] = Share(made[-1].first, stop - made[-1].first, more)
+        if shares and (more := max(steps, shares[-1].capacity)) * (stop - shares[-1].first) * bytes_per_step <= budget:
+            shares[-1] = Share(shares[-1].first, stop - shares[-1].first, more)
         else:
             most = min(stop - first, budget // max(1, steps * bytes_per_step))
-            made += [Share(a, min(most, stop - a), steps) for a in range(first, stop, most)]
-    return made
+            shares += [Share(a, min(most, stop - a), steps) for a in range(first, stop, most)]
+    return shares
 
 
 _ROWS = 1024  # initial size of the table of events, in addition to the expected number
@@ -93,7 +93,7 @@ class DeviceResults(NamedTuple):
     du_end: Array  # shape (m, d, n); tangents in m directions
     dsaved: Array  # shape (m, n_saved, d, n)
     failed: Array  # shape (1,); number of failed trajectories
-    rows: Any = None  # shape (6, room); the table of events, see `cuda_events`; None without events
+    rows: Any = None  # shape (6, event_capacity); the table of events, see `cuda_events`; None without events
     heads: Any = None  # shape (n,); per trajectory the column of its last event in the table, or -1
     found_events: int = 0  # number of columns in use
 
@@ -128,25 +128,25 @@ class Solver:
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
         # Space for two occurrences of each event per trajectory at first.
-        room = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.spec.events)
+        event_capacity = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.spec.events)
         while True:
             results = self._empty(directions)
             saved, end = self.parts(results.vector)
-            table, counter = self._table(room)
+            table, counter = self._table(event_capacity)
             self._forward(directions, Share(0, self.count, 0), (end, saved, *results[1:8]), (None, None), table)
             if not table:
                 return results
             happened = int(self.arrays.to_host(counter)[0])
-            if happened <= room:
+            if happened <= event_capacity:
                 return results._replace(rows=table[0], heads=table[3], found_events=happened)
-            room = happened  # repeated, with rows for all events
+            event_capacity = happened  # repeated, with rows for all events
 
-    def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
+    def _table(self, event_capacity: int) -> tuple[tuple[Any, ...], Any]:
         """Return the forward kernel's arguments for events, and the counter of events, which is one of them."""
         if not self.spec.events:
             return (), None
         counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
-        return (self.arrays.empty((ROWS, room), float), room, counter, heads), counter
+        return (self.arrays.empty((ROWS, event_capacity), float), event_capacity, counter, heads), counter
 
     def parts(self, vector: Array) -> tuple[Array, Array]:
         """Return the saved states, (n_saved, d, n), and final states, (d, n), in a vector of results."""
