@@ -38,23 +38,15 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
         return None
     x, value = getval(operand), getval(ans)
     fit = _general_fitting(x, value)
-    return fit if type(value) is _ndarray else with_copy_to_host(fit, x, value)
+    if type(value) is _ndarray or arrays_of(value) is None or arrays_of(x) is not None:
+        return fit
+    return array_to_host if fit is None else lambda g: array_to_host(fit(g))
 
 
 def fitted(part: Array, operand: Array) -> Array:
     """Sum a cotangent over the axes along which its operand was repeated; both may be traced."""
     fit = fitting(operand, part)
     return part if fit is None else fit(part)
-
-
-def with_copy_to_host(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:
-    """Return a map to cotangents of an operand, with a copy to the host if the operand is there and the result isn't.
-
-    `fit` maps cotangents of `ans`; None is the identity.
-    """
-    if arrays_of(getval(ans)) is None or arrays_of(getval(operand)) is not None:
-        return fit
-    return array_to_host if fit is None else lambda g: array_to_host(fit(g))
 
 
 def _general_fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:

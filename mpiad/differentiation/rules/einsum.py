@@ -11,7 +11,8 @@ from string import ascii_letters
 
 import autograd.numpy as anp
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array
+from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.expansion import expand
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp, refusal
 
@@ -37,18 +38,8 @@ def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Arr
     part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
     sizes = iter(anp.shape(part))
     full = tuple([next(sizes) if letter in known else 1 for letter in mine])
-    return _fitted(part, full, shape, real=not anp.iscomplexobj(operands[k]))
-
-
-def _fitted(part: Array, full: Shape, shape: Shape, real: bool) -> Array:
-    stretched = tuple([max(n, m) for n, m in zip(full, shape)])
-    if stretched != anp.shape(part):
-        part = expand(part, stretched, full)
-    # An axis of length one may have been broadcast to that of another operand.
-    repeated = tuple([i for i, (n, m) in enumerate(zip(stretched, shape)) if n != m])
-    if repeated:
-        part = anp.sum(part, axis=repeated, keepdims=True)
-    return anp.real(part) if real and anp.iscomplexobj(part) else part
+    stretched = tuple(map(max, full, shape))
+    return fitted(part if stretched == anp.shape(part) else expand(part, stretched, full), operands[k])
 
 
 def letters_of(subscripts: str, ranks: Sequence[int]) -> tuple[list[str], str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-from mpiad.differentiation.rules.protocol import anp, one_negated, unary_vjp
+from mpiad._typing import Array
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, anp, inherited_vjp, one_negated
 
 _RULES = {
     anp.negative: lambda x, ans: one_negated,
@@ -14,5 +16,13 @@ _RULES = {
     anp.cos: lambda x, ans: lambda g: (-(g * anp.sin(x)),),
     anp.sqrt: lambda x, ans: lambda g: (g / (ans + ans),),  # autograd's rule calls pow
 }
-VJPS = {fun: partial(unary_vjp, fun, rule) for fun, rule in _RULES.items()}
+
+
+def _vjp(fun: Primitive, rule: Callable[..., Vjp], argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    if kwargs or len(args) != 1:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    return rule(args[0], ans)
+
+
+VJPS = {fun: partial(_vjp, fun, rule) for fun, rule in _RULES.items()}
 JVPS: dict = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 
@@ -16,6 +18,11 @@ def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
     NumPy's own functions pass `out=None` if they are called with a traced value.
     """
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
+
+
+def axis_of(args: tuple, kwargs: dict) -> Any:
+    """Return the argument `axis` of a reduction whose first argument is the array."""
+    return args[1] if len(args) == 2 else kwargs.get("axis")
 
 
 def kept_shape(shape: Shape, axis: Axis) -> Shape:

@@ -57,34 +57,24 @@ def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
     return lambda g: (rule(g, other),)
 
 
-def _times(g: Array, other: Array) -> Array:
-    return g * other
-
-
-def _row_times_transpose(g: Array, y: Array) -> Array:
-    return _dot(g, y.T)
-
-
-def _transpose_times(g: Array, x: Array) -> Array:
-    return _dot(x.T, g)
-
-
-def _outer(g: Array, y: Array) -> Array:
-    return g[:, None] * y
-
-
-def _reversed_outer(g: Array, x: Array) -> Array:
-    return x[:, None] * g
-
-
 def _dot(x: Array, y: Array) -> Array:
     return anp.dot(x, y) if type(x) in BOX_TYPES or type(y) in BOX_TYPES else np.dot(x, y)
 
 
-# By the factors' numbers of axes: from the cotangent and the other factor to the cotangent of the first ...
-_FIRST = {(1, 1): _times, (2, 1): _outer, (1, 2): lambda g, y: _dot(y, g), (2, 2): _row_times_transpose}
-# ... and of the second.
-_SECOND = {(1, 1): _times, (2, 1): _transpose_times, (1, 2): _reversed_outer, (2, 2): _transpose_times}
+# Cotangents of the first and of the second factor, from the cotangent of the product and the other factor; by the factors'
+# numbers of axes.
+_FIRST: Any = {
+    (1, 1): lambda g, y: g * y,
+    (2, 1): lambda g, y: g[:, None] * y,
+    (1, 2): lambda g, y: _dot(y, g),
+    (2, 2): lambda g, y: _dot(g, y.T),
+}
+_SECOND: Any = {
+    (1, 1): lambda g, x: g * x,
+    (2, 1): lambda g, x: _dot(x.T, g),
+    (1, 2): lambda g, x: x[:, None] * g,
+    (2, 2): lambda g, x: _dot(x.T, g),
+}
 
 
 def outer_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -131,8 +121,7 @@ def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tupl
     if rank_x == 0 or rank_y == 0:
 
         def part(i: int, g: Array) -> Array:
-            product = g * args[1 - i]
-            return product if anp.shape(args[i]) else anp.sum(product)
+            return g * args[1 - i]
     else:
         axes_x, axes_y = axes_of(args, kwargs, rank_x, rank_y)
         free_x = tuple([i for i in range(rank_x) if i not in axes_x])
@@ -146,25 +135,13 @@ def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tupl
             out = anp.tensordot(x, g, (free_x, tuple(range(len(free_x)))))
             return _in_order(out, [*[axes_y[axes_x.index(k)] for k in sorted(axes_x)], *free_y])
 
-    return lambda g: tuple([_matched(part(i, g), args[i]) for i in argnums])
+    return lambda g: tuple([fitted(part(i, g), args[i]) for i in argnums])
 
 
 def _in_order(out: Array, axes: list[int]) -> Array:
     """Transpose an array whose axes are those of a factor in another order."""
     back = tuple(sorted(range(len(axes)), key=axes.__getitem__))
     return out if back == tuple(range(len(axes))) else anp.transpose(out, back)
-
-
-def _matched(part: Array, factor: Array) -> Array:
-    return anp.real(part) if anp.iscomplexobj(part) and not anp.iscomplexobj(factor) else part
-
-
-def _of_dot(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
-    return (rank_x - 1,), (max(rank_y - 2, 0),)
-
-
-def _of_inner(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
-    return (rank_x - 1,), (rank_y - 1,)
 
 
 def _of_tensordot(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
@@ -178,5 +155,9 @@ def _of_tensordot(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
 VJPS = {fun: partial(_product_vjp, fun) for fun in (anp.dot, anp.matmul)}
 VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp})
 JVPS: dict = {}
-_AXES = {anp.dot: _of_dot, anp.inner: _of_inner, anp.tensordot: _of_tensordot}
+_AXES: dict[Primitive, AxesRule] = {
+    anp.dot: lambda args, kwargs, n, m: ((n - 1,), (max(m - 2, 0),)),
+    anp.inner: lambda args, kwargs, n, m: ((n - 1,), (m - 1,)),
+    anp.tensordot: _of_tensordot,
+}
 DEVICE_VJPS.update({fun: partial(_contraction_vjp, axes_of) for fun, axes_of in _AXES.items()})

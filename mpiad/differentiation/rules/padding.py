@@ -21,7 +21,7 @@ def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     shape = np.shape(getval(x))
     widths = _widths(width, len(shape))
     if mode == "constant":
-        inner = _inner(widths, shape)
+        inner = tuple(slice(before, before + n) for (before, _), n in zip(widths, shape))
         return lambda g: (g[inner],)
     return lambda g: (fold(g, widths, mode, shape),)
 
@@ -49,10 +49,6 @@ def _widths(width: Any, ndim: int) -> Widths:
     if type(width) is int:
         return [(width, width)] * ndim
     return [(int(before), int(after)) for before, after in np.broadcast_to(width, (ndim, 2))]
-
-
-def _inner(widths: Widths, shape: Shape) -> tuple[slice, ...]:
-    return tuple(slice(before, before + n) for (before, _), n in zip(widths, shape))
 
 
 @primitive

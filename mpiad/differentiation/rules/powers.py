@@ -12,14 +12,10 @@ from mpiad.differentiation.rules.broadcasting import fitting
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound
 from mpiad.transport.device_arrays import is_device_array
 
-Slope = Callable[[Array], Array]
-
 
 def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangent of `x**y` by `y x**(y-1)` for the base, by `log(x) x**y` for the exponent."""
-    if kwargs:
-        bound(anp.power, "x1 x2", args, kwargs)
-    slope = None if argnums != (0,) else _slope(args[0], args[1])
+    slope = _slope(argnums, args, kwargs)
     if slope is None:
         parts = [(_general_slope(i, ans, *args), fitting(args[i], ans)) for i in argnums]
         return lambda g: tuple([g * each if fit is None else fit(g * each) for each, fit in parts])
@@ -29,9 +25,7 @@ def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Multiply the tangents by the slopes, and add up."""
-    if kwargs:
-        bound(anp.power, "x1 x2", args, kwargs)
-    slope = None if argnums != (0,) else _slope(args[0], args[1])
+    slope = _slope(argnums, args, kwargs)
     return sum(_general_slope(i, ans, *args) * g for i, g in zip(argnums, gs)) if slope is None else slope(gs[0])
 
 
@@ -44,8 +38,13 @@ def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
     return ans * anp.log(anp.where(x, x, 1.0 + 0j if anp.iscomplexobj(ans) else 1.0))
 
 
-def _slope(x: Array, y: Array) -> Slope | None:
+def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Array] | None:
     """Return the map g -> g y x**(y-1), or None if `y` isn't one constant real number other than 0."""
+    if kwargs:
+        bound(anp.power, "x1 x2", args, kwargs)
+    if argnums != (0,):
+        return None
+    x, y = args
     # Autograd's rule defines the derivative of x**0 for infinite or NaN x; so the exponent zero is left to it.
     if type(y) is not int and type(y) is not float:
         if not isinstance(y, (np.integer, np.floating)):

@@ -56,9 +56,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
 
     Cotangents of NumPy functions get the shape of their argument, and are real if it is.
     """
-    on_host = type(ans) is np.ndarray or _place(ans) is None
-    if not on_host and fun in DEVICE_REFUSALS:
-        refuse_on_device(fun, ans)
+    on_host = _is_on_host(fun, ans)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
     if fun in _AUTOGRADS:
         pull = checked(fun, rule, argnums, ans, args, kwargs)
@@ -79,11 +77,8 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
     Tangents of NumPy functions get the shape of the result, and are real if it is.
     """
-    on_host = type(ans) is np.ndarray or _place(ans) is None
-    if not on_host and fun in DEVICE_REFUSALS:
-        refuse_on_device(fun, ans)
-    rule: Any = primitive_jvps.get(fun)
-    return checked_tangent(fun, rule, argnums, gs, ans, args, kwargs)
+    _is_on_host(fun, ans)
+    return checked_tangent(fun, primitive_jvps[fun], argnums, gs, ans, args, kwargs)
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
@@ -148,7 +143,16 @@ def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, An
     return given
 
 
-def _place(x: Array) -> ArrayModule | None:
+def _is_on_host(fun: Primitive, ans: Array) -> bool:
+    """Return whether a result is on the host; raise the error of `refuse_on_device` if it isn't, and has no derivative."""
+    if type(ans) is np.ndarray or _array_module(ans) is None:
+        return True
+    if fun in DEVICE_REFUSALS:
+        refuse_on_device(fun, ans)
+    return False
+
+
+def _array_module(x: Array) -> ArrayModule | None:
     """Return the array module of the device of a value, or of the first part of a tuple or list; None for the host."""
     x = getval(x)
     if isinstance(x, (tuple, list)) and len(x) > 0:
@@ -159,18 +163,9 @@ def _place(x: Array) -> ArrayModule | None:
 def refuse_on_device(fun: Primitive, ans: Array) -> None:
     """Raise a NotImplementedError for a function that has no derivative on a device, with its name and the alternative."""
     name, advice = DEVICE_REFUSALS[fun]
-    arrays = _place(ans)
+    arrays = _array_module(ans)
     kind = "device" if arrays is None else arrays.name
     raise NotImplementedError(f"{name} can't be differentiated for {kind} arrays: {advice}.")
-
-
-def unary_vjp(
-    fun: Primitive, rule: Callable[[Array, Array], Vjp], argnums: Argnums, ans: Array, args: tuple, kwargs: dict
-) -> Vjp:
-    """Make the adjoint of a function of one array by ``rule(x, ans)``; with `where` or `out` by autograd's rule."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(fun, argnums, ans, args, kwargs)
-    return rule(args[0], ans)
 
 
 def one_unchanged(g: Array) -> tuple[Any]:

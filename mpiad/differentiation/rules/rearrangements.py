@@ -65,13 +65,10 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
         raise refusal(anp.gradient, "with spacings or an order of the edges: divide the result by a spacing")
     axis, rank = kwargs.get("axis"), len(x.shape)
     axes = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-    alone = len(axes) == 1
 
     def vjp(g: Array) -> tuple[Array]:
-        total = _transposed_differences(g if alone else g[0], axes[0])
-        for k in range(1, len(axes)):
-            total = total + _transposed_differences(g[k], axes[k])
-        return (total,)
+        parts = [g] if len(axes) == 1 else [g[k] for k in range(len(axes))]
+        return (sum(map(_transposed_differences, parts, axes)),)
 
     return vjp
 

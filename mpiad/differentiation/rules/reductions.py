@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Axis
-from mpiad.differentiation.rules.expansion import filled, is_known, kept_shape, spread
+from mpiad.differentiation.rules.expansion import axis_of, filled, is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_vjp, primitive_mean
 
 _KNOWN = frozenset({"axis", "keepdims", "dtype", "where"})
@@ -23,7 +21,7 @@ def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return lambda g: (filled(g, shape, dtype),)
     if not is_known(args, kwargs, _KNOWN_TO_SUM):
         return inherited_vjp(anp.sum, argnums, ans, args, kwargs)
-    return _repeated(getval(x), _axis(args, kwargs), kwargs.get("where", True))
+    return _repeated(getval(x), axis_of(args, kwargs), kwargs.get("where", True))
 
 
 def sum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -36,17 +34,13 @@ def mean_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Repeat the cotangent of a mean to every term, divided by their number."""
     if not is_known(args, kwargs, _KNOWN):
         return inherited_vjp(primitive_mean, argnums, ans, args, kwargs)
-    x, axis, where = getval(args[0]), _axis(args, kwargs), kwargs.get("where", True)
+    x, axis, where = getval(args[0]), axis_of(args, kwargs), kwargs.get("where", True)
     repeated = _repeated(x, axis, where)
     if where is True:
         terms = np.size(x) / max(np.size(getval(ans)), 1)
     else:
         terms = np.sum(np.broadcast_to(where, np.shape(x)), axis=axis, keepdims=kwargs.get("keepdims", False))
     return lambda g: repeated(g / terms)
-
-
-def _axis(args: tuple, kwargs: dict) -> Any:
-    return args[1] if len(args) == 2 else kwargs.get("axis")
 
 
 def _repeated(x: Array, axis: Axis, where: object) -> Vjp:

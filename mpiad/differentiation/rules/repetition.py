@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import autograd.numpy as anp
 import numpy as np
@@ -35,14 +36,9 @@ def tile_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=tuple(range(0, len(split), 2))), shape),)
 
 
-def broadcast_to_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the cotangent over the axes that are new or were stretched."""
-    return lambda g: (fitted(g, args[0]),)
-
-
-def full_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the cotangent over the axes along which the value was repeated."""
-    return lambda g: (fitted(g, args[1]),)
+def _broadcast_vjp(argnum: int, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Sum the cotangent over the axes along which the argument `argnum` was repeated."""
+    return lambda g: (fitted(g, args[argnum]),)
 
 
 def full_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -63,8 +59,8 @@ def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 VJPS = {
     anp.repeat: repeat_vjp,
     anp.tile: tile_vjp,
-    anp.broadcast_to: broadcast_to_vjp,
-    anp.full: full_vjp,
+    anp.broadcast_to: partial(_broadcast_vjp, 0),
+    anp.full: partial(_broadcast_vjp, 1),
     anp.linspace: linspace_vjp,
 }
 JVPS = {anp.full: full_jvp}

@@ -8,6 +8,8 @@ whose adjoint takes the elements.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 
@@ -18,6 +20,7 @@ _FEW = 16  # if less than 1/16 of an array's elements are added to, numbering al
 _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 
 
+@dataclass(slots=True, eq=False)
 class Scatter:
     """A cotangent with `values` at `idx` and zeros elsewhere.
 
@@ -28,14 +31,11 @@ class Scatter:
     - `repeats`: whether `idx` may name an element more than once.
     """
 
-    __slots__ = ("dtype", "idx", "repeats", "shape", "values")
-
-    def __init__(self, shape: Shape, dtype: np.dtype, idx: Index, values: Array, repeats: bool):
-        self.shape = shape
-        self.dtype = dtype
-        self.idx = idx
-        self.values = values
-        self.repeats = repeats
+    shape: Shape
+    dtype: np.dtype
+    idx: Index
+    values: Array
+    repeats: bool
 
     def dense(self) -> Array:
         """Return the cotangent as a new dense array of the `shape`."""
