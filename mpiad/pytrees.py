@@ -44,9 +44,6 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     if kind in _LEAF_TYPES:
         leaves.append(tree)
         return next
-    if kind is list or kind is tuple:  # the most common containers
-        parts = [_walk(part, leaves) for part in tree]
-        return lambda new: kind([part(new) for part in parts])
     if isinstance(tree, (dict, DictBox)):
         return _walk_dict(tree, leaves)
     if isinstance(tree, (list, tuple, SequenceBox)):

@@ -69,9 +69,10 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     """
     arrays = [anp.ravel(piece) for piece in arrays] if axis is None else list(arrays)
     axis = axis or 0
-    if _device_among(arrays) is None:
+    device = _device_in(arrays)
+    if device is None:
         return anp.concatenate(arrays, axis)
-    _refuse_mixture(arrays, "concatenate")
+    _refuse_mixture(arrays, device, "concatenate")
     # Copied even if there is only one, as in NumPy: writes to the result mustn't change another array.
     return joined(axis, *arrays)
 
@@ -102,9 +103,10 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     The cotangent is cut into the pieces.
     """
     arrays = list(arrays)
-    if _device_among(arrays) is None:
+    device = _device_in(arrays)
+    if device is None:
         return anp.stack(arrays, axis)
-    _refuse_mixture(arrays, "stack")
+    _refuse_mixture(arrays, device, "stack")
     shapes = {piece.shape for piece in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have one shape, but got {sorted(shapes)}.")
@@ -156,14 +158,6 @@ def _from_nested(values: Tree, arrays: ArrayModule) -> Any:
     return values[...]
 
 
-def _device_among(arrays: Sequence[Any]) -> ArrayModule | None:
-    for piece in arrays:
-        found = arrays_of(getval(piece))
-        if found is not None:
-            return found
-    return None
-
-
 def _device_in(values: Tree) -> ArrayModule | None:
     if not isinstance(values, (list, tuple, SequenceBox)):
         return arrays_of(getval(values))
@@ -174,12 +168,9 @@ def _device_in(values: Tree) -> ArrayModule | None:
     return None
 
 
-def _refuse_mixture(arrays: Sequence[Any], call: str) -> None:
-    found = _device_among(arrays)
-    if found is not None and found.takes_host_arrays:
-        return
+def _refuse_mixture(arrays: Sequence[Any], device: ArrayModule, call: str) -> None:
     for k, piece in enumerate(arrays):
-        if arrays_of(getval(piece)) is None:
+        if arrays_of(getval(piece)) is None and not device.takes_host_arrays:
             raise TypeError(
                 f"{call}: array {k} is a {type(getval(piece)).__name__} on the host, and others are on a device. Copies to "
                 "a device are never implicit: pass mpiad.device.to_device(x)."

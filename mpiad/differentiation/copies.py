@@ -6,14 +6,11 @@ example, because one rank used another random seed), the computed gradient is wr
 
 from __future__ import annotations
 
-import numpy as np
-from autograd.tracer import getval
-
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.differentiation.trace import Variables
 from mpiad.pytrees import named_leaves
-from mpiad.transport import MIN, Channel
+from mpiad.transport import Channel
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated
 from mpiad.transport.tracing import settled
@@ -34,17 +31,9 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
     """Raise on all ranks if J differs between them, under ``MPIAD_DEBUG=1``: they might branch differently."""
-    if watch_settings.debug() and not settled(_same_number, getval(value), channel):
+    if watch_settings.debug():
+        claim = f"{call}: J must be the same on all ranks"
         advice = (
             "Reductions of this MPI round differently on different ranks. Decide on one rank, and broadcast the decision."
         )
-        require_replicated(channel, named_leaves(value, "J"), f"{call}: J must be the same on all ranks", advice)
-
-
-def _same_number(value: np.float64, channel: Channel) -> bool:
-    # One reduction: the minimum of the complements is the complement of the maximum.
-    bits = np.array(value).reshape(1).view(np.uint64)
-    mine = np.concatenate([bits, ~bits])
-    least = np.empty_like(mine)
-    channel.data.Allreduce(mine, least, MIN)
-    return bool(least[0] == ~least[1])
+        settled(require_replicated, channel, named_leaves(value, "J"), claim, advice)

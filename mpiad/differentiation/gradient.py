@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Argnum, Array, Comm, Function, Rank
-from mpiad.device.assembly import concatenate, stack
+from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import run_backward, run_backward_together
+from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_derivative, trace_backwards, variables_of
@@ -108,11 +108,7 @@ def grad(
     6.0
     """
     both = _evaluator(fun, argnum, objective, shared, root, comm, "grad")
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        return both(*args, **kwargs)[1]
-
-    return evaluate
+    return lambda *args, **kwargs: both(*args, **kwargs)[1]
 
 
 def _evaluator(
@@ -123,7 +119,6 @@ def _evaluator(
     @recoverable(call, comm)
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         used = channel(comm, call)
-        # Ranks with weight zero have no seed, but take part in the reverse pass.
         weight = weight_of(objective, used, root_of(root, used, call))
         variables = variables_of(args, argnum, call)
         if shared:
@@ -135,8 +130,8 @@ def _evaluator(
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
         # The gradient of the sum over ranks, though each rank is seeded with its own term only: the adjoints of messages
-        # send cotangents to other ranks.
-        gradients = gradients_of_term(traced, weight, variables)
+        # send cotangents to other ranks. A rank without a seed runs backwards, too, since others wait for its messages.
+        gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight), variables)
         if shared:
             gradients = shared_sum(gradients, comm)
         return total, variables.filled(gradients, no_derivative)
@@ -144,19 +139,13 @@ def _evaluator(
     return evaluate
 
 
-def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> list[Any]:
-    """Return the gradients of `weight` times the number that a traced run returned; collective if the run communicated."""
-    place = traced.places[0]
-    seeds = []
-    # A rank without a seed runs backwards, too, since others wait for its messages.
-    if place >= 0 and weight != 0.0:
-        spec = spec_like(traced.values[0])
-        if spec.arrays is not None:
-            seed = spec.arrays.full(spec.shape, weight, spec.dtype)
-        else:
-            seed = np.full(spec.shape, weight, spec.dtype) if spec.shape else spec.dtype.type(weight)
-        seeds.append((place, seed))
-    return cotangents_of_variables(traced, seeds, variables)
+def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
+    """Return the position and cotangent of the number that a traced run returned; empty if it is constant, or not used."""
+    if traced.places[0] < 0 or weight == 0.0:
+        return []
+    spec = spec_like(traced.values[0])
+    seed = spec.dtype.type(weight)
+    return [(traced.places[0], spec.zeros() + seed if spec.shape or spec.arrays is not None else seed)]
 
 
 def cotangents_of_variables(
@@ -196,10 +185,8 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
             out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
             continue
         # One message instead of hundreds of small ones, as for the weights of a network, saves more than the copies cost.
-        total = mpi_allreduce(concatenate([anp.ravel(gradients[i]) for i in chosen]), comm=comm)
-        start = 0
-        for i in chosen:
-            count = int(np.prod(specs[i].shape))
-            out[i] = anp.reshape(total[start : start + count], specs[i].shape) if specs[i].shape else total[start]
-            start += count
+        whole = Concatenation([specs[i] for i in chosen])
+        total = mpi_allreduce(whole.vector([gradients[i] for i in chosen]), comm=comm)
+        for i, part in zip(chosen, whole.parts(total)):
+            out[i] = part if specs[i].shape else part[()]
     return out

@@ -125,10 +125,8 @@ def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables
         seed = spec.zeros()
         if spec.shape:
             seed.reshape(-1)[k] = weight
-        elif spec.arrays is None:
-            seed = spec.dtype.type(weight)
         else:
-            seed.fill(weight)
+            seed = seed + spec.dtype.type(weight)
         seeds.append((traced.places[0], seed))
     return cotangents_of_variables(traced, seeds, variables, keep=True)  # kept for the next entry
 

@@ -12,6 +12,7 @@ constructor creates a node of the type of an input that is still traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from autograd.core import JVPNode, VJPNode, primitive_vjps
@@ -45,10 +46,9 @@ class OrderedNode(VJPNode):
         tape = parents[0].tape
         if len(parents) == 1:
             self.inputs = (parents[0].index,)
-        elif _all_on(tape, parents):
-            self.inputs = tuple([parent.index for parent in parents])
         else:
-            parent_argnums, parents = _still_traced(parent_argnums, parents)
+            if not _all_on(tape, parents):
+                parent_argnums, parents = _still_traced(parent_argnums, parents)
             self.inputs = tuple([parent.index for parent in parents])
         rule = VJP_RULES.get(fun)
         if rule is not None:
@@ -67,13 +67,10 @@ class OrderedNode(VJPNode):
         return ()
 
     @classmethod
-    def variable(cls, tape: object) -> OrderedNode:
-        """Make the node of a variable."""
-        return cls.placed(tape, (), None, None)
-
-    @classmethod
-    def placed(cls, tape: Any, inputs: tuple[int, ...], pull: Function | None, like: Spec | None) -> OrderedNode:
-        """Make a node and append it to the tape."""
+    def placed(
+        cls, tape: Any, inputs: tuple[int, ...] = (), pull: Function | None = None, like: Spec | None = None
+    ) -> OrderedNode:
+        """Make a node, by default that of a variable, and append it to the tape."""
         node = cls.__new__(cls)
         node.tape, node.inputs, node.pull, node.like = tape, inputs, pull, like
         node.index = len(tape.record)
@@ -93,16 +90,8 @@ def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple
     return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
 
 
-class _Tape:
-    """A substitute for the tape of an ended trace, or of one of plain autograd."""
-
-    __slots__ = ("record",)
-
-    def __init__(self, record: object):
-        self.record = record
-
-
-_ENDED, _OPEN = _Tape(None), _Tape(())
+# Substitutes for the tape of an ended trace, and for one of plain autograd.
+_ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
 
 
 class LastingNode(OrderedNode):

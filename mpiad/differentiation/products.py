@@ -95,12 +95,8 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
             raise traced.problem.kind(traced.problem.text)
 
         def seeds(cotangent: Tree) -> list[tuple[int, Any]]:
-            given, values = flatten(cotangent)[0], traced.values
-            if len(given) != len(values):
-                raise TypeError(
-                    f"vjp: the cotangent must have as many leaves as the value, {len(values)}, but has {len(given)}."
-                )
-            triples = zip(given, values, traced.places)
+            given = _leaves_of(cotangent, len(traced.values), "vjp: the cotangent", "value")
+            triples = zip(given, traced.values, traced.places)
             return [(place, _shaped(g, value, "vjp")) for g, value, place in triples if place >= 0]
 
         def vjp(cotangent: Tree, *, batch: bool = False) -> Tree:
@@ -130,6 +126,13 @@ def _pulled(
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
     apart = [build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves]) for k in range(counts.pop())]
     return several_cotangents_of_variables(record[0], [seeds(each) for each in apart], record[1])
+
+
+def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:
+    leaves = flatten(tree)[0]
+    if len(leaves) != count:
+        raise TypeError(f"{name} must have as many leaves as the {of}, {count}, but has {len(leaves)}.")
+    return leaves
 
 
 def _shaped(g: Array, value: Array, call: str) -> Array:
@@ -190,9 +193,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
 
 
 def _tangents(v: Tree, variables: Variables) -> list[Any]:
-    given = flatten(v)[0]
-    if len(given) != len(variables.leaves):
-        raise TypeError(f"jvp: v must have as many leaves as the argument, {len(variables.leaves)}, but has {len(given)}.")
+    given = _leaves_of(v, len(variables.leaves), "jvp: v", "argument")
     return [_shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
 
 
@@ -346,11 +347,8 @@ class Linearization:
 
 
 def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
-    given, found = flatten(v)[0], []
-    if len(given) != len(traced.values):
-        raise TypeError(
-            f"linearize: v must have as many leaves as the argument, {len(traced.values)}, but has {len(given)}."
-        )
+    found = []
+    given = _leaves_of(v, len(traced.values), "linearize: v", "argument")
     for g, value, place in zip(given, traced.values, traced.places):
         if value is None:  # not a variable
             continue

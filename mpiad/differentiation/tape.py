@@ -40,18 +40,7 @@ class Recording(NamedTuple):
 class _Tape(Tape):
     """State of tapes of both directions: their number, the enclosing tapes, unfinished requests and used channels."""
 
-    __slots__ = (
-        "around",
-        "before",
-        "channels",
-        "noted",
-        "number",
-        "of_cotangents",
-        "outer",
-        "passes",
-        "record",
-        "requests",
-    )
+    number = before = -1  # number of the trace, and of the one that was open before
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -108,8 +97,6 @@ class _Tape(Tape):
 class OrderedTape(_Tape):
     """The tape of a trace that is to be run backwards."""
 
-    __slots__ = ()
-
     def lasting(self) -> None:
         """Turn values that outlive this trace into constants, by changing the type of their nodes."""
         for node in self.record or ():
@@ -133,8 +120,6 @@ class OrderedTape(_Tape):
 
 class TangentTape(_Tape):
     """The tape of a forward-mode trace; it records nothing."""
-
-    __slots__ = ()
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]

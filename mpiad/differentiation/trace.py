@@ -118,7 +118,7 @@ def trace_backwards(
     try:
         with tape:
             # Variables are the first nodes of the record: the reverse sweep ends before them.
-            boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.variable(tape)) for k in variables.places]
+            boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.placed(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
             # The tape is open here: a closed one can't distinguish its own values from constants. And its exit handles a
             # result that can't be read: the handler below may be interrupted.
@@ -143,8 +143,8 @@ def trace_list(
     tape, kept = OrderedTape(), tracing.__dict__.copy()
     try:
         with tape:
-            number, variable = tape.number, OrderedNode.variable
-            found = [_unboxed(value, tape) for value in fun([new_box(x, number, variable(tape)) for x in variables])]
+            number, node = tape.number, OrderedNode.placed
+            found = [_unboxed(value, tape) for value in fun([new_box(x, number, node(tape)) for x in variables])]
         places = [-1 if node is None else node.index for _, node in found]
         return [value for value, _ in found], places, tape.close()
     except BaseException as error:

@@ -12,7 +12,7 @@ from autograd.tracer import Box
 from mpiad._typing import Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, make_hvp
-from mpiad.differentiation.gradient import gradients_of_term
+from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
@@ -115,8 +115,8 @@ class Evaluation:
     def _backward(self) -> np.ndarray:
         traced, variables = self._forward  # type: ignore[misc]
         self._forward = None
-        # Ranks with weight zero take part, too, since they propagate cotangents of other ranks.
-        found = gradients_of_term(traced, self._weight, variables)
+        # All ranks take part, even those with weight zero, since cotangents of other ranks pass through them.
+        found = cotangents_of_variables(traced, seeds_of_term(traced, self._weight), variables)
         return self._flat(variables.filled(found, lambda leaf: None))
 
     def _flat(self, gradient: Tree) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.parallel.parameters import each, matching, require_state, zeros_like
+from mpiad.parallel.parameters import each, matching, require_state
 from mpiad.pytrees import flatten, in_blocks, refuse_objects
 
 # Stochastic gradient descent, with explicit state.
@@ -54,7 +54,7 @@ class SGD:
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the initial state: `updates`, the number of updates, and with momentum the `velocity`."""
         refuse_objects(params, "params", "SGD.setup")
-        return {"updates": 0, **({"velocity": zeros_like(params)} if self.momentum else {})}
+        return {"updates": 0, **({"velocity": each(np.zeros_like, params)} if self.momentum else {})}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
         """Return the state and the parameters after one update; the arguments are unchanged.
@@ -143,7 +143,7 @@ class Adam:
         refuse_objects(params, "params", f"{type(self).__name__}.setup")
         # |g|² is real for complex parameters, too.
         second = each(lambda x: np.zeros_like(np.real(x)), params)
-        return {"updates": 0, "first": zeros_like(params), "second": second}
+        return {"updates": 0, "first": each(np.zeros_like, params), "second": second}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
         """Return the state and the parameters after one update; the arguments are unchanged.

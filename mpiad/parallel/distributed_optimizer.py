@@ -13,6 +13,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Comm, Function, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.gradient import seeds_of_term
 from mpiad.differentiation.objective import Problem, problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.parallel.adam import SGD, Adam
@@ -144,9 +145,8 @@ def gradient_of_sum(
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
     found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # The seed is the number of samples, so that the gradient is that of the sum of losses, not of their mean.
-    spec = spec_like(value)
     # If the loss doesn't depend on the parameters there are no seeds, and all gradients are zero.
-    seeds = [(traced.places[0], spec.zeros() + spec.dtype.type(count))] if traced.places[0] >= 0 else []
+    seeds = seeds_of_term(traced, count)
     if early is not None:
         early()
         run_backward(traced.recording, seeds, len(places), ready=handed)

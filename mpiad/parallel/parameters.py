@@ -51,11 +51,6 @@ def described(spec: Spec) -> str:
     return f"shape {spec.shape} and dtype {spec.dtype}{'' if spec.arrays is None else ' on a device'}"
 
 
-def zeros_like(tree: Tree) -> Tree:
-    """Return the pytree with zeros in place of the trained leaves."""
-    return each(np.zeros_like, tree)
-
-
 def matching(
     tree: Tree, params: Tree, wanted: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
 ) -> list[Any]:

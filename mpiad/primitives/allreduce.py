@@ -13,7 +13,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
-from mpiad.primitives.operation import communicate, run
+from mpiad.primitives.operation import communicate
 from mpiad.transport import PROD, SUM, channel, collectives
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.device_settings import divides
@@ -100,7 +100,7 @@ def _slope(ans: Array, x: Array, p: Reduction) -> Any:
     # Untraced, because the set of tied entries is constant almost everywhere.
     tied = (getval(x) == y).astype(y.dtype)
     with np.errstate(invalid="ignore"):  # if y is NaN nothing is tied, and the derivative is 0/0
-        return tied / run(ALLREDUCE, tied, p._replace(op=SUM))
+        return tied / ALLREDUCE.run((tied,), p._replace(op=SUM))
 
 
 def _divides(y: Array) -> bool:

@@ -182,7 +182,8 @@ class Operation(Recorded):
 
     def run(self, args: tuple, params: Any) -> Any:
         """Return the result for a plain array."""
-        return run(self, args[0], params)
+        recorder = tracing.recorder
+        return self.forward(args[0], params) if recorder is None else recorder.communicate(self, args[0], params)
 
     def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
         """Return the function that maps the cotangent of the result to that of x."""
@@ -203,12 +204,6 @@ class Operation(Recorded):
 note_rules(Operation)
 
 
-def run(operation: Operation, x: Array, params: object) -> Any:
-    """Run an operation on plain arrays; tapes don't record it, but the trace of a compiled program does."""
-    recorder = tracing.recorder
-    return operation.forward(x, params) if recorder is None else recorder.communicate(operation, x, params)
-
-
 def communicate(operation: Operation, x: Array, params: object) -> Any:
     """Apply an operation, and record it on the current tape and the enclosing ones."""
     next(communications)
@@ -219,7 +214,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
         used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]
     # Outside of all traces nothing is recorded.
     if tape is None and type(x) not in _box_types:
-        return run(operation, x, params)
+        return operation.run((x,), params)
     return apply(operation, tape, (x,), params)
 
 

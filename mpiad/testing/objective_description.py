@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
 from mpiad.device import to_host
-from mpiad.differentiation.gradient import gradients_of_term
+from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
 from mpiad.differentiation.objective import raise_everywhere, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.primitives.checks import root_of
@@ -104,7 +104,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
     kind, objective, factors, text = _classified(values, root)
-    gradients = gradients_of_term(traced, weight_of(objective, used, root), variables)
+    gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight_of(objective, used, root)), variables)
     largest = used.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
     return ObjectiveReport(kind, objective, values, factors, largest, text + _zeros_among(largest))
 

@@ -18,7 +18,7 @@ import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.device import to_device, to_host
-from mpiad.differentiation.gradient import gradients_of_term
+from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import flatten, is_variable, leaf_on_device
@@ -84,7 +84,8 @@ class Objective(NamedTuple):
             return model + self.w * divergence if self.w else model
 
         variables = Variables(leaves, places, build)
-        gradients = gradients_of_term(trace_backwards(surrogate, variables), 1.0, variables)
+        traced = trace_backwards(surrogate, variables)
+        gradients = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
         return Terms(float(np.mean(found.values[kept])), parts[0]), variables.filled(gradients, lambda leaf: None)
 
     def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:

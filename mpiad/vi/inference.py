@@ -145,7 +145,9 @@ class Training:
             raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
         terms, gradient = self._objective.value_and_gradient(self._params, noise, found)
         value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # it may be infinite
-        self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
+        row = (value, terms.loss, terms.divergence, found.raised + found.not_finite, time.perf_counter() - self._start)
+        for column, entry in zip(self.history.values(), row):
+            column.append(entry)
         # The value belongs to the parameters before this epoch's update.
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
@@ -165,11 +167,6 @@ class Training:
             self._average.add(self._params)
         if self._callback is not None:
             self._callback(epoch, value, self._params)
-
-    def _note(self, objective: float, loss: float, divergence: float, dropped: int) -> None:
-        row = (objective, loss, divergence, dropped, time.perf_counter() - self._start)
-        for column, entry in zip(self.history.values(), row):
-            column.append(entry)
 
     def _end(self, message: str) -> None:
         self._message, self.verdict = message, Verdict(True, None)
@@ -423,7 +420,10 @@ class VI:
                 # Seeded by seed and epoch only, so that the fit doesn't depend on the number of ranks.
                 with used.evaluating("an update of VI"):
                     noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
-            rows = self._rows(model, theta, root)
+            if self.schedule == "dynamic":
+                rows = model.dynamically(theta, root, self.comm)
+            else:
+                rows = model.evenly(theta, self.posterior.dim, root, self.comm)
             if training is not None:
                 with used.evaluating("an update of VI"):
                     training.learn(noise, theta, sorted_out(rows))
@@ -439,11 +439,6 @@ class VI:
                 break
         if bar is not None:
             bar.close()
-
-    def _rows(self, model: Model, theta: Array | None, root: Rank) -> Array:
-        if self.schedule == "dynamic":
-            return model.dynamically(theta, root, self.comm)
-        return model.evenly(theta, self.posterior.dim, root, self.comm)
 
     def _fail(self, used: Channel, model: Model, error: Exception) -> None:
         """Raise the run's exception on all ranks, with the first traceback if the model raised for all draws."""

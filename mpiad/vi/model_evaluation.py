@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import to_device, to_host
-from mpiad.differentiation.gradient import gradients_of_term
+from mpiad.differentiation.gradient import cotangents_of_variables, seeds_of_term
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.errors import CommunicatorError
@@ -82,7 +82,7 @@ class Model:
         variables = Variables([theta], [0], lambda leaves: leaves[0])
         traced = trace_backwards(lambda x: self._loss(x, self._data), variables)
         self._require_number(traced.build(traced.values))
-        (gradient,) = gradients_of_term(traced, 1.0, variables)
+        (gradient,) = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
         return _plain_number(traced.values[0]), to_host(gradient)
 
     def _require_number(self, value: object) -> None:

@@ -41,23 +41,28 @@ def checked_dimension(dim: object, name: str) -> int:
     return int(dim)
 
 
-_LOG_2PI = float(numpy.log(2 * numpy.pi))
+LOG_2PI = float(numpy.log(2 * numpy.pi))
+
+
+def initial_moments(dim: int, mean: float | Array, sd: float | Array, name: str) -> tuple[Array, Array]:
+    """Return mean and standard deviation, of shape (dim,); raise a ValueError if one isn't positive and finite."""
+    mean, sd = (numpy.broadcast_to(numpy.asarray(x, float), (dim,)) for x in (mean, sd))
+    if not (numpy.all(sd > 0) and numpy.all(numpy.isfinite(sd))):
+        raise ValueError(f"{name}: sd must be above zero and finite, but got {sd!r:.80}.")
+    return mean, sd
 
 
 class _Gaussian:
     def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
         name = type(self).__name__
         self.dim = checked_dimension(dim, name)
-        self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
-        self._sd = numpy.broadcast_to(numpy.asarray(sd, float), (dim,))
-        if not (numpy.all(self._sd > 0) and numpy.all(numpy.isfinite(self._sd))):
-            raise ValueError(f"{name}: sd must be above zero and finite, but got {self._sd!r:.80}.")
+        self._mean, self._sd = initial_moments(dim, mean, sd, name)
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
     """Return log densities of points, given the noise from which they are computed."""
     # log N(ε; 0, I) minus the log determinant of L, which is the sum of log_sd.
-    return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=axis) - np.sum(params["log_sd"])
+    return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 
 
 class MeanFieldGaussian(_Gaussian):

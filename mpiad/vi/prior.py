@@ -15,8 +15,8 @@ from mpiad._typing import Array
 from mpiad.device import to_device, to_host
 from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
+from mpiad.vi.posterior import LOG_2PI
 
-_LOG_2PI = float(numpy.log(2 * numpy.pi))
 # Step of a central difference, in units of the distribution's scale: the cube root of float64's precision, which balances
 # truncation (step²) and rounding (precision / step).
 _STEP = 6e-6
@@ -82,7 +82,7 @@ class Prior:
             mean, factor = self._joint_terms.like(theta)
             scaled = np.linalg.solve(factor, (theta - mean).T)
             log_volume = numpy.sum(numpy.log(numpy.diag(self._joint_terms.on(None)[1])))
-            return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - log_volume
+            return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=0) - log_volume
         if self.normal is not None:
             mean, sd, constant = self._normal_terms.like(theta)
             return np.sum(-0.5 * ((theta - mean) / sd) ** 2 + constant, axis=1)
@@ -100,7 +100,7 @@ class Prior:
         """Return mean, standard deviation and constant term of the log density of independent normal distributions."""
         mean, covariance = self.normal  # type: ignore[misc]
         sd = numpy.sqrt(numpy.diag(covariance))
-        return Constants(mean, sd, -0.5 * _LOG_2PI - numpy.log(sd))
+        return Constants(mean, sd, -0.5 * LOG_2PI - numpy.log(sd))
 
     @functools.cached_property
     def inverse(self) -> Constants:

@@ -10,9 +10,7 @@ import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.primitives import stop_gradient
-from mpiad.vi.posterior import checked_dimension
-
-_LOG_2PI = float(numpy.log(2 * numpy.pi))
+from mpiad.vi.posterior import LOG_2PI, checked_dimension, initial_moments
 
 
 class Layer(Protocol):
@@ -58,10 +56,7 @@ class Flow:
         for layer in self.layers:
             if not all(callable(getattr(layer, name, None)) for name in ("initial", "forward", "inverse")):
                 raise TypeError(f"Flow: a layer must have initial, forward and inverse, but got {layer!r:.60}.")
-        self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
-        self._sd = numpy.broadcast_to(numpy.asarray(sd, float), (dim,))
-        if not numpy.all(self._sd > 0):
-            raise ValueError(f"Flow: sd must be above zero, but got {sd!r:.80}.")
+        self._mean, self._sd = initial_moments(dim, mean, sd, "Flow")
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Any]:
         """Return initial parameters."""
@@ -70,7 +65,7 @@ class Flow:
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
-        x, log_density = noise, -0.5 * np.sum(noise**2 + _LOG_2PI, axis=1)
+        x, log_density = noise, -0.5 * np.sum(noise**2 + LOG_2PI, axis=1)
         for layer, own in zip(self.layers, params["layers"]):
             x, change = layer.forward(own, x)
             log_density = log_density - change
@@ -80,7 +75,7 @@ class Flow:
     def log_prob(self, params: Tree, theta: Array) -> Array:
         """Return the log densities of points of shape (S, dim)."""
         x, change = self.inverse(params, theta)
-        return change - 0.5 * np.sum(x**2 + _LOG_2PI, axis=1)
+        return change - 0.5 * np.sum(x**2 + LOG_2PI, axis=1)
 
     def inverse(self, params: Tree, theta: Array) -> tuple[Array, Array]:
         """Return the noise that is mapped to the points, and log |det ∂noise/∂θ| at each."""
