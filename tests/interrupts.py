@@ -859,7 +859,7 @@ NAMED = {
     trace: "trace_backwards trace_list trace_forwards _unboxed",
     tape: "_Tape.__enter__ _Tape.__exit__ _Tape.close _Tape.end OrderedTape.lasting OrderedTape.communicated "
     "TangentTape.communicated _open_number _close_number",
-    operation: "suspended.__enter__ suspended.__exit__ communicate apply run",
+    operation: "suspended.__enter__ suspended.__exit__ communicate apply Operation.run",
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
     backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_vectorized",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",

@@ -46,10 +46,10 @@ LOG_2PI = float(numpy.log(2 * numpy.pi))
 
 def initial_moments(dim: int, mean: float | Array, sd: float | Array, name: str) -> tuple[Array, Array]:
     """Return mean and standard deviation, of shape (dim,); raise a ValueError if one isn't positive and finite."""
-    mean, sd = (numpy.broadcast_to(numpy.asarray(x, float), (dim,)) for x in (mean, sd))
-    if not (numpy.all(sd > 0) and numpy.all(numpy.isfinite(sd))):
+    means, sds = (numpy.broadcast_to(numpy.asarray(x, float), (dim,)) for x in (mean, sd))
+    if not (numpy.all(sds > 0) and numpy.all(numpy.isfinite(sds))):
         raise ValueError(f"{name}: sd must be above zero and finite, but got {sd!r:.80}.")
-    return mean, sd
+    return means, sds
 
 
 class _Gaussian:

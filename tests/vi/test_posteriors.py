@@ -153,7 +153,7 @@ def test_autoregressive_layers_look_back_only():
         (lambda: MeanFieldGaussian(0), ValueError, "dim must be an integer above zero, but got 0"),
         (lambda: FullRankGaussian(2, sd=[1.0, -1.0]), ValueError, "sd must be above zero"),
         (lambda: Flow(2, ["planar"]), TypeError, "'planar'"),
-        (lambda: Flow(2, [], sd=0.0), ValueError, "sd must be above zero, but got 0.0"),
+        (lambda: Flow(2, [], sd=0.0), ValueError, "sd must be above zero and finite, but got 0.0"),
     ],
 )
 def test_what_cannot_be_used_is_refused(make, kind, text):
