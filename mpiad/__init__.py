@@ -57,8 +57,7 @@ __all__ = [
     "mpi_waitall", "reset", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
-# Imported at their first use, since importing all of them would double the time of `import mpiad` (without that of MPI,
-# NumPy and autograd).
+# Imported at their first use, since they would double the library's own import time.
 _PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
     "tasks", "testing", "timestepping", "vi",

@@ -14,21 +14,21 @@ _log = logging.getLogger("mpiad")
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, after making it if necessary; None if nothing can be cached.
+    """Return the cache folder, made if necessary; None if nothing can be cached.
 
     ``MPIAD_CACHE`` names the folder; 0 disables it. By default it is ``mpiad`` in the user's cache, or, without a home
-    directory, a folder in the system's temporary directory. Since its content is run as code, the folder isn't used if
-    other users can write into it or replace it.
+    directory, in the system's temporary directory. The folder contains code, and isn't used if other users can write into
+    it or replace it.
     """
     given = path("MPIAD_CACHE")
     if given is None:
         return None
     try:
         folder = Path(given).expanduser() if given else _default_folder()
-        # Parents are made with mode 700, too: under a umask of 002 the group could write into them.
+        # With mode 700, since under a umask of 002 the group could write into new folders.
         for missing in [f for f in (*reversed(folder.parents), folder) if not f.exists()]:
             missing.mkdir(mode=0o700, exist_ok=True)
-        # The parents of the path as written, and those after resolving symbolic links.
+        # The parents of the path before and after the resolution of symbolic links.
         parents = (*folder.absolute().parents, *folder.resolve().parents)
         exposed = next(filter(_is_exposed, parents), None) if is_private(folder.stat()) else folder
         if exposed is None and os.access(folder, os.W_OK | os.X_OK):
@@ -69,7 +69,7 @@ def _is_exposed(parent: Path) -> bool:
 
 
 def first_time(name: str) -> bool:
-    """Return whether this is the user's first call with this name, in any process; True if nothing can be cached."""
+    """Return whether no process of this user has called this with this name; True if nothing can be cached."""
     folder = cache_folder()
     if folder is None:
         return True

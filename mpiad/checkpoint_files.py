@@ -1,10 +1,8 @@
 """Files with the state of a long computation, which are written atomically and without pickling.
 
 A file has NumPy's npz format: arrays by name, and a JSON description of the problem to which the state belongs. It is
-written in the folder of its final path under a unique name, flushed to the disk, and then renamed. So a process that is
-killed leaves the old file or the new one, and if several processes write the same file, the last one determines it. A file
-ends with a checksum of all other bytes, which is compared first: NumPy and zipfile read some damaged files without an
-error, with an array missing.
+written under a unique name in the same folder, flushed to the disk, and renamed. So a process that is killed leaves the old
+file or the new one. A file ends with a checksum of all other bytes: NumPy reads some damaged files without an error.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ _PIECE = 1 << 20
 
 
 def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file and replace an older one; raise an OSError if that fails, which leaves the older file unchanged.
-
-    The description must be serializable by JSON; `arrays` may be a generator.
-    """
+    """Write a file, which replaces an older one; if that fails, raise an OSError, and leave the older file unchanged."""
     part, file = begin(path)
     try:
         with file:
@@ -52,7 +47,7 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
             file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(part, path)  # while it is locked, so that no process removes it as unfinished
+            os.replace(part, path)  # while the lock prevents its removal as an unfinished file
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
@@ -61,16 +56,13 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
 
 def begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Return a new file with a unique name in the folder of a path, locked if possible.
-
-    Raise an OSError if the path is a device, a pipe or a folder, which the new file mustn't replace.
-    """
+    """Return a new file with a unique name in the folder of a path, locked if possible; see `require_regular`."""
     require_regular(path)
-    _remove_unfinished(path.absolute())  # first, since these files may fill the disk
+    _remove_unfinished(path.absolute())
     while True:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         file = open(part, "x+b")
-        # Another process may have locked and removed it as unfinished before it was locked here.
+        # Before it was locked, another process may have removed it as unfinished.
         if _lock(file) is not False and part.exists():
             return part, file
         file.close()
@@ -89,7 +81,7 @@ def _lock(file: IO[bytes]) -> bool | None:
     return True
 
 
-@functools.cache  # once per process, since a folder with the files of thousands of ranks takes long to list
+@functools.cache  # once per process, since large folders take long to list
 def _remove_unfinished(path: Path) -> None:
     """Remove unfinished files of killed processes, whose locks have ended with the processes."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.part"):
@@ -109,23 +101,23 @@ def require_regular(path: Path) -> None:
 
 
 def data_of(part: Path) -> Path:
-    """Return the path of a second file for `part`, which libraries write that can't write a locked file."""
+    """Return the path of a second file for `part`, for libraries that can't write to a locked file."""
     return part.with_name(f"{part.name}.data")
 
 
 def files_of_ranks(path: Path) -> list[Path]:
-    """Return the files that ranks of solves on any number of ranks have written for a path, sorted by name."""
+    """Return the files that solves on any number of ranks have written for a path, sorted by name."""
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*of*.?{glob.escape(path.suffix)}"))
 
 
 def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    # zipfile needs force_zip64 because the size, which may exceed 2 GiB, isn't known in advance.
+    # With force_zip64, since the size may exceed 2 GiB.
     with archive.open(name + ".npy", "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
 
 def _checksum(file: IO[bytes]) -> bytes:
-    """Return the checksum of all bytes before the stored checksum, and leave the position in the file there."""
+    """Return the checksum of all bytes before the stored checksum, which is read next."""
     left, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
     file.seek(0)
     while left > 0:
@@ -161,7 +153,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return a file's description and its arrays by name, both from one reading; raise a ValueError if it is damaged."""
+    """Return a file's description and its arrays by name; raise a ValueError if it is damaged."""
     with _opened(path) as found:
         return _description(found), {name: found[name] for name in found.files if name != _DESCRIPTION}
 

@@ -1,6 +1,6 @@
 """The environment variables that the library reads, and the meaning of their values.
 
-The functions that use a variable read it, and ignore invalid values; `check` raises for these at the start.
+The functions that use a variable ignore invalid values; `check` raises for them at the start.
 """
 
 from __future__ import annotations

@@ -208,12 +208,8 @@ class WorkerError(RemoteError):
 
     Attributes
     ----------
-    rank : int
-        The rank that raised the exception, in the communicator of the call.
-    traceback : str
-        That rank's traceback.
-    exit_code : int
-        Exit code of the job if this error isn't caught: that of a `sys.exit`, 1 for other exceptions.
+    rank, traceback, exit_code
+        As for `RemoteError`.
     index : int or None
         Index of the failed item, in `mpi_map` and `sum_over`.
 

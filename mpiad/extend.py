@@ -1,10 +1,9 @@
 """Custom operators that communicate, and their derivatives.
 
-`custom_operator` turns a function into an operator that the ordered tape treats like the library's own: it is one node,
-which is recorded on every rank even if no input is traced, and always visited in the reverse pass. Its body runs on plain
-arrays without a current tape, and may use mpi4py directly (post the receives, post the sends, wait for all). `defvjp` and
-`defjvp` define its derivatives, and `defadjoint` defines both for a linear map. Rules that consist of communicating
-operators can be differentiated again.
+`custom_operator` turns a function into an operator like the library's own: it is one node of the tape, which is recorded on
+every rank even if no input is traced, and always visited in the reverse pass. The function gets plain arrays, and may use
+mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, `defadjoint` those of a linear one. Rules that
+consist of communicating operators can be differentiated again.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-        # All rules run in a fixed order, so that ranks that trace different arguments send the same messages.
+        # All rules run, in a fixed order: other ranks, which may trace other arguments, wait for the same messages.
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 
@@ -158,7 +157,6 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         total = None
         for k, rule in enumerate(rules):
             if rule is not None:
-                # Zeros if the argument isn't traced on this rank, since another rank may trace it and communicate.
                 part = rule(tangent_of(args[k], tangents.get(k)), ans, *args, **kwargs)
                 total = part if total is None else total + part
         return spec_like(ans).zeros() if total is None and hasattr(ans, "dtype") else total

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _StandardError:
-    """Standard error that ignores failed writes, so that the computation continues after the reader has gone."""
+    """Standard error that ignores failed writes, so that the computation continues if the reader has ended."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -31,7 +31,7 @@ class _StandardError:
         try:
             yield
         except BrokenPipeError:
-            # Otherwise Python would try to write the buffered text again at exit, and fail with code 120.
+            # Otherwise Python would write the buffered text again at exit, and fail with code 120.
             with open(os.devnull, "w") as nothing:
                 os.dup2(nothing.fileno(), self._stream.fileno())
         except (OSError, ValueError):  # a full disk, a closed stream
@@ -43,7 +43,7 @@ def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
     from tqdm.auto import tqdm  # here, because its import takes long
 
     stream, quiet = _StandardError(), sys.stderr is None
-    # At most one update per second: under mpiexec standard error is a pipe, and each update adds a line of text.
+    # At most one update per second, since under mpiexec each update is a new line.
     return tqdm(
         desc=unit, total=total, initial=done, file=stream, disable=quiet, miniters=1, mininterval=1.0, dynamic_ncols=True
     )

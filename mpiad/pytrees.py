@@ -1,9 +1,8 @@
 """Pytrees: nested dicts, lists and tuples, whose leaves have the same order on all ranks.
 
 - Traversal: `flatten`, `map_leaves`, and `named_leaves` with the path of each leaf.
-- Checks of leaves: which can be differentiated, which are unsupported, which are on a device.
-- Concatenation of many arrays to a flat one, and splitting: for messages, for copies to and from devices, and for
-  arithmetic on many small leaves.
+- Checks of leaves: which are variables, unsupported, or on a device.
+- Concatenation of many small arrays, and splitting: for messages, copies to and from devices, and arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mpiad._typing import Array, Shape, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 _LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
-_LONG = 1 << 13  # entries; shorter arrays are concatenated, which costs less than a call of the formula for each
+_LONG = 1 << 13  # entries; shorter arrays are concatenated by `in_blocks`
 _PIECE = 1 << 14  # entries; with a formula's temporaries this fills a second-level cache
 
 
@@ -50,7 +49,7 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
         parts = [_walk(tree[i], leaves) for i in range(len(tree))]
         if hasattr(tree, "_fields"):  # a named tuple
             return lambda new: kind(*[part(new) for part in parts])
-        # The type of a traced sequence isn't known; it becomes a tuple.
+        # The type of a traced sequence isn't known.
         make = tuple if isinstance(tree, SequenceBox) else kind
         return lambda new: make([part(new) for part in parts])
     leaves.append(tree)
@@ -64,7 +63,7 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
     def build(new: object) -> dict:
-        # The leaves are in sorted order, the dict in the order of the user's.
+        # The leaves are in sorted order, the keys in that of the user's dict.
         found = {key: part(new) for key, part in parts}
         return kind((key, found[key]) for key in keys)
 
@@ -103,7 +102,7 @@ def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
 
 
 def refuse_objects(tree: Tree, name: str, call: str) -> None:
-    """Raise a TypeError if a leaf is an object of an unsupported type, whose contents would silently be ignored."""
+    """Raise a TypeError if a leaf is an object of an unsupported type, whose contents would be ignored."""
     for path, leaf in named_leaves(tree, name):
         plain = isinstance(leaf, (Number, str, bytes, np.generic, type(None))) or is_array(leaf)
         if not plain or getattr(leaf, "dtype", np.dtype(float)).hasobject:
@@ -115,7 +114,7 @@ def refuse_objects(tree: Tree, name: str, call: str) -> None:
 
 
 def is_variable(leaf: Array) -> bool:
-    """Return whether a leaf is a variable: a real or complex number or array of them, which may be traced."""
+    """Return whether a leaf is a real or complex floating-point number or an array of them, traced or not."""
     if isinstance(leaf, (float, complex, np.inexact)):
         return True
     if isinstance(leaf, np.ndarray) or type(leaf) in Box.types or is_device_array(leaf):
@@ -129,7 +128,7 @@ def leaf_on_device(tree: Tree) -> Any:
 
 
 def places_by_kind(leaves: Sequence[Any], places: Iterable[int]) -> list[list[int]]:
-    """Return indices of numbers and arrays, in groups of equal dtype and device, which can be concatenated."""
+    """Return the indices `places` in groups of leaves with equal dtype and device, which can be concatenated."""
     groups: dict[Any, list[int]] = {}
     for k in places:
         leaf = leaves[k]
@@ -185,15 +184,14 @@ def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayM
 
 
 def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], results: Sequence[int]) -> list[list[Any]]:
-    """Apply an elementwise formula to corresponding leaves of several lists, in few calls; return a list for each result.
+    """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list for each result.
 
-    ``formula(*inputs, *outputs)`` writes the outputs elementwise; all are flat arrays of equal length. Small arrays are
-    concatenated, because a call of NumPy costs as much as a few thousand entries. Long ones are processed in pieces, so
-    that the formula's temporaries stay in the cache.
+    ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. Small arrays are concatenated,
+    because a call of NumPy costs as much as a few thousand entries. Long ones are processed in pieces, so that temporaries
+    stay in the cache.
 
-    `columns`: the input lists. `results`: for each result, the index of the column that has the same shapes and dtypes. The
-    formula is applied where the leaf of the first column is a float or an array of floats. The other leaves of a result are
-    those of its column.
+    `columns`: the leaves of the pytrees. `results`: for each result, the index of the column with the same shapes and
+    dtypes. If a leaf of the first column isn't a float or an array of floats, that of the result is the one of this column.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
     for place, leaf in enumerate(columns[0]):

@@ -1,6 +1,6 @@
-"""Arrays on GPUs: a GPU for each rank, arrays to it and back, and their registration with autograd.
+"""Arrays on GPUs: the GPU of each rank, copies to it and back, and traced device arrays.
 
-Nothing of CuPy's is loaded before one of its arrays is met, or `select` or `to_device` is called.
+CuPy is loaded when `select` or `to_device` is called, or by the user.
 """
 
 from mpiad.device import boxes, numpy

@@ -1,7 +1,6 @@
 """`concatenate`, `stack` and `array` for host and device arrays.
 
-autograd.numpy's `concatenate` requests a view of type ndarray from its result, and its `array` and `stack` make NumPy
-arrays. So they fail for device arrays.
+The functions of autograd.numpy with these names fail for device arrays, since they request NumPy arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
     start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
     cut = (*lead, slice(start, start + pieces[argnum - 1].shape[axis]))
-    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real array, joined with complex ones
+    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real array among complex ones
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 
@@ -39,7 +38,6 @@ def _joined_jvp(argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict)
     return joined(args[0], *[tangents[k] if k in tangents else anp.zeros_like(args[k]) for k in range(1, len(args))])
 
 
-# The transpose of joining is cutting.
 defvjp_argnum(joined, _joined_vjp)
 defjvp_argnums(joined, _joined_jvp)
 
@@ -73,7 +71,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     if device is None:
         return anp.concatenate(arrays, axis)
     _refuse_mixture(arrays, device, "concatenate")
-    # Copied even if there is only one, as in NumPy: writes to the result mustn't change another array.
+    # As in NumPy, the result is a new array even if there is only one.
     return joined(axis, *arrays)
 
 
@@ -110,7 +108,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     shapes = {piece.shape for piece in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have one shape, but got {sorted(shapes)}.")
-    # The index None inserts the new axis: all kinds of arrays support it, and autograd differentiates it.
+    # The index None inserts the new axis: all array libraries support it, and autograd differentiates it.
     lead = (slice(None),) * (axis % (len(arrays[0].shape) + 1))
     return joined(len(lead), *[piece[(*lead, None)] for piece in arrays])
 
@@ -143,7 +141,7 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
         return anp.array(values, *args, **kwargs)
     dtype = args[0] if args else kwargs.get("dtype")
     if arrays_of(values) is not None:
-        made = found.copy(values)  # a copy as in NumPy, since it may be written to
+        made = found.copy(values)  # a copy, as in NumPy
     else:
         made = _from_nested(values, found)
     return made if dtype is None else made.astype(np.dtype(dtype))

@@ -33,10 +33,7 @@ defjvp(cast, lambda g, ans, x, dtype: cast(g, dtype))
 
 
 class DeviceBox(ArrayBox):
-    """A traced device array, with the operators and methods of a traced NumPy array.
-
-    Attributes are read from the device array itself; ArrayBox would call NumPy's functions.
-    """
+    """A traced device array, with the operators and methods of a traced NumPy array."""
 
     __slots__ = ()
     shape = property(lambda self: self._value.shape)
@@ -53,7 +50,7 @@ class DeviceSpace(ArrayVSpace):
     """The real arrays of one shape and dtype on one device."""
 
     def __init__(self, value: Array):
-        # Not ArrayVSpace.__init__, which would convert the value to a NumPy array.
+        # ArrayVSpace.__init__ isn't called, since it would convert the value to a NumPy array.
         self.shape, self.dtype = value.shape, value.dtype
         self.arrays: Any = arrays_of(value)
 
@@ -66,7 +63,7 @@ class DeviceSpace(ArrayVSpace):
         return self.arrays.full(self.shape, 1 + 1j if self.iscomplex else 1, self.dtype)
 
     def standard_basis(self) -> Any:
-        """Yield the unit vectors, and for complex arrays also these times 1j."""
+        """Yield the unit vectors, for complex arrays also multiplied by 1j."""
         for idx in np.ndindex(*self.shape):
             for unit in (1.0, 1.0j) if self.iscomplex else (1.0,):
                 vector = self.zeros()

@@ -1,8 +1,7 @@
 """autograd.numpy for host and device arrays: ``import mpiad.device.numpy as np``.
 
 This module has all names of autograd.numpy. Most of its functions support device arrays, since NumPy dispatches them to the
-array's library. The functions below replace those that would always make NumPy arrays. For host arrays they do the same as
-autograd's, so that a program with this import runs on the host and on a device.
+array's library. The functions below replace the others. For host arrays they do the same as autograd's.
 """
 
 from __future__ import annotations

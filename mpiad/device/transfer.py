@@ -59,15 +59,14 @@ def select(ids: Sequence[int] | int | None = None) -> int:
         chosen = list(ids) if isinstance(ids, Sequence) else [ids]
     _check(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
-    # The user's cupy.asarray and kernels in this thread use the current device, too.
     cupy.cuda.Device(number).use()
-    discover()  # CuPy is loaded, and its arrays must be registered with autograd
+    discover()  # registers the arrays of CuPy with autograd
     _chosen[:] = [number]
     return number
 
 
 def own_device() -> int:
-    """Return this rank's GPU; call `select` if it wasn't called before."""
+    """Return this rank's GPU; select one if that hasn't been done."""
     return _chosen[0] if _chosen else select()
 
 
@@ -116,7 +115,7 @@ class Constants:
         self._copies: dict[ArrayModule, tuple[Array, ...]] = {}
 
     def __reduce__(self) -> Any:
-        # Without the copies: another process may not have their device.
+        # Without the copies, since another process may not have the same devices.
         return Constants, self._arrays
 
     def like(self, x: Array) -> tuple[Array, ...]:
@@ -174,7 +173,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
         if not found:
-            # Imported here, since arrays that are already on a device may be of another library.
+            # Imported here, since the user's device arrays may be those of another library.
             cupy = _imported_cupy("to_device")
             from mpiad.transport.cupy_arrays import on_device
 
@@ -222,7 +221,7 @@ def array_to_device(x: Array, arrays: ArrayModule) -> Array:
             f"to_device: x must hold booleans, integers, or real or complex numbers of up to double precision, but got "
             f"{type(x).__name__} of dtype {host.dtype}."
         )
-    # A number is passed as an argument of the kernel that fills the array, without a copy.
+    # A number needs no copy: it is an argument of the kernel that fills the array.
     return arrays.to_device(host) if host.ndim else arrays.full((), host[()], host.dtype)
 
 
@@ -240,11 +239,11 @@ def _to_device_vjp(ans: Array, x: Array, arrays: ArrayModule) -> Any:
 def _to_host_vjp(ans: Array, x: Array) -> Any:
     arrays = arrays_of(getval(x))
     if arrays is None:
-        return lambda g: g  # x is already on the host, such as a cotangent of zeros
+        return lambda g: g
     return lambda g: g if arrays_of(getval(g)) is not None else array_to_device(g, arrays)
 
 
-# The two are each other's transposes: both are the identity, between two memories.
+# Both are identities between two memories, and each other's transposes.
 defvjp(array_to_device, _to_device_vjp)
 defvjp(array_to_host, _to_host_vjp)
 defjvp(array_to_device, lambda g, ans, x, arrays: array_to_device(g, arrays))

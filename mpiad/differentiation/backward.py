@@ -1,12 +1,11 @@
-"""The reverse pass: run the record from its end to its start, including every communication.
+"""The reverse pass: it visits the record from the end to the start, including every communication.
 
-The first cotangent that reaches a node is kept by reference: it may be shared with other nodes, or be a read-only view
-with strides of zero. Only a sum that was computed here is *owned*, and further cotangents are added to it in place. A
-cotangent with few nonzero elements (`Scatter`) is added without forming the dense array.
+The *total* of a node is the sum of the cotangents that have reached it so far. The first cotangent is kept by reference: it
+may be shared with other nodes, or be a read-only view. A sum is a new array: the total is then *owned*, and later
+cotangents are added to it in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
 
-Several passes over one record can be interleaved; each is a *lane*. Between two communications the lanes run one after the
-other. All lanes run the adjoint of a communication before any continues, so that the order of communications is the same on
-all ranks. If an adjoint takes several cotangents (`VectorizedVjp`), it runs once for all lanes.
+Several passes over one record can run at a time; each is a *lane*. All lanes run the adjoint of a communication before any
+of them continues. Therefore all ranks communicate in the same order.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _ndarray, _boxes = np.ndarray, Box.types
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
     """Add a cotangent g to the total of a node; return the new total and whether it is owned.
 
-    An `owned` total was made by an earlier call and may be overwritten; g is never overwritten. `total` is None before the
-    first cotangent, and never a `Scatter` or `SparseObject`. A g that is None adds nothing. Both may be traced.
+    An `owned` total may be overwritten, g never. `total` is None before the first cotangent, and never sparse. A g that is
+    None adds nothing. Both may be traced.
     """
     if g is None:
         return total, owned
@@ -46,10 +45,8 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
             return g.dense(), True
         if kind in sparse_object_types:
             return sparse_add(vspace(g), None, g), True
-        # By reference: it may be another node's cotangent too, or a view, and isn't added to in place.
         return g, False
     if kind is type(total) and (kind is _ndarray or is_device_array(g)):
-        # In place only if the sum has the shape and dtype of the total.
         if owned and g.dtype == total.dtype and g.shape == total.shape and g.size > 1:
             total += g
             return total, True
@@ -65,7 +62,7 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
 def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
     if type(g) is not Scatter:
         space = vspace(g)
-        # A copy, because the first cotangent was kept by reference and may be shared.
+        # A total that isn't owned may be shared, so it is copied.
         if not owned:
             total = space.mut_add(None, total)
         return sparse_add(space, total, g)
@@ -74,7 +71,7 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
             total = vspace(total).mut_add(None, total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
     if type(total) is _ndarray or is_device_array(total):
-        # In place only if neither precision nor an imaginary part would be lost.
+        # In place only if the dtype of the total can hold the sum.
         if total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
             return g.mut_add(total if owned else total.copy())
     return total + g.dense()
@@ -87,10 +84,10 @@ def run_backward(
     keep: bool = False,
     ready: Callable[[int, Any], None] | None = None,
 ) -> list:
-    """Return the cotangents of the variables, which are the first nodes of the record; None for one without influence.
+    """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
 
-    `seeds` are the positions of the results and their cotangents. Unless `keep` is set, the record's memory is freed during
-    the pass. ``ready(variable, cotangent)`` is called for each variable as soon as its cotangent is complete.
+    `seeds` are the positions of the results and their cotangents. Unless `keep` is set, the pass frees the record's memory.
+    ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
     totals = _seeded(recording, seeds)
     kept = tracing.__dict__.copy()
@@ -114,7 +111,7 @@ def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]
 
 
 class Lane(NamedTuple):
-    """The state of one of several reverse passes."""
+    """The totals of one of several reverse passes."""
 
     totals: list[Any]
     owned: bytearray  # a flag for each total
@@ -123,10 +120,7 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return the result of `run_backward` for each set of seeds, and keep the record.
-
-    All ranks pass the same number of sets.
-    """
+    """Return the result of `run_backward` for each set of seeds, and keep the record; all ranks pass as many sets."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     kept = tracing.__dict__.copy()
@@ -171,7 +165,7 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
 
 
 def _pull_vectorized(node: Any, place: int, lanes: Sequence[Lane]) -> None:
-    """Run an adjoint that takes several cotangents, once for all lanes."""
+    """Run the adjoint of a node once, with the cotangents of all lanes along a first axis."""
     like = node.like
     found = [like.zeros() if (g := lane.totals[place]) is None else conform(g, *like) for lane in lanes]
     for lane in lanes:
@@ -186,8 +180,8 @@ def _pull_vectorized(node: Any, place: int, lanes: Sequence[Lane]) -> None:
 def _sweep_with_callback(
     nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
 ) -> None:
-    """Sweep in segments, and call `ready` between them for the variables whose cotangents are complete."""
-    # The first node that uses a variable is the last one of the reverse pass that adds to its cotangent.
+    """Run the nodes backwards, and call `ready` for each variable as soon as its cotangent is complete."""
+    # The first node that uses a variable is the last one in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
     for place in range(len(nodes) - 1, variables - 1, -1):
         for parent in nodes[place].inputs:
@@ -207,7 +201,7 @@ def _sweep_with_callback(
 
 
 def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned: bytearray) -> None:
-    """Run the adjoints of the nodes at `places`, and add the results to `totals`, the cotangents of all nodes."""
+    """Run the adjoints of the nodes at `places`, and add the results to the totals of their inputs."""
     for place in places:
         node, g = nodes[place], totals[place]
         like = node.like
@@ -217,16 +211,16 @@ def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned:
                     node.pull = None
                 continue
         elif like.dtype is not None:
-            # A communication is visited even if nothing on this rank depends on its result: other ranks wait for it.
+            # The adjoint of a communication runs even if its cotangent is zero, since other ranks wait for its messages.
             g = like.zeros() if g is None else conform(g, *like)
-        totals[place] = None  # frees the cotangent after this step
+        totals[place] = None  # frees the memory of the cotangent after this step
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]
-            # The most common case, without a call: keep the first cotangent by reference.
+            # The most common case of `accumulate`, without a call.
             if total is None and type(part) is _ndarray:
                 totals[parent] = part
             elif part is not None:
                 totals[parent], owned[parent] = accumulate(total, owned[parent], part)
         if not keep:
-            node.pull = None  # frees the arrays saved for its adjoint, even if the user keeps the value
+            node.pull = None  # frees the arrays that the adjoint needed, even if the user keeps a value of the trace
             nodes[place] = None

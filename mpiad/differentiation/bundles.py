@@ -18,10 +18,7 @@ _box_types = Box.types
 
 
 class BundleNode(TangentNode):
-    """A step of a forward-mode trace, with its tangents in several directions.
-
-    `g`: list with one tangent per direction, None for a zero tangent.
-    """
+    """A step of a forward-mode trace; `g` is a list with one tangent per direction, None for a zero tangent."""
 
     __slots__ = ()
 
@@ -37,7 +34,7 @@ class BundleNode(TangentNode):
             self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
             return
         if len(parents) == 2 and parents[1].tape is tape:
-            # The most common case, treated separately for speed.
+            # The most common case, separate for speed.
             pairs = zip(parents[0].g, parents[1].g)
             self.g = [
                 rule(parent_argnums, gs, value, args, kwargs)
@@ -46,7 +43,7 @@ class BundleNode(TangentNode):
                 for gs in pairs
             ]
             return
-        # An input that has outlived its own trace is a constant.
+        # An input whose trace has ended is a constant.
         kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
         self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
 
@@ -64,10 +61,9 @@ notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
 
 
 class Bundle:
-    """A forward-mode trace with several tangents, for any number of function calls, one after the other.
+    """A forward-mode trace with several tangents.
 
-    Opening a trace takes as long as one or two operations. So functions that are called very often, such as an ODE's
-    right-hand side, share a trace.
+    It serves any number of function calls, since opening a trace takes as long as one or two operations.
     """
 
     def __init__(self) -> None:
@@ -98,9 +94,9 @@ class Bundle:
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Run a function of a list of variables that returns a list or tuple; return its results and their tangents.
+        """Call a function of a list of variables; return its results, and a list of tangents for each of them.
 
-        Each variable and each result has a list of one tangent per direction, None for a zero tangent.
+        `tangents` holds a list for each variable: one tangent per direction, None for a zero tangent.
         """
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
         found = [self.parts(value) for value in out]

@@ -19,8 +19,7 @@ from mpiad.transport import Spec
 class Concatenation:
     """A vector of several flattened arrays, in the dtype that holds them all without loss.
 
-    `specs`: shapes, dtypes and devices of the arrays. If one of them is on a device, the vector is, and the others are
-    copied there.
+    If one array is on a device, the vector is on this device, and the other arrays are copied to it.
     """
 
     def __init__(self, specs: Sequence[Spec]):
@@ -45,7 +44,7 @@ class Concatenation:
     def _part(self, vector: Array, a: int, b: int, spec: Spec) -> Array:
         if a == b:
             return spec.zeros()
-        # No slice if the part is the whole vector: the adjoint of a slice would allocate an array.
+        # A slice of the whole vector is avoided, since its adjoint would allocate an array.
         part = anp.reshape(vector if b - a == self._cuts[-1] else vector[a:b], spec.shape)
         return conform(part if spec.arrays == self._device else to_host(part), *spec)
 

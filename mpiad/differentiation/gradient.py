@@ -125,12 +125,12 @@ def _evaluator(
             require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value = traced.build(traced.values)
-        # Before the reverse pass: if one rank's number is invalid, no rank starts it.
+        # Before the reverse pass, so that no rank starts it if one rank's number is invalid.
         problem = traced.problem or problem_with(value, weight, call)
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
-        # The gradient of the sum over ranks, though each rank is seeded with its own term only: the adjoints of messages
-        # send cotangents to other ranks. A rank without a seed runs backwards, too, since others wait for its messages.
+        # This is the gradient of the sum over ranks, although the seed is the weight of this rank's term: the adjoints of
+        # messages send cotangents to other ranks. A rank with weight zero has no seed, but others wait for its messages.
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight), variables)
         if shared:
             gradients = shared_sum(gradients, comm)
@@ -140,7 +140,7 @@ def _evaluator(
 
 
 def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
-    """Return the position and cotangent of the number that a traced run returned; empty if it is constant, or not used."""
+    """Return the position and the cotangent `weight` of the number that a traced run returned; nothing for constants."""
     if traced.places[0] < 0 or weight == 0.0:
         return []
     spec = spec_like(traced.values[0])
@@ -151,13 +151,13 @@ def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
 def cotangents_of_variables(
     traced: Traced, seeds: list[tuple[int, Any]], variables: Variables, keep: bool = False
 ) -> list[Any]:
-    """Run backwards and return one cotangent for each variable, in its shape and dtype."""
+    """Run the record backwards, and return the cotangents of the variables in their shapes and dtypes."""
     found = run_backward(traced.recording, seeds, len(variables.places), keep)
     return [_returned(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
 
 
 def several_cotangents_of_variables(traced: Traced, seeds: list[list[tuple[int, Any]]], variables: Variables) -> list[Any]:
-    """Run the record backwards for several sets of seeds and keep it; return cotangents with an additional first axis."""
+    """Return the same with an additional first axis, for several sets of seeds; keep the record."""
     found = run_backward_together(traced.recording, seeds, len(variables.places))
     leaves = [variables.leaves[place] for place in variables.places]
     return [stack([_returned(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]
@@ -168,7 +168,7 @@ def _returned(g: Array, leaf: Array) -> Array:
     if g is None:
         return spec.zeros()
     g = conform(g, *spec)
-    # A cotangent may be a broadcast view of one number; the caller gets a writable array.
+    # A cotangent may be a view of one number; the caller gets a writable array.
     if type(g) is np.ndarray:
         return g if g.flags.writeable else g.copy()
     return g.copy() if is_device_array(g) and g.size > 1 and 0 in g.strides else g
@@ -178,13 +178,13 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
     """Add up the gradients of all ranks, in one message per dtype."""
     specs = [spec_like(g) for g in gradients]
     out = list(gradients)
-    # In the order of the leaves, which `flatten` makes the same on all ranks.
+    # The order of the leaves, and so of the messages, is the same on all ranks.
     for kind in dict.fromkeys((spec.dtype, spec.arrays) for spec in specs):
         chosen = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
         if len(chosen) == 1:
             out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
             continue
-        # One message instead of hundreds of small ones, as for the weights of a network, saves more than the copies cost.
+        # One message instead of many small ones saves more time than the copies take.
         whole = Concatenation([specs[i] for i in chosen])
         total = mpi_allreduce(whole.vector([gradients[i] for i in chosen]), comm=comm)
         for i, part in zip(chosen, whole.parts(total)):

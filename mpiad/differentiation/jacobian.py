@@ -82,14 +82,14 @@ def jacobian(
         spec = _agreed_spec(traced, weight, used, variables.shapes() if shared else ())
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
-        # Summed over the ranks after all rows: one message instead of one for each entry of J.
+        # Summed over the ranks in one message for all entries of J.
         return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
 
     return evaluate
 
 
 def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -> Spec:
-    """Return the spec of J; raise on all ranks if it is invalid, or if this or `shapes` differs between ranks."""
+    """Return the spec of J; raise on all ranks if it is invalid, or if it or `shapes` differs between ranks."""
     value = traced.build(traced.values)
     problem = traced.problem
     spec = None
@@ -108,7 +108,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
         raise agreed(used, unlike_copies(copies, "jacobian"))
-    # Ranks with zero weight may return anything, including None.
+    # Ranks with weight zero may return anything.
     forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
@@ -121,14 +121,14 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
 def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Any]:
     seeds = []
     if traced.places[0] >= 0 and weight != 0.0:
-        # A new array for each row, since accumulation keeps the first cotangent by reference.
+        # A new array, since the reverse pass keeps a reference to it.
         seed = spec.zeros()
         if spec.shape:
             seed.reshape(-1)[k] = weight
         else:
             seed = seed + spec.dtype.type(weight)
         seeds.append((traced.places[0], seed))
-    return cotangents_of_variables(traced, seeds, variables, keep=True)  # kept for the next entry
+    return cotangents_of_variables(traced, seeds, variables, keep=True)
 
 
 def _stacked(rows: list[list[Any]], i: int, spec: Spec, variables: Variables) -> Array:

@@ -1,12 +1,12 @@
 """Nodes of our traces, which append themselves to the tape in execution order.
 
-Autograd creates a node of the type of the first traced input's node, so that its operators and functions create these
-nodes. A node uses our rule for a function if there is one, else autograd's. It refers to its parents by their index on the
-tape, not by reference, so that a value that outlives the trace (a loss kept in a list) doesn't keep the graph alive.
+For the result of an operation autograd creates a node of the same type as the node of the first traced input. A node uses
+our rule for a function if there is one, else autograd's. It refers to its inputs by their positions on the tape, so that a
+value kept by the user after the trace doesn't keep the whole record in memory.
 
-A value that outlives its trace is a constant. But a later trace may have the same number, and autograd would then create a
-node of the ended trace's type. Therefore the nodes of a trace change their type at its end to `LastingNode`, whose
-constructor creates a node of the type of an input that is still traced.
+After the end of its trace a value is a constant. But a later trace may have the same number, and autograd would then create
+nodes of the ended trace's type. Therefore the nodes of a trace become `LastingNode` at its end. The constructor of this
+type creates a node of the type of an input that is still traced.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from mpiad.transport import Spec
 
 
 class OrderedNode(VJPNode):
-    """A step of a program that is to be differentiated in reverse mode.
+    """A step of a program in reverse mode.
 
-    - `index`: position on the tape.
-    - `inputs`: positions of its traced inputs. (`parents` is an attribute that plain autograd reads.)
-    - `pull`: function from the node's cotangent to those of its inputs; None for variables.
-    - `like`: for a communication the spec of its result (`Spec(None, None)` if it has none), since the reverse pass always
-      runs its adjoint; None for local steps.
+    - `index`, `inputs`: positions of the node and of its traced inputs on the tape. (Plain autograd reads `parents`.)
+    - `pull`: the function from the node's cotangent to the cotangents of its inputs; None for variables.
+    - `like`: for a communication the spec of its result (`Spec(None, None)` if it has none); None for local steps.
     """
 
     __slots__ = ("index", "inputs", "like", "pull", "tape")
@@ -63,7 +61,7 @@ class OrderedNode(VJPNode):
 
     @staticmethod
     def vjp(g: Array) -> tuple:
-        """Return no cotangents; plain autograd calls this for a value that has outlived its trace."""
+        """Return no cotangents; plain autograd calls this for a value whose trace has ended."""
         return ()
 
     @classmethod
@@ -95,12 +93,12 @@ _ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
 
 
 class LastingNode(OrderedNode):
-    """The type of nodes after the end of their trace; its constructor makes a node of the type of a still traced input."""
+    """A node after the end of its trace; the constructor makes a node of the type of an input that is still traced."""
 
     __slots__ = ()
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node of the type of the first input that is still traced, or that of a constant."""
+        """Make a node of the type of the first input that is still traced; without such an input return a constant's."""
         parent_argnums, parents = _still_traced(parent_argnums, parents)
         if parents:
             return type(parents[0])(value, fun, args, kwargs, parent_argnums, parents)
@@ -115,13 +113,13 @@ _CONSTANT.tape = _ENDED
 
 
 class TangentNode(JVPNode):
-    """A step of a program whose tangent is computed together with it."""
+    """A step of a program in forward mode."""
 
     __slots__ = ("tape",)
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node; `LastingNode` makes it if the first input has outlived its trace."""
+        """Make a node; `LastingNode` makes it if the trace of the first input has ended."""
         if parents[0].tape.record is None:
             return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
@@ -147,7 +145,7 @@ class TangentNode(JVPNode):
         return node
 
 
-# Functions without a derivative (comparisons, rounding) aren't recorded here either.
+# Like autograd, don't record functions without a derivative (comparisons, rounding).
 notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
 notrace_primitives[LastingNode] = notrace_primitives[VJPNode]
 notrace_primitives[TangentNode] = notrace_primitives[JVPNode]

@@ -1,8 +1,7 @@
 """The objective J of a distributed program: one real number, computed from one number per rank.
 
-One reduction of two numbers computes J on all ranks and also reports whether every rank returned a valid number, so
-that an error on one rank is raised on all. This reduction is a differentiable operation, for derivatives of J in an outer
-trace.
+One reduction of two numbers computes J and a flag for errors, so that an error on one rank is raised on all of them. The
+reduction is a differentiable operation, for derivatives of J in an outer trace.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Shapes = tuple[tuple[Shape, np.dtype], ...]
 
 
 class Sharing(NamedTuple):
-    """Parameters of SHARE: channel, this rank's error, if any, and shapes and dtypes of a shared variable."""
+    """Parameters of the reduction: channel, this rank's error, and shapes and dtypes of a shared variable."""
 
     channel: Channel
     problem: Problem | None
@@ -70,7 +69,7 @@ _WANTED = "the function must return one real number (None is allowed off the roo
 
 
 def problem_with(value: Array, weight: float, call: str, wanted: str = _WANTED) -> Problem | None:
-    """Return the error in a rank's own number, or None if it is valid."""
+    """Return the problem if a rank's value isn't one real number; None if it is."""
     if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _HUGE):
         return None
     if value is None and weight == 0.0:
@@ -97,22 +96,22 @@ def share(
         value = to_host(value if value.shape == () else value.reshape(()))
     if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())
-        # Ranks with zero weight contribute a float64 zero: tangents and cotangents must have one dtype on all ranks.
+        # Tangents and cotangents must have one dtype on all ranks, and ranks with weight zero contribute a float64.
         if getattr(part, "dtype", None) != _FLOAT64:
             part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
         part = part if weight == 1.0 else part * weight
     elif problem is None and type(value) in Box.types:
-        # An outer trace of plain autograd runs the adjoint only if the input is traced: it must be on all ranks or on none.
+        # Plain autograd runs an adjoint only if the input is traced, and all ranks must run it or none.
         part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
     return communicate(SHARE, part, Sharing(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
-    """Message buffers of each thread; made once, since a gradient may take only microseconds."""
+    """Message buffers of each thread, made once to save time."""
 
     def __init__(self) -> None:
         self.sent, self.shared = np.zeros(2), np.zeros(2)
-        # As one complex number, which MPI reduces faster than two real ones.
+        # MPI adds one complex number faster than two real ones.
         self.messages = self.sent.view(complex), self.shared.view(complex)
 
 
@@ -124,7 +123,6 @@ def _forward(x: Array, p: Sharing) -> Scalar:
     if p.shapes:
         sent, shared = np.array([0.0, 0.0, *_words(p.shapes, p.channel.size)]), np.empty(2 + _WORDS)
         messages = sent.view(complex), shared.view(complex)
-    # The error flag is reduced together with the number, so that all ranks know of an error before any continues.
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(*messages)
     if shared[0]:
@@ -139,13 +137,13 @@ _WORDS = 4
 
 @functools.lru_cache
 def _words(shapes: Shapes, size: int) -> list[int]:
-    # Two words of a digest and their squares; the words are short enough for exact sums over `size` ranks.
+    # Two parts of a digest and their squares, short enough for exact sums over the ranks.
     digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
 
 
 def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
-    """Raise on all ranks if shapes or dtypes differ, according to the sums of words and of their squares."""
+    """Raise on all ranks if shapes or dtypes differ, according to the sums of w and w² over P ranks (see `_words`)."""
     # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² only if all w are equal.
     if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
         every = p.channel.data.allgather(described(p.shapes))
@@ -172,7 +170,7 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
     words = _words(p.shapes, p.channel.size) if p.shapes else []
     buffers: Any = np.array([0.0, 0.0, *words]), np.zeros(2 + len(words))
     going, coming = (as_message(buffer.view(complex)) for buffer in buffers)
-    # Reading and writing a number through a memoryview takes half the time of an array.
+    # Access to a number takes half as long through a memoryview as through an array.
     (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
 
     def run() -> None:
@@ -182,7 +180,6 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
             raise_everywhere(p.channel, None)
         if p.shapes:
             _require_same_shapes(p, buffers[1][2:])
-        # In place, since later steps of the program read this array.
         total[()] = shared[1]
 
     return run

@@ -1,10 +1,12 @@
 """Products with the Jacobian and the Hessian of a distributed function.
 
-`linearize` and `make_hvp` evaluate a function once, and apply its derivative to any number of directions. All products use
-the record of this evaluation. A product with the transposed Jacobian runs the record backwards. This reverse pass is itself
-a linear map of the cotangent. So a record of the reverse pass, run backwards, multiplies by the Jacobian; it costs as much
-as the adjoint, while forward mode would evaluate the function again for each product. The Hessian is the Jacobian of the
-gradient, and symmetric. So a record of the gradient, run backwards, multiplies by the Hessian.
+`linearize` and `make_hvp` evaluate a function once. All later products use the record of this evaluation:
+
+- A reverse pass over the record multiplies by the transposed Jacobian. It is a linear map of the cotangent.
+- So a reverse pass over the record of that reverse pass multiplies by the Jacobian. It costs as much as the adjoint, while
+  forward mode would evaluate the function again for each product.
+- The Hessian is the Jacobian of the gradient, and symmetric. So a reverse pass over the record of the gradient multiplies
+  by the Hessian.
 
 References
 ----------
@@ -86,7 +88,7 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
 
 
 def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Callable, Any]]:
-    """Implement `make_vjp`; `passes` is the parameter of `Tape`."""
+    """Implement `make_vjp` and `linearize`; `passes` is the parameter of `Tape`."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
         variables = variables_of(args, argnum, "make_vjp")
@@ -112,8 +114,8 @@ def _pulled(
 ) -> list[Any]:
     """Return the cotangents of the variables of a record, and keep the record.
 
-    ``seeds(given)`` returns the positions of results and their cotangents. With `batch` the first axis of each array, given
-    or returned, is the number of directions; raise a ValueError if these numbers differ.
+    ``seeds(given)`` returns the positions of results and their cotangents. With `batch` all arrays have an additional first
+    axis, for several directions; raise a ValueError if the numbers of directions differ.
     """
     if not batch:
         return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)
@@ -294,7 +296,7 @@ class Linearization:
 
     def __init__(self, value: Tree, pull: Callable[..., Tree]):
         self.value, self._pull = value, pull
-        # Made by the first product with the Jacobian.
+        # The record of a reverse pass, made by the first product with the Jacobian.
         self._transposed: tuple[Traced, Variables] | None = None
 
     def vjp(self, w: Tree, *, batch: bool = False) -> Tree:
@@ -331,15 +333,15 @@ class Linearization:
     def jvp(self, v: Tree, *, batch: bool = False) -> Tree:
         """Return the product of the Jacobian with a direction.
 
-        `v` has the structure of the argument, and the product that of the value; otherwise as `vjp`. The first call runs
-        the record backwards once more, with zeros, to record this reverse pass.
+        `v` has the structure of the argument, and the product that of the value; otherwise as `vjp`. The first call takes
+        longer: it records a reverse pass.
         """
         if self._transposed is None:
             leaves, build = flatten(self.value)
             places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
             zeros = [spec_like(leaf).zeros() if is_variable(leaf) else leaf for leaf in leaves]
             outputs = Variables(zeros, places, build)
-            # In an enclosing trace the arguments of the function may be variables, too.
+            # In an enclosing trace the function's arguments may be variables, too, besides the cotangent.
             self._transposed = trace_backwards(self._pull, outputs, of_cotangents=tracing.tape is None), outputs
         traced, outputs = self._transposed
         found = _pulled((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
@@ -482,8 +484,8 @@ def make_hvp(
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            # A shared variable has one direction for all copies, and the products of all copies are added up. The
-            # cotangent of the objective is the integer 0, which `_pulled` uses for every direction.
+            # All copies of a shared variable have one direction, and their products are added. The cotangent of the
+            # objective is the integer 0, which has no axis for directions.
             return completed(pull((0, v), batch=batch))
 
         return SecondOrder(value, completed(gradient), product)

@@ -1,7 +1,7 @@
 """Advice for errors of code that doesn't support traced values.
 
-NumPy, SciPy, Python and mpi4py report an unsupported operation, but not an alternative. When such an exception leaves a
-trace, advice is appended to its text; type and traceback stay the same.
+NumPy, SciPy, Python and mpi4py report an unsupported operation, but no alternative. When their exception leaves a trace,
+advice is appended to its text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SENT = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOPPED}"
 )
-# Patterns in the texts of an exception and its cause, and the advice; the first match counts. Object arrays appear in them
-# because plain NumPy makes such an array from traced values.
+# Patterns in the text of an exception and its cause, and the advice; the first match counts. Some patterns name object
+# arrays, which plain NumPy makes from traced values.
 _CURES = (
     (r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box", _ASSIGNED),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _SENT),
@@ -55,7 +55,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     if cure is None or cure in text or cure in getattr(error, "__notes__", ()):
         return
     error.args = (f"{text.rstrip('.')}. {cure}",)
-    # NumPy's casting errors format their text themselves; in Python 3.10, which has no notes, only repr shows the advice.
+    # NumPy's casting errors ignore `args` in their text. Python 3.10 has no notes; there only repr shows the advice.
     note = getattr(error, "add_note", None)
     if cure not in str(error) and note is not None:
         note(cure)
@@ -65,7 +65,6 @@ def _cure_of(text: str) -> str | None:
     for pattern, cure in _CURES:
         if re.search(pattern, text, re.DOTALL):
             return cure
-    # An attribute that a traced array lacks is often a method of NumPy arrays that autograd provides as a function.
     method = _METHOD.search(text)
     if method is None:
         return None
@@ -76,10 +75,7 @@ def _cure_of(text: str) -> str | None:
 
 
 def refuse_pickling(node: object, protocol: object) -> Any:
-    """Raise a TypeError, since a pickled value, as in a message of mpi4py, would lose its derivative.
-
-    This is the `__reduce_ex__` of nodes.
-    """
+    """Raise a TypeError, since a pickled value would lose its derivative: the `__reduce_ex__` of nodes."""
     raise TypeError(f"A traced value can't be pickled. {_SENT}")
 
 
@@ -89,11 +85,7 @@ def itself(node: object, memo: object) -> Any:
 
 
 def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
-    """Name autograd's function that tried to convert a device array to NumPy, and our function that doesn't.
-
-    Autograd's `array` and `stack` convert before any rule of ours is looked up, and the error of the array doesn't name
-    them.
-    """
+    """Name autograd's function that tried to convert a device array to NumPy, and the function to call instead."""
     from mpiad.device import numpy as ours
 
     while trace is not None:

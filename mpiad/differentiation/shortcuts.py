@@ -1,9 +1,9 @@
 """Traced arrays whose operators create their node directly, for speed.
 
-Autograd's operators search for traced arguments at each level of nesting, twice per operation. If both operands are numbers
-or arrays of one of our traces, the result of that search and the rule are known, and the node can be created at once. All
-other cases use autograd's operators, with the same results. The right-hand side f of an ODE is traced at each stage of each
-step, and for few columns the overhead of operators dominates a step. So these operators make few function calls.
+The right-hand side of an ODE is traced at each stage of each step, and for a few thousand trajectories the overhead of its
+operators dominates. Autograd's operators search for traced arguments twice per operation. If both operands are numbers or
+arrays of one of our traces, the result of that search is known, and the operators here create the node at once. All other
+cases use autograd's operators, with the same results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Box(ArrayBox):
     __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the elements; Python's default would also try the index after the last."""
+        """Return an iterator over the elements; Python's default would also try the index after the last one."""
         return iter([self[i] for i in range(len(self._value))])
 
 
@@ -46,7 +46,7 @@ class ShortcutBox(_Box):
     def __getitem__(self, idx: Index) -> Array:
         """Return an element."""
         node, value = self._node, self._value
-        # Not for vectors, whose elements are numbers: these operators are for arrays.
+        # The elements of vectors are numbers, which these operators don't support.
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
         if plain and type(node) is OrderedNode and node.tape.record is not None:
             return _recorded(_rule_of_getitem, value[idx], (value, idx), (0,), (node,), self._trace)
@@ -95,7 +95,6 @@ class BundleBox(_Box):
     def __getitem__(self, idx: Index) -> Array:
         """Return an element with its tangents."""
         node, value = self._node, self._value
-        # Not for vectors, as in `ShortcutBox`.
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
         if plain and type(node) is BundleNode and node.tape.record is not None:
             return _made(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)

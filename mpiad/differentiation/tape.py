@@ -1,11 +1,11 @@
 """The ordered tape: the steps of one trace in execution order, including every communication.
 
-A tape is current from the start of its trace to the end. Node and tape refer to each other while the trace is open. At its
-end the record is returned and the tape drops its reference, so that no reference cycle keeps the memory allocated.
+While a trace is open, its nodes and its tape refer to each other. At the end the tape drops its reference to the nodes, so
+that no reference cycle keeps the memory allocated.
 
-An inner trace must have a higher number than the outer one, even if one of them is autograd's and the other ours, so our
-numbers come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an exception. We
-reset it in any case, but never below the number of a trace that another thread has open.
+An inner trace must have a higher number than the outer one, even if one of them is plain autograd's. Therefore the numbers
+come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an exception. So it is
+reset here, but never below the number of a trace that another thread has open.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Tape(Tape):
         self.outer: Tape | None = tracing.tape
         self.around: _Tape | None = tracing.tapes
         self.noted = tracing.channels
-        tracing.tapes = self  # first, so that the trace is ended even after an interrupt in this function
+        tracing.tapes = self  # first, so that the trace is ended after an interrupt in this function
         _open_number(self)
         tracing.tape, tracing.channels = self, self.channels
         return self
@@ -66,7 +66,7 @@ class _Tape(Tape):
             return
         _close_number(self)
         self.lasting()
-        self.outer = self.noted = None  # an ended tape must not keep the tapes around it
+        self.outer = self.noted = None  # frees the enclosing tapes
         if outer is not None and self.channels:
             # The enclosing trace runs these communications backwards too.
             outer.channels |= self.channels
@@ -87,18 +87,18 @@ class _Tape(Tape):
         if self.record is not None:
             explain(error, trace)
             mark_left(self.channels, error, "a trace")
-            # This breaks the reference cycle of tape and nodes, and turns traced values into constants.
+            # Ends the reference cycle of tape and nodes; traced values become constants.
             self.record = None
 
     def lasting(self) -> None:
-        """Turn values that outlive this trace into constants."""
+        """Turn the values of this trace into constants."""
 
 
 class OrderedTape(_Tape):
     """The tape of a trace that is to be run backwards."""
 
     def lasting(self) -> None:
-        """Turn values that outlive this trace into constants, by changing the type of their nodes."""
+        """Turn the values of this trace into constants, by changing the type of their nodes."""
         for node in self.record or ():
             node.__class__ = LastingNode
 
@@ -107,9 +107,9 @@ class OrderedTape(_Tape):
     ) -> Any:
         """Record a communication; return its node, or None if its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
-        # Only shape and dtype are kept, for cotangents of zeros, so that the result's memory can be freed.
+        # Only the spec is kept, for cotangents of zeros, so that the result's memory can be freed.
         like = _NO_VALUE if dtype is None else spec_like(ans)
-        # An input that has outlived its own trace is a constant.
+        # An input whose trace has ended is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
         vjp = operator.vjp(ans, args, params, tuple([k for k, _ in kept]), self.number)
         if operator.several:
@@ -126,7 +126,7 @@ class TangentTape(_Tape):
     ) -> Any:
         """Communicate the tangent, as part of the enclosing trace; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
-        # The tangent's communication belongs to the enclosing trace; on this tape it would be traced again, infinitely.
+        # The communication of the tangent belongs to the enclosing trace.
         with suspended(self.outer, body=False):
             tangent = operator.jvp(tangents, ans, args, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None

@@ -23,7 +23,7 @@ _box_types = Box.types
 
 
 class Variables(NamedTuple):
-    """The arguments to differentiate: all leaves, indices of the variables, and the function that rebuilds the pytree."""
+    """The differentiated arguments: all leaves, the indices of the variables, and the function that builds the pytree."""
 
     leaves: list[Any]
     places: list[int]
@@ -34,7 +34,7 @@ class Variables(NamedTuple):
         return tuple([(self.leaves[place].shape, self.leaves[place].dtype) for place in self.places])
 
     def filled(self, values: Sequence[Any], otherwise: Callable[[Any], Any] | None = None) -> Tree:
-        """Build the pytree with these values in place of the variables."""
+        """Build the pytree with these values of the variables, and ``otherwise(leaf)`` for other leaves."""
         leaves = list(self.leaves)
         if otherwise is not None and len(values) < len(leaves):
             variables = set(self.places)
@@ -57,8 +57,8 @@ class Traced(NamedTuple):
 def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
     """Return the variables among the arguments.
 
-    Raise a TypeError if there is no such argument, or if it holds no variable or an object that isn't an array, number,
-    string or None; a ValueError if an argument is named twice.
+    Raise a TypeError if there is no such argument, or if it has no variable or an unsupported leaf; a ValueError if an
+    argument is named twice.
     """
     try:
         chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
@@ -83,7 +83,7 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
 
 
 def _with_dtype(leaf: Array) -> Array:
-    # NumPy scalars, because the box of a Python number lacks the attributes of an array's box.
+    # As NumPy scalars, because the box of a Python number has no dtype.
     if type(leaf) is float:
         return np.float64(leaf)
     if type(leaf) is complex:
@@ -120,8 +120,7 @@ def trace_backwards(
             # Variables are the first nodes of the record: the reverse sweep ends before them.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.placed(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-            # The tape is open here: a closed one can't distinguish its own values from constants. And its exit handles a
-            # result that can't be read: the handler below may be interrupted.
+            # Before the exit of the tape, which turns its values into constants, and which handles exceptions here.
             leaves, build = flatten(out)
             found = [_unboxed(leaf, tape) for leaf in leaves]
             places = [-1 if node is None else node.index for _, node in found]
@@ -164,7 +163,6 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
             ]
             out = fun(variables.filled(boxes))
             problem = _unfinished(tape)
-            # Raised inside the trace, which then ends as after any other exception.
             if problem is not None:
                 raise problem.kind(problem.text)
             leaves, build = flatten(out)
@@ -174,7 +172,7 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
 
 
 def no_derivative(leaf: Array) -> Array:
-    """Return the derivative of, or with respect to, a leaf that isn't a variable: zero for integers, None for non-numbers.
+    """Return the derivative for a leaf that isn't a variable: zero for integers, None for other objects.
 
     Raise a TypeError for an object array of traced values.
     """
@@ -219,7 +217,7 @@ def _unfinished(tape: Tape) -> Problem | None:
     """Return the problem of a trace that ends before its requests are waited for, or None."""
     if not tape.requests:
         return None
-    # Not raised here: in reverse mode all ranks raise it together, so that none starts the reverse pass.
+    # In reverse mode all ranks raise it together, before the reverse pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
     for channel, messages in tape.channels:

@@ -1,4 +1,4 @@
-"""Adam and AdamW, with explicit state."""
+"""Optimizers with explicit state: stochastic gradient descent, Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.parallel.parameters import each, matching, require_state
 from mpiad.pytrees import flatten, in_blocks, refuse_objects
-
-# Stochastic gradient descent, with explicit state.
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,8 @@ class Adam:
         ]
         number = state["updates"] + 1
         rate = rate_at(self.learning_rate, number - 1)
-        # Corrections of both means, which start at zero (the paper's m̂ and v̂). The first mean isn't divided by its
-        # correction; the learning rate is, which saves a pass over the array.
+        # The means start at zero, which is corrected (the paper's m̂ and v̂). The learning rate is divided by the first
+        # correction instead of the mean, which saves a pass over the array.
         scale = rate / (1 - self.beta1**number)
         correction = 1 - self.beta2**number
 
@@ -188,7 +186,6 @@ class Adam:
             step = scale * first / (np.sqrt(second / correction) + self.epsilon)
             np.subtract(self._decayed(x, rate), step, out=new_x)
 
-        # In blocks, so that the formula's temporaries stay in the cache.
         new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 

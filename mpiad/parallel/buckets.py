@@ -1,9 +1,9 @@
 """Sums of many arrays over the ranks in few messages: arrays are concatenated in buckets of one dtype and device.
 
-The sums use a separate communicator, so that they may start during a reverse pass, independently of its communication. All
-ranks start them in the order of the buckets, since arrays may become ready in different orders: a sum starts when its
-bucket and all before it are full. The last bucket can't overlap with computation, so it is summed by a blocking call, which
-needs less memory and time.
+The sums use a separate communicator, so that they may start during a reverse pass, independently of its communication. On
+different ranks arrays may be ready in different orders, but all ranks must start the sums in the same order: a sum starts
+when its bucket and all buckets before it are full. The last bucket can't overlap with computation. So a blocking call sums
+it, which takes less memory and time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
-# Large enough that latency is negligible, small enough that the first sum starts early.
+# So large that latency is negligible, and so small that the first sum starts early.
 BUCKET_BYTES = 8 * 2**20
 
 
@@ -31,10 +31,10 @@ class Bucket(NamedTuple):
 
 
 class Plan:
-    """The division of arrays into buckets; the last arrays come first, since the reverse pass computes them first.
+    """The division of arrays into buckets of at most `limit` bytes; a longer array has its own bucket.
 
-    `limit`: bytes of a bucket; a longer array has its own bucket. `digest`: number below 2¹⁸, equal for plans of the same
-    arrays. `several`: whether there is more than one bucket, so that the first can be sent early.
+    The last arrays are in the first bucket, since the reverse pass computes them first. `digest`: a number, equal for plans
+    of the same arrays. `several`: whether there are several buckets.
     """
 
     def __init__(self, specs: list[Spec], limit: int):
@@ -56,8 +56,7 @@ class Plan:
             stops = np.cumsum([0] + [math.prod(specs[place].shape) for place in places]).tolist()
             shapes = [None if len(specs[place].shape) == 1 else specs[place].shape for place in places]
             self.buckets.append(Bucket(places, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
-        # The ranks compare this. Device numbers aren't included, since they differ between ranks. A CRC, because Python's
-        # hash of strings differs between processes; below 2¹⁸, so that a sum of squares over 10⁵ ranks is exact.
+        # Device numbers and Python's hashes would differ between ranks. Sums of squares over 10⁵ ranks are exact below 2¹⁸.
         described = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((described, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
@@ -65,15 +64,15 @@ class Plan:
 
 
 def plan_of(specs: list[Spec], limit: int, before: Plan | None) -> Plan:
-    """Return a plan; the previous one if it is for the same arrays."""
+    """Return a plan; the previous one if it is for arrays of the same specs."""
     return before if before is not None and before.limit == limit and before.specs == specs else Plan(specs, limit)
 
 
 class Sums:
-    """Sums over the ranks of arrays that become ready one after another, or all at once.
+    """Sums over the ranks of arrays that become ready one after another, or all at once; a context manager.
 
-    This is a context manager. An exception that leaves the context after any rank may have started a sum marks the channel,
-    because ranks with different numbers of started sums would combine different arrays from then on.
+    If any rank may have started a sum, an exception that leaves the context marks the channel as unusable: later sums would
+    combine different arrays of different ranks.
     """
 
     def __init__(self, channel: Channel, plan: Plan):
@@ -85,17 +84,17 @@ class Sums:
         self._begun = False
 
     def begin(self) -> None:
-        """Record that sums may start, on any rank."""
+        """Record that any rank may start a sum from here on."""
         self._begun = self._plan.several
 
     def add(self, place: int, array: Array) -> None:
         """Add one array, and start the sums of full buckets."""
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
-        # In the order of the buckets, though a later one may be full first.
+        # In the order of the buckets.
         while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:
             message = self._packed()
-            # Device arrays are summed in buffers of the transport, not in place.
+            # Device arrays can't be summed in place.
             start = start_sum_in_place if type(message) is np.ndarray else start_allreduce
             self._started.append(start(self._sum_channel, message))
 
@@ -127,7 +126,6 @@ class Sums:
         for k, summation in enumerate(self._started):
             self._messages[k] = summation.finish()  # the message itself on the host, a new array on a device
         self._started, self._begun = [], False
-        # Each array is a view of its bucket's sum.
         out = self._arrays
         for bucket, message in zip(self._plan.buckets, self._messages):
             if divisor != 1:
@@ -140,7 +138,7 @@ class Sums:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After `begin` another rank may have started a sum, even if this one hasn't.
+        # After `begin` another rank may have started a sum, even if this rank has started none.
         if kind is not None and (self._started or self._begun):
             self._channel.mark(f"{kind.__name__} ended a gradient whose sums over the ranks were active.")
 

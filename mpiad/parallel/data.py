@@ -43,10 +43,9 @@ def total_workers(comm: Comm = None) -> int:
 class DistributedDataContainer:
     """Divide a data set that all ranks hold or can read among the ranks.
 
-    Without `batch_size` an item is one sample, and the container has an even share of the samples. If they don't divide
-    evenly, the ranks' numbers of items differ by one. So a loop that communicates for each item would hang; it needs
-    `batch_size`. Then an item is this rank's part of one batch of all ranks, all ranks have the same number of items, and
-    batches consist of the same samples on any number of ranks.
+    Without `batch_size` an item is one sample, and the numbers of items of two ranks may differ by one. A loop that
+    communicates for each item would then hang. With `batch_size` an item is this rank's part of a batch of all ranks, all
+    ranks have the same number of items, and a batch has the same samples for any number of ranks.
 
     Parameters
     ----------
@@ -103,11 +102,11 @@ class DistributedDataContainer:
         self._drawn = {"samples": self._count, "batch_size": self.batch_size}
         if self.shuffle:
             self._drawn |= {"seed": self.seed, "epoch": epoch}
-            # A function of seed and epoch only, so that a resumed training needn't generate the earlier orders.
+            # Seeded by seed and epoch only, so that a resumed training needn't generate the earlier orders.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self._count)
 
     def __len__(self) -> int:
-        """Return the number of items: this rank's samples, or the batches, the same number on all ranks."""
+        """Return the number of items: of this rank's samples, or of batches, which is the same on all ranks."""
         if self.batch_size is None:
             return len(self._mine(0, self._count))
         return -(-self._count // self.batch_size)
@@ -119,7 +118,7 @@ class DistributedDataContainer:
             raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
         k %= count
         latest.size, latest.order = self._size, self._drawn
-        # Python integers, since the user's data set may not support NumPy's.
+        # As Python integers, since a user's data set may not support NumPy's.
         if self.batch_size is None:
             number = int(self._mine(0, self._count)[k])
             return self.data[number] if self._arrays is None else self._build([leaf[number] for leaf in self._arrays])
@@ -138,7 +137,7 @@ class DistributedDataContainer:
         )
 
     def _mine(self, start: int, stop: int) -> np.ndarray:
-        """Return the indices of this rank's samples among those from start to stop; the first ranks may have one more."""
+        """Return this rank's share of the samples from start to stop; the first ranks may have one more than others."""
         count = stop - start
         first = self._rank * (count // self._size) + min(self._rank, count % self._size)
         length = count // self._size + (self._rank < count % self._size)
@@ -146,7 +145,7 @@ class DistributedDataContainer:
 
 
 def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
-    """Return some entries of arrays; the indices are copied once to each device."""
+    """Return entries of arrays; the indices are copied once to each device."""
     copies: dict[Any, Any] = {None: numbers}
     places = [(arrays_of(leaf), leaf) for leaf in leaves]
     for namespace, _ in places:
@@ -161,7 +160,6 @@ def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:
     if isinstance(data, list):
         return None, None
     leaves, build = flatten(data)
-    # An array without axes has no entry for each sample.
     arrays = [is_array(leaf) and leaf.ndim > 0 for leaf in leaves]
     if leaves and all(arrays):
         return leaves, build

@@ -103,7 +103,7 @@ def value_and_grad(
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             early = sums.begin if plan.several else None
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, agree, sums.add, early)
-            # Divided by the number of all samples, since a mean of the ranks' means would give small batches more weight.
+            # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
@@ -113,12 +113,13 @@ def value_and_grad(
 def gradient_of_sum(
     loss: Function, variables: Variables, count: int, agree: Callable[..., Totals], ready: Function, early: Function | None
 ) -> Totals:
-    """Return the totals of all ranks; pass this rank's gradient to `ready` as it is computed.
+    """Compute the gradient of the sum of this rank's losses, and return the totals of all ranks.
 
-    ``loss(params)`` is the mean over this rank's samples. ``agree(loss=, problem=)`` calls the collective `totals` with
-    these arguments, and returns its result. ``ready(k, gradient)`` is called once for the k-th variable, with the gradient
-    of the sum of this rank's losses. If `early` is given, it is called before the reverse pass, and `ready` during the pass
-    instead of after it.
+    - ``loss(params)``: the mean over this rank's samples.
+    - ``agree(loss=, problem=)``: calls the collective `totals` with these arguments.
+    - ``ready(k, gradient)``: takes the gradient with respect to the k-th variable; after the reverse pass, or during it if
+      `early` is given.
+    - ``early()``: is called before the reverse pass.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
@@ -131,7 +132,7 @@ def gradient_of_sum(
             spec = spec_like(leaf)
             ready(variable, spec.zeros() if g is None else conform(g, *spec))
 
-    # A rank without samples contributes zeros, because the sums are collective.
+    # The sums are collective, so a rank without samples contributes zeros.
     if not count:
         found = agree()
         for variable in range(len(places)):
@@ -139,13 +140,11 @@ def gradient_of_sum(
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
-    # An error on one rank is raised on all before the reverse pass, in which sums may start: no rank may wait in a sum for
-    # one that has raised.
+    # All ranks raise an error before the reverse pass, in which sums may start.
     wanted = "loss must return one real number"
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
     found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
-    # The seed is the number of samples, so that the gradient is that of the sum of losses, not of their mean.
-    # If the loss doesn't depend on the parameters there are no seeds, and all gradients are zero.
+    # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
     if early is not None:
         early()
@@ -273,12 +272,12 @@ class DistributedOptimizer:
             held = _accumulated(state, specs, call)
             if samples != 0:
                 leaves = matching(gradient, params, given, call)
-                # In the dtype of the gradient, since a NumPy integer would convert float32 to float64.
+                # The factor has the dtype of the gradient, since a NumPy integer would convert float32 to float64.
                 factor = 1 if samples is None else samples
                 parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
         except (TypeError, ValueError) as error:
             if self.accumulate > 1 and state["steps"] + 1 < self.accumulate:
-                raise  # no rank waits for this one yet
+                raise  # other ranks don't wait before the last accumulated step
             problem = Problem(type(error), str(error))
         if parts is None:
             # Zeros, because the sums are collective.
@@ -294,7 +293,6 @@ class DistributedOptimizer:
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, call)
             self._compare(used, state, params, call)
-            # `totals` checks that all ranks have the same plan, before the sums start.
             total = totals(used, self._plan, params, call, count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
@@ -345,7 +343,7 @@ class DistributedOptimizer:
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
         require_state(state, self._entries, call)
         self._compare(used, state, params, call)
-        # Gradients are reduced only at the last step before an update; all ranks have the same number of steps.
+        # Gradients are summed only in the last step before an update.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
@@ -379,7 +377,7 @@ class DistributedOptimizer:
             if isinstance(self.optimizer, (Adam, SGD)):
                 updates = settings["updates"] = state["optimizer"]["updates"]
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
-            # Without the accumulated gradients, which differ between ranks.
+            # Accumulated gradients differ between ranks.
             held = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
             require_equal_replicas(used, call, held)
 
@@ -399,7 +397,7 @@ class DistributedOptimizer:
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
-    """Return the accumulated gradients of a state; raise a ValueError if shapes or dtypes don't match `specs`."""
+    """Return the accumulated gradients; raise a ValueError if their shapes or dtypes don't match `specs`."""
     held = state.get("gradient")
     if held is not None and [spec_like(g) for g in held] != specs:
         there, here = (", ".join(map(described, found)) for found in (map(spec_like, held), specs))
@@ -416,7 +414,7 @@ def _copied(part: Array) -> Array:
 def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     """Scale arrays in place to a common 2-norm of at most `longest` (Pascanu et al., 2013), and return them.
 
-    If the norm isn't finite, the arrays are unchanged: then the parameters become infinite or NaN, which shows the failure.
+    If the norm isn't finite, the arrays are unchanged, so that infinite or NaN parameters show the failure.
     """
     if longest is None:
         return arrays
@@ -436,7 +434,7 @@ def _norms(arrays: list[Array]) -> list[float]:
 
 
 def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays that are all on the host or on one device, with one copy from the device."""
+    """Return the norms of arrays on the host or on one device, with one copy from the device."""
 
     def gathered(values: list[Array]) -> np.ndarray:
         if namespace is None:
@@ -450,6 +448,6 @@ def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]
         largest = gathered([np.max(np.abs(array)) for array in arrays])
         if not np.isfinite(largest).all():
             return largest.tolist()
-        # The squares overflow, so scaled arrays are squared. The lower bound of the divisor is for arrays of zeros.
+        # Squares overflow, unless the arrays are scaled. The lower bound of the divisor is for arrays of zeros.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
         return (largest * np.sqrt(gathered([np.sum(array * array) for array in scaled]))).tolist()

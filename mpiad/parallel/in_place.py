@@ -50,7 +50,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     """
     arrays = _writable(x, "parallel.allreduce_", comm)
     with restoring_state(), suspended():
-        # All sums are computed before any is written, since the same array may occur twice in the pytree.
+        # All results are computed before one is written, since an array may occur twice in the pytree.
         for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
             array[...] = total
     return x
@@ -101,7 +101,7 @@ class Pending:
         for array, request in zip(self._arrays, self._requests):
             with restoring_state(), suspended():
                 array[...] = mpi_wait(request)
-        # Otherwise a second call would overwrite later values.
+        # A second call mustn't overwrite later values.
         self._arrays, self._requests = [], []
         return self._x
 

@@ -1,4 +1,4 @@
-"""Pytrees of parameters: their leaves, and functions of them."""
+"""Pytrees of parameters, and checks of gradients and states against them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return the leaves of a pytree; the variables are the trained leaves: real or complex floats and arrays of them.
+    """Return the trained leaves of a pytree, which are real or complex floats and arrays of them, as variables.
 
-    Raise a TypeError if a leaf is traced or of an unknown type, or with `required` if there is no variable.
+    Raise a TypeError if a leaf is traced or of an unknown type, or with `required` if there is no trained leaf.
     """
     leaves, build = flatten(tree)
     places, others = [], []
     for k, leaf in enumerate(leaves):
-        # ndarrays aren't traced, so that only other leaves are checked.
+        # An ndarray isn't traced, and needn't be checked.
         if type(leaf) is not np.ndarray:
             others.append(leaf)
         if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):
@@ -47,17 +47,17 @@ def each(fun: Callable[[Array], Array], tree: Tree) -> Tree:
 
 
 def described(spec: Spec) -> str:
-    """Return shape, dtype and place as text, which doesn't depend on the number of the device."""
+    """Return a description of an array, without the number of its device, which may differ between ranks."""
     return f"shape {spec.shape} and dtype {spec.dtype}{'' if spec.arrays is None else ' on a device'}"
 
 
 def matching(
     tree: Tree, params: Tree, wanted: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
 ) -> list[Any]:
-    """Return the leaves of a tree; raise unless its structure, shapes and dtypes are those of the parameters.
+    """Return the leaves of a tree; raise if its structure, shapes or dtypes aren't those of the parameters.
 
-    `name` and `of` are the names of the tree and of the parameters in messages. `wanted` are the leaves of the parameters;
-    with `real` their real parts are compared.
+    `wanted`: the leaves of the parameters; with `real` their real parts are compared. `name`, `of`: the names of the tree
+    and of the parameters in messages.
     """
     found = flatten(tree)[0]
     if same_form(tree, params) and all(map(_fits, found, map(_real, wanted) if real else wanted)):
@@ -91,13 +91,13 @@ def same_form(tree: Tree, other: Tree) -> bool:
 
 def _fits(g: Array, leaf: Array) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
-        # The gradient of a leaf that isn't trained is ignored.
+        # For a leaf that isn't trained, any gradient is allowed.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
 
 
 def require_state(state: Any, names: Iterable[str], call: str) -> None:
-    """Raise a TypeError if a state isn't a dict with these entries, and so belongs to another optimizer."""
+    """Raise a TypeError if a state isn't a dict with these entries."""
     if not isinstance(state, dict) or state.keys() != set(names):
         got = f"a dict of {sorted(map(str, state))}" if isinstance(state, dict) else f"{type(state).__name__} {state!r:.60}"
         wanted = f"a dict of {sorted(names)}, as returned by setup of the same optimizer"

@@ -1,4 +1,4 @@
-"""The number of samples of a batch, and sums over the ranks before an update."""
+"""The number of samples of a batch, and a reduction before the gradients are summed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpiad.transport.replication import require_replicated
 
 
 class Items(list):
-    """A batch of objects, one per sample, unlike other lists."""
+    """A batch in the form of a list of objects, one per sample."""
 
 
 def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
@@ -32,7 +32,7 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
     for part in batch:
         if isinstance(part, Items):
             return len(part)
-    # The most common case, without flattening a pytree.
+    # The most common case.
     if batch and type(batch[0]) is np.ndarray and batch[0].ndim:
         return len(batch[0])
     for leaf in flatten(list(batch))[0]:
@@ -47,17 +47,17 @@ class _Latest(threading.local):
 
 
 latest = _Latest()
-"""The order of samples of the data container that this thread used last, and its number of ranks."""
+"""The data container that this thread used last: its number of ranks, and the facts that determine the order of samples."""
 
 
 def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> None:
-    """Raise on all ranks if their trained `params` or other entries of `held` differ; under ``MPIAD_DEBUG=1`` only.
+    """Raise on all ranks if an entry of `held` differs between them, under ``MPIAD_DEBUG=1``.
 
-    All ranks call it. Leaves that aren't trained may differ in `params` and in the `state`.
+    Leaves of `params` and `state` that aren't trained may differ.
     """
     if not watch_settings.debug():
         return
-    # Unless a container belongs to another communicator, the orders of samples are compared, too.
+    # The orders of samples are compared, too, unless a container belongs to another communicator.
     if not on_any_rank(used.data, latest.size != used.size):
         held = {**held, "data": latest.order}
     named = [(name, path, leaf) for name, part in held.items() for path, leaf in named_leaves(part, name)]
@@ -67,7 +67,7 @@ def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> N
 
 
 class Totals(NamedTuple):
-    """Totals over all ranks: samples in this batch, samples in all accumulated batches, and the sum of losses."""
+    """Sums over all ranks: samples in this batch, samples in all accumulated batches, and losses."""
 
     batch: int
     all: int
@@ -80,16 +80,16 @@ def totals(
 ) -> Totals:  # fmt: skip
     """Sum the numbers of samples and the losses over the ranks, and check that all ranks have the same plan.
 
-    `count`: the number of this rank's samples. `before`: that of its accumulated batches. `loss`: the sum of its losses.
-    `problem`: an error on this rank. Raise a TypeError or ValueError on all ranks if parameters differ in number, shape or
-    dtype, if no rank has a sample, or if one has a problem.
+    `count`, `loss`: the number of this rank's samples and the sum of their losses. `before`: the number of samples in
+    accumulated batches. Raise a TypeError or ValueError on all ranks if parameters differ in number, shape or dtype, if no
+    rank has a sample, or if a rank has a problem.
     """
-    # All but the loss are integers below 2⁵³, so that their sums are exact.
+    # All but the loss are integers below 2⁵³, whose sums are exact.
     mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]
     found = allreduce(used, np.array(mine, float), SUM, call)
     total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
-    # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests are equal. The products are computed as
-    # integers, because they may be too large for exact floats.
+    # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
+    # for exact floats.
     if used.size * int(squares) != int(digests) ** 2:
         raise agreed(used, _difference(used, plan, params, call))
     if total < 1:

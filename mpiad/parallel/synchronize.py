@@ -60,15 +60,15 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
         if used.rank == root:
             continue
         for k, part in zip(places, split(whole, [np.shape(leaves[k]) for k in places])):
-            # Copies, because a view would keep the whole message in memory.
+            # A copy, because a view would keep the whole message in memory.
             leaves[k] = part.copy()[()]
     return flatten(tree)[1](leaves)
 
 
 def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
-    """Compare the pytrees with the root's on all ranks; return the leaves, and the indices of those to broadcast."""
+    """Compare the pytrees with the root's on all ranks; return the leaves, and the indices of the leaves to broadcast."""
     error, leaves, trained, held = None, [], [], []
-    # A rank with an invalid pytree still takes part in the broadcast below; its error is raised after it.
+    # A rank with an invalid pytree raises after the broadcast, in which all ranks take part.
     try:
         leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
         held = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]

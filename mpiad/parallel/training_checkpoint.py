@@ -1,4 +1,4 @@
-"""Checkpoints of trainings: one file with the state that all ranks share and each rank's own state."""
+"""Checkpoints of a training: one file with the state of all ranks and each rank's own state."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def load_checkpoint(
     used, call = channel(comm, "parallel.load_checkpoint"), "parallel.load_checkpoint"
     root = root_of(root, used, call)
     found: Any = None
-    # Only the root looks for the file, which may be on the local disk of its node.
+    # The file may be on the local disk of the root's node.
     with raising_together(used):
         if used.rank == root:
             file = _file(path, call)
@@ -139,7 +139,7 @@ def load_checkpoint(
         return None
     description, arrays = found
     own = description["own"]
-    # The device is that of one of the caller's arrays, since it isn't known from the file.
+    # The file doesn't contain the device.
     namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
@@ -189,12 +189,8 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any]:
-    """Return the description of a pytree, and add its arrays to `arrays`.
-
-    Raise a TypeError if it holds anything but arrays, numbers, strings, None, NumPy generators, dicts, lists and
-    tuples.
-    """
-    if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a subclass
+    """Return the description of a pytree, and add its arrays to `arrays`; raise a TypeError for unsupported objects."""
+    if value is None or isinstance(value, (bool, str)):  # bool before its base class int
         return ["plain", value]
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:  # objects would need pickle
         name = _unused(path, arrays)
@@ -211,7 +207,7 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
         return ["float", value.hex()]  # every bit
     if isinstance(value, complex):
         return ["complex", value.real.hex(), value.imag.hex()]
-    # Exact types, because an object of a subclass (Counter, NamedTuple) would be restored as another type.
+    # Exact types, because an object of a subclass (Counter, NamedTuple) would lose its type.
     if type(value) is dict:
         parts = [[_described(key, path, arrays), _described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
         return ["dict", parts]
@@ -226,7 +222,7 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
 
 
 def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
-    # Different leaves may have the same path: those of the keys 1 and "1", or "a/b" and b within a.
+    # Different leaves may have the same path, for example those of the keys 1 and "1".
     while path in arrays:
         path += "'"
     return path

@@ -1,7 +1,7 @@
 """Addresses of messages, made from the arguments of point-to-point calls.
 
-An address contains the number of its message, which must be the same on both ranks. So all arguments are checked before an
-address is made: a message that isn't sent mustn't be counted.
+An address contains the number of its message, which both ranks count. So all arguments are checked before an address is
+made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad.transport.tracing import tracing
 def point_to_point(comm: Comm, call: str) -> Channel:
     """Return the channel of a point-to-point call, and record it on the tape.
 
-    An exception in the trace then marks the channel, so that later calls report that there may be unfinished messages.
+    After an exception in the trace, later calls on this channel report that there may be unfinished messages.
     """
     used, tape = channel(comm, call, collective=False), tracing.tape
     refuse_foreign_trace(tape, call)

@@ -56,11 +56,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
-    """Collect arrays as `mpi_allgather` does, without comparing their shapes; `lengths` are those along `axis`.
-
-    All ranks of `used` call it, with the same nonnegative axis and the same lengths. The adjoint is that of
-    `mpi_allgather`.
-    """
+    """Collect arrays as `mpi_allgather` does, with known lengths along a nonnegative `axis`, the same on all ranks."""
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 
@@ -69,7 +65,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose: all ranks hold copies of each piece, whose cotangents are summed on its owner."""
+    """Return the transpose of copying a piece to all ranks: the sum of the cotangents of the copies."""
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 
 

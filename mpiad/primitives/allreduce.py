@@ -74,7 +74,7 @@ def _prepared(p: Reduction, x: Array, out: Array) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the transpose of the Jacobian: y_r depends on every x_s, so x̄_s sums over all r."""
+    """Return the transpose: each y_r depends on each x_s, so x̄_s is a sum over all r."""
     total = p._replace(op=SUM)
     if p.op == SUM:
         return lambda g: communicate(ALLREDUCE, g, total)
@@ -89,23 +89,22 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
 def _slope(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the derivative of a product or an extremum with respect to this rank's own entries."""
     if p.op == PROD:
-        # All ranks take the same branch: the result is the same on all of them, and traced on all or none. The quotient
-        # isn't used if it is differentiated again, since its derivative cancels if a factor is small.
+        # All ranks take the same branch: the result is the same on all of them, and traced on all or none. If it is traced,
+        # the quotient isn't used, since its derivative suffers from cancellation if a factor is small.
         if not isbox(ans) and settled(_divides, ans):
             return ans / x
         factors = mpi_allgather(x, comm=p.channel.user)
         others = concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
         return _product(others) if len(others) else anp.ones_like(getval(ans))
     y = getval(ans)
-    # Untraced, because the set of tied entries is constant almost everywhere.
     tied = (getval(x) == y).astype(y.dtype)
-    with np.errstate(invalid="ignore"):  # if y is NaN nothing is tied, and the derivative is 0/0
+    with np.errstate(invalid="ignore"):  # if y is NaN, no entry is tied, and the derivative is 0/0
         return tied / ALLREDUCE.run((tied,), p._replace(op=SUM))
 
 
 def _divides(y: Array) -> bool:
-    """Return whether a product can be divided by its factors."""
-    # A product nearer to zero may have lost digits among the subnormal numbers.
+    """Return whether a product can be divided by its factors without loss of precision."""
+    # Near zero, intermediate products may be subnormal numbers, which have fewer digits.
     safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
     condition = np.all((np.abs(y) > safe) & np.isfinite(y))
     arrays = arrays_of(condition)
@@ -113,7 +112,7 @@ def _divides(y: Array) -> bool:
 
 
 def _product(factors: Array) -> Any:
-    # Multiplied in pairs, so that derivatives of any order are right even with zeros.
+    # Multiplied in pairs, without division, so that derivatives of any order are right if factors are zero.
     while len(factors) > 1:
         half = len(factors) // 2
         odd = factors[2 * half :]

@@ -50,8 +50,8 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     shape = outgoing(getval(x), "mpi_alltoall").shape
     if shape[:1] != (used.size,):
         raise ValueError(
-            f"mpi_alltoall: the first axis of x must be the number of ranks, {used.size}, but x has "
-            f"shape {shape}. Reshape x to ({used.size}, ...), or pad it if its size isn't a multiple of {used.size}."
+            f"mpi_alltoall: the first axis of x must be the number of ranks, {used.size}, but x has shape {shape}. Reshape "
+            f"x to ({used.size}, ...), or pad it if its size isn't a multiple of {used.size}."
         )
     return communicate(ALLTOALL, x, Reduction(used, SUM))  # the operation is ignored
 
@@ -61,7 +61,7 @@ def _forward(x: Array, p: Reduction) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the transpose: the permutation swaps blocks (r, s) and (s, r), and is symmetric."""
+    """Return the transpose: a permutation that swaps the blocks (r, s) and (s, r) is symmetric."""
     return lambda g: communicate(ALLTOALL, g, p)
 
 

@@ -33,7 +33,7 @@ def _forward(x: None, p: Channel) -> None:
 
 
 def _adjoint(ans: None, x: None, p: Channel) -> Any:
-    """Return a barrier: steps after it in the program precede it in the reverse pass, on all ranks."""
+    """Return a barrier, which separates the same steps in the reverse pass."""
     return lambda g: communicate(BARRIER, None, p)
 
 

@@ -26,7 +26,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     -------
     array
         A new array with the shape and dtype of the root's `x`, equal on all ranks. It is on the host or device of this
-        rank's `x`. If this rank's `x` is None, it is on the host or on a device, as the root's `x` is.
+        rank's `x`, or, if that is None, of the kind of the root's.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     [0. 1. 2.]
     """
     used = channel(comm, "mpi_bcast")
-    # Without a spec, since only the root knows it, and sends it in a header.
+    # No spec: the root sends it in a header.
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 
@@ -61,7 +61,6 @@ def _forward(x: Array, p: Copying) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
     """Return the transpose of copying: the sum of the copies' cotangents on the root; zeros for templates."""
-    # A template may have another shape than the received array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Array) -> Any:
@@ -72,7 +71,7 @@ def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
 
 
 def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Any:
-    # All ranks know the spec by now, so that no header is needed.
+    # All ranks know the spec from `ans`, so that no header is needed.
     return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
 
 

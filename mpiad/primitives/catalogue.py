@@ -1,6 +1,6 @@
-"""All operations by name, and the types of their parameters other than the array.
+"""All operations, and the types of their parameters.
 
-An operation and its adjoint refer to each other from different files, so both are declared here.
+They are declared here because an operation and its adjoint refer to each other from different files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAIT = Operation("mpi_wait", point_to_point=True, halves=True)
 
 
 class Copying(NamedTuple):
-    """Parameters of a broadcast; `spec` is that of the array if all ranks know it."""
+    """Parameters of a broadcast; `spec` describes the array, or is None if only the root knows it."""
 
     channel: Channel
     root: int
@@ -53,17 +53,13 @@ class Reduction(NamedTuple):
 
 
 class Dividing(NamedTuple):
-    """The division of an array among the ranks.
-
-    `root`: the rank that holds the whole array, None if all ranks do. `axis`, `lengths`: the array is divided along the
-    axis into pieces of these lengths; None for one block per rank along the first axis. `spec`: that of this rank's piece.
-    """
+    """The division of an array among the ranks."""
 
     channel: Channel
-    root: int | None
-    axis: int | None
-    lengths: list[int]
-    spec: Spec
+    root: int | None  # the rank that holds the whole array; None if all ranks do
+    axis: int | None  # None for one block per rank along the first axis
+    lengths: list[int]  # of all ranks' pieces along the axis
+    spec: Spec  # of this rank's piece
 
 
 class Prefix(NamedTuple):

@@ -61,7 +61,6 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     if dtype is None:
         dtype = np.dtype(type(x) if isinstance(x, (int, float, complex)) else object)
     kind = dtype.kind
-    # The most common case; booleans are checked below.
     if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
@@ -88,10 +87,7 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
 def lengths_along(
     axis: int | None, counts: Sequence[int] | None, shape: tuple[int, ...], channel: Channel, call: str
 ) -> list[int]:
-    """Return each rank's length along `axis`, or 1 for each if `axis` is None.
-
-    Raise a ValueError if `counts` doesn't match the array, or, without `axis`, if the first axis isn't the number of ranks.
-    """
+    """Return each rank's length along `axis`, 1 without an axis; raise a ValueError if the array can't be divided so."""
     size = channel.size
     if axis is None:
         if counts is not None:
@@ -126,13 +122,13 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
     """Return this rank's piece, the axis as a nonnegative integer, and all ranks' lengths along it; collective.
 
-    Raise a TypeError or ValueError on all ranks, if a piece can't be sent, has no such axis, or doesn't match the others.
+    All ranks raise the error of a rank whose piece can't be sent, has no such axis, or doesn't match the others.
     """
     array, place, wrong = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)
         place = axis_of(axis, array.ndim, call)
-    except (TypeError, ValueError) as error:  # raised on all ranks below
+    except (TypeError, ValueError) as error:  # `lengths_of_all` raises it on all ranks
         wrong = error
     like = Spec(array.shape, array.dtype)
     return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)

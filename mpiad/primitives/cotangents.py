@@ -15,7 +15,6 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 def spec_like(x: Array) -> Spec:
     """Return shape, dtype and device of a value, which may be traced."""
-    # The most common case.
     if type(x) is np.ndarray or type(x) is np.float64:
         return Spec(x.shape, x.dtype)
     dtype = getattr(x, "dtype", None)
@@ -54,11 +53,11 @@ def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayM
         )
     if plain is g:
         return arrays.full(shape, g.real if dtype.kind != "c" else g, dtype)
-    # The product with an array of ones is traced if the number is.
+    # A product, because it is traced if the number is.
     return g * arrays.full(shape, 1, dtype)
 
 
 def tangent_of(x: Array, dx: Array) -> Any:
-    """Return the tangent of x in its shape and dtype; zeros if `dx` is None, since x isn't traced."""
+    """Return the tangent of x in the shape and dtype of x; zeros if `dx` is None."""
     spec = spec_like(x)
     return spec.zeros() if dx is None else conform(dx, *spec)

@@ -1,8 +1,4 @@
-"""Custom operators that communicate, as nodes of the ordered tape and of plain autograd.
-
-An operator is one node, which is recorded on every rank even if no input is traced, and always visited in the reverse pass.
-Its body runs on plain arrays without a current tape. `mpiad.extend` makes such operators and defines their derivatives.
-"""
+"""Operators of `mpiad.extend`, which communicate, as nodes of the ordered tape and of plain autograd."""
 
 from __future__ import annotations
 
@@ -77,7 +73,7 @@ class Communicating(Recorded):
         super().__init__(getattr(fun, "__name__", "operator"))
         self.fun = fun
         self.__doc__ = getattr(fun, "__doc__", None)
-        # Set by `defvjp` and `defjvp` of `extend`.
+        # Set by `mpiad.extend`.
         self.backward: Callable | None = None
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
@@ -91,16 +87,16 @@ class Communicating(Recorded):
         return f"<communicating operator {self.__name__}>"
 
     def run(self, args: tuple, params: dict[str, Any]) -> Any:
-        """Return the result for plain arrays."""
+        """Return the result for plain arrays, or record the call in a compiled program."""
         recorder = tracing.recorder
         return self.body(args, params) if recorder is None else recorder.operate(self, args, params)
 
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
-        # Read-only, since adjoints and the caller may refer to the same arrays.
+        # The function must not change arrays that an adjoint or the caller refers to.
         args = tuple([_read_only(arg) for arg in args])
         ans = self._as_one_node(args[0] if args else None, self.fun, *args, **kwargs)
-        # The body may return an argument, which is read-only; the result is a new array then.
+        # A read-only result is an argument of the function, and is copied.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
     def run_in_place(self, buffer: Array, *rest: Any) -> None:
@@ -126,7 +122,6 @@ class Communicating(Recorded):
 
         def vjp(g: Array) -> tuple:
             lead = spec_like(g).shape[: -ndim or None] if several else ()
-            # All rules run, even for arguments that aren't traced on this rank, since other ranks may wait for messages.
             return _parts(rule(g), argnums, args, self.__name__, lead)
 
         return vjp

@@ -67,24 +67,24 @@ def mpi_exchange(
 
 def _forward(x: Array, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
-    # Send and receive are active together, so that a ring of ranks doesn't deadlock.
+    # Send and receive are active at the same time; otherwise a ring of ranks would deadlock.
     if p.dest is not None and p.source is not None:
         return swap(array, p.dest, p.spec, p.source, "mpi_exchange")
     if p.dest is not None:
-        # A copy, because the call doesn't wait for completion, and the caller may overwrite x.
+        # A copy, because the call doesn't wait for the receiver, and the caller may overwrite x.
         send(private_copy(array, x), p.dest)
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_exchange")
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
-    # Both partners must be known: not at the ends of a chain, nor with a wildcard.
+    # Not at the ends of a chain of ranks, nor with a wildcard.
     if p.dest is None or p.source is None or p.source.number is None:
         return None
     return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
-    """Return the transpose of a permutation between ranks, its inverse: both directions are reversed."""
+    """Return the transpose of a permutation between ranks: its inverse, with both directions reversed."""
     reverse = Exchange(p.source and p.source.back(), spec_like(x), p.dest and p.dest.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 

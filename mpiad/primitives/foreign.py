@@ -1,9 +1,9 @@
 """Communication under plain `autograd.grad`, whose reverse pass doesn't preserve the order of the program.
 
-Point-to-point calls raise. Collectives are numbered, and an adjoint raises if it doesn't run in the reverse order: two
-ranks whose loss is written differently would otherwise combine different adjoints. A trace of autograd is recognized by its
-boxes, or, if no input is traced, by autograd's counter of traces, which then differs from the number of our tape. Autograd
-doesn't reset this counter after an exception, so the frames of the stack are searched, too.
+Point-to-point calls raise. Collectives are numbered, and their adjoints raise if they don't run in the reverse order:
+otherwise ranks could combine cotangents of different calls. If no input of a call is traced, a trace of autograd is
+recognized by autograd's counter of traces, which then differs from the number of our tape. Autograd doesn't reset this
+counter after an exception, so the frames of the stack are searched, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _sequence = _Sequence()
 
 def refuse_foreign_trace(tape: Any, call: str) -> None:
     """Raise if a trace of plain autograd is open inside the current tape."""
-    # If the counters agree, no other trace is open, and the search isn't necessary.
+    # If the numbers are equal, no other trace is open.
     if tracer.trace_stack.top != (-1 if tape is None else tape.number) and _trace_is_open(tape):
         raise_for_foreign(call)
 
@@ -50,10 +50,10 @@ def _trace_is_open(tape: object) -> bool:
     frame: Any = sys._getframe(1)
     foreign = tracer.trace.__code__
     while frame is not None:
-        # In forward mode, too: a receive, which has no traced input, wouldn't receive the tangent.
+        # Also in forward mode, since a receive, which has no traced input, would miss the tangent.
         if frame.f_code is foreign and type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode):
             return True
-        # Frames further out are outside of our tape.
+        # The frames that called this one are outside of our trace.
         if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
             return False
         frame = frame.f_back
@@ -61,10 +61,7 @@ def _trace_is_open(tape: object) -> bool:
 
 
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
-    """Return an adjoint that raises if plain autograd runs it out of order.
-
-    `level` is the number of the trace; the order is checked separately in each nested trace.
-    """
+    """Return an adjoint that raises if plain autograd runs it too early among those of the trace number `level`."""
     waiting = _sequence.waiting.setdefault(level, set())
     _sequence.last = number = _sequence.last + 1
     waiting.add(number)

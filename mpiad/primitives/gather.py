@@ -62,7 +62,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of collecting the pieces: each is sent back to its rank."""
+    """Return the transpose of collecting the pieces: the cotangent of each piece is sent to its rank."""
     return lambda g: communicate(SCATTER, g, p)
 
 

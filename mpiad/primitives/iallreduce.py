@@ -52,7 +52,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # An exception may leave it unfinished, and it raises under plain autograd, as messages do.
+    # Like a message, it may be unfinished after an exception, and raises under plain autograd.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 
@@ -65,12 +65,12 @@ def _forward(x: Array, p: Reduction) -> Request:
 
 
 def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Any:
-    """Return the transpose, a sum over all ranks. It is computed here because starts have the same order on all ranks."""
+    """Return the transpose, a sum over all ranks: in the adjoint of the start, since all ranks start in the same order."""
     cell, spec = ans.cell(level), ans.spec
 
     def vjp(g: None) -> Any:
         cotangent, cell.cotangent = cell.cotangent, None
-        # Also if nothing depends on the sum on this rank, since the sum of cotangents is collective.
+        # The sum is collective, so this rank takes part in it even if its cotangent is zero.
         return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)
 
     return vjp

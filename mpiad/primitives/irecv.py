@@ -71,7 +71,7 @@ def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
     cell = ans.cell(level)
 
     def vjp(g: None) -> None:
-        if cell.request is not None:  # there was no partner otherwise
+        if cell.request is not None:  # None without a partner
             communicate(WAIT, None, cell.request)
             cell.request = None
 

@@ -65,7 +65,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    # On the host the copy that is sent is also the value; for a device array it isn't.
+    # The copy that is sent is also the value on the host, but not on devices.
     value = result(array) if type(array) is np.ndarray else copied(array)
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 
@@ -77,7 +77,7 @@ def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
     def vjp(g: None) -> Any:
         request, here = cell.request, cell.cotangent
         cell.request = cell.cotangent = None
-        if request is None:  # there was no partner
+        if request is None:  # without a partner
             return here
         there = communicate(WAIT, None, request)
         return there if here is None else here + there

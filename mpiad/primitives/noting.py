@@ -1,4 +1,4 @@
-"""Recording of the user's line that calls an operation; switched on and off on request (see `transport.calls`)."""
+"""Recording of calls of operations, with the user's line, while it is requested (see `transport.calls`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _operations: WeakSet[Operation] = WeakSet()
 
 
 def note_forward(operation: Operation) -> None:
-    """Make an operation's forward function record its calls, while recording is requested."""
+    """Let an operation record its forward calls while recording is requested."""
     _operations.add(operation)
     if calls.is_noting():
         operation.forward = _noted_forward(operation)
@@ -32,7 +32,7 @@ def note_forward(operation: Operation) -> None:
 
 def _switch(on: bool) -> None:
     for operation in _operations:
-        # Functions are replaced, so that there is no overhead while recording is off.
+        # Functions are replaced to avoid any overhead while recording is off.
         operation.forward = _noted_forward(operation) if on else operation.bare
 
 
@@ -55,12 +55,12 @@ def _during(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any)
 
 
 def note_rules(kind: type[Recorded]) -> None:
-    """Make the adjoints and tangents of a class record their calls and the forward call's line, on request."""
+    """Let the adjoints and tangents of a class record their calls, with the line of the forward call, on request."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
     def noted_vjp(self: Recorded, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
         rule = vjp(self, ans, args, params, argnums, level)
-        # The forward call is on the stack at this time, unlike when the adjoint runs.
+        # Here the forward call is on the stack; it isn't when the adjoint runs.
         called, site = _recorded(self.__name__)
         return lambda g: _during(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 

@@ -1,14 +1,10 @@
 """Recording of communication on tapes: every communication is recorded, whether or not its input is traced.
 
-The reverse pass of a define-by-run tape visits only steps on which the loss depends. A rank whose loss doesn't use the
-array that it sent would then never receive the returned cotangent, and its partner would hang. So each trace of ours has a
-tape that is *current* while the function runs, and every communication is recorded on it, with its traced input as parent
-if it has one. Tapes are nested like traces: an operation is recorded on the innermost tape, and its value is computed with
-the next outer tape as the current one, and so on, down to plain arrays. Adjoint and tangent consist of the same operations,
-which are recorded on the tape that is current when they run. So higher orders need no further rules.
-
-`Operation` is one kind of communication; `communicate` applies it. The user's operators are recorded in the same way, by
-`apply`. The tapes themselves are in `differentiation`; `Tape` is the part of their interface that operations need.
+The reverse pass of plain autograd visits only steps on which the loss depends. A rank whose loss doesn't use the array that
+it sent would then never receive the cotangent, and its partner would hang. So each trace of ours has a tape that is
+*current* while the function runs, and every communication is recorded on it. In nested traces an operation is recorded on
+the innermost tape, while its value is computed with the next outer tape as the current one, and so on, down to plain
+arrays. Adjoints and tangents consist of the same operations, so derivatives of higher order need no further rules.
 """
 
 from __future__ import annotations
@@ -39,10 +35,10 @@ class Tape(Protocol):
     outer: Tape | None  # the tape that was current before
     channels: set[Used]  # channels on which the trace has communicated
     requests: dict[int, Any]  # requests started and not yet waited for, by identity
-    # Whether the tape records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent.
+    # Whether the tape records a product with a transposed Jacobian, and its only variable on all ranks is the cotangent.
     of_cotangents: bool
-    # The use of the record. "one": one reverse pass, immediately after the trace. "several": any number, by the library.
-    # "kept": any number, by the user, with any cotangents. "recorded": the same, and its reverse pass is recorded in turn.
+    # The reverse passes over the record. "one": one, immediately after the trace. "several": any number, by the library.
+    # "kept": any number, by the user, with any cotangents. "recorded": as "kept", and a reverse pass may be recorded, too.
     passes: str
 
     def communicated(
@@ -52,7 +48,7 @@ class Tape(Protocol):
 
 
 class VectorizedVjp:
-    """An adjoint that takes several cotangents along a first axis, and returns as many for each argument."""
+    """An adjoint that takes several cotangents along a first axis, and returns the same number for each argument."""
 
     __slots__ = ("_pull",)
 
@@ -67,12 +63,7 @@ class VectorizedVjp:
 class BatchedVjp:
     """The adjoint of a step whose reverse pass communicates several times; it runs once for all lanes.
 
-    Parameters
-    ----------
-    pull : callable
-        The adjoint as a function of one cotangent, as for any other node.
-    pull_all : callable
-        ``pull_all(lanes)`` returns the cotangents of the inputs for each of a number of lanes.
+    ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes.
     """
 
     __slots__ = ("_pull", "pull_all")
@@ -86,18 +77,18 @@ class BatchedVjp:
 
 
 class suspended:
-    """A context that replaces the current tape, by default by none: for bodies that are one node of it."""
+    """A context that replaces the current tape, by default by None: for functions that are one node of the tape."""
 
     __slots__ = ("_body", "_is_body", "_is_operator", "_kept", "_tape")
 
     def __init__(self, tape: Tape | None = None, body: bool = True, operator: bool = False):
-        # Exceptions of the library's own bodies, unlike those of operators, are raised on all ranks.
+        # The library's own functions raise their exceptions on all ranks, unlike the user's operators.
         self._tape, self._is_body, self._is_operator = tape, body, operator
 
     def __enter__(self) -> None:
         if self._is_body and tracing.recorder is not None:
             tracing.recorder.entered_body()
-        # Collects the channels of messages in the body, which no tape records.
+        # Collects the channels of messages that no tape records.
         self._kept, self._body = tracing.tape, tracing.channels
         tracing.tape, tracing.channels = self._tape, set()
 
@@ -114,10 +105,9 @@ class suspended:
 class Recorded:
     """A communication that is one node of a trace: an operation of the catalogue, or a user's operator.
 
-    - `several`: whether the adjoint takes several cotangents along leading axes, and returns as many.
-    - `point_to_point`: whether only two ranks take part; such operations raise under plain autograd.
-
-    Only array arguments are traced; `params` holds the other parameters.
+    - `several`: whether the adjoint takes and returns several cotangents, along leading axes.
+    - `point_to_point`: whether only two ranks take part, so that it raises under plain autograd.
+    - `params`: all arguments but the arrays.
     """
 
     several = point_to_point = False
@@ -129,7 +119,7 @@ class Recorded:
         primitive_jvps[self] = self._foreign_jvp
 
     def run(self, args: tuple, params: Any) -> Any:
-        """Return the result for plain arrays; tapes don't record it, but the trace of a compiled program does."""
+        """Return the result for plain arrays, or record the call in a compiled program."""
         raise NotImplementedError
 
     def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
@@ -143,8 +133,8 @@ class Recorded:
     def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
             raise_for_foreign(self.__name__)
-        # Autograd passes cotangents of any dtype, but communicated arrays must have the same dtype on all ranks. It also
-        # doesn't preserve the order of communication, so an adjoint that it runs too early raises.
+        # Autograd passes cotangents of any dtype and in any order. All ranks must send arrays of one dtype, and an adjoint
+        # that runs too early raises.
         vjp, spec = self.vjp(ans, args, kwargs["params"], argnums, kwargs["level"]), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, kwargs["level"])
 
@@ -155,11 +145,9 @@ class Recorded:
 class Operation(Recorded):
     """One kind of communication of one array: declared in `catalogue`, defined in the file of its public function.
 
-    - `name`: the public function that applies it.
     - `halves`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
-    - `prepared`: ``prepared(params, x, out)`` returns a function without arguments that communicates the fixed array x into
-      the fixed array out, for programs that run repeatedly; None if there is none. It doesn't report its calls to
-      debugging tools.
+    - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
+      arguments that communicates from array x into array out. It doesn't report its calls to debugging tools.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, halves: bool = False, several: bool = False):
@@ -181,7 +169,7 @@ class Operation(Recorded):
         note_forward(self)
 
     def run(self, args: tuple, params: Any) -> Any:
-        """Return the result for a plain array."""
+        """Return the result for a plain array, or record the call in a compiled program."""
         recorder = tracing.recorder
         return self.forward(args[0], params) if recorder is None else recorder.communicate(self, args[0], params)
 
@@ -208,11 +196,10 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     """Apply an operation, and record it on the current tape and the enclosing ones."""
     next(communications)
     tape = tracing.tape
-    # `point_to_point` has recorded the channels of point-to-point calls.
+    # The channels of point-to-point calls are recorded in `addresses`.
     used = tracing.channels if tape is None else tape.channels
     if used is not None and not operation.point_to_point:
         used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]
-    # Outside of all traces nothing is recorded.
     if tape is None and type(x) not in _box_types:
         return operation.run((x,), params)
     return apply(operation, tape, (x,), params)
@@ -230,7 +217,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
             argnums.append(k)
     if level < 0:
         return operator.run(args, params)
-    # Recursion with the next outer tape until all arrays are plain; the recording follows on return.
+    # Recursion with the next outer tape until all arrays are plain; then each tape records.
     inner, parents = list(args), []
     for k in argnums:
         parents.append(args[k]._node)
@@ -247,13 +234,12 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
 def _apply_above(
     operator: Recorded, tape: Tape | None, args: tuple, params: Any, argnums: list[int], parents: list[Any], level: int
 ) -> Any:
-    """Apply to values of a trace inside the current tape: one of plain autograd, or an ended one of ours."""
+    """Apply an operator to values of a trace with a higher number: plain autograd's, or an ended one of ours."""
     for parent in parents:
         refuse_suspended(parent, operator.__name__)
     ans = apply(operator, tape, args, params)
     node_type, is_array = type(parents[0]), hasattr(ans, "dtype")
-    # Values of an ended trace of ours are constants. In plain autograd a point-to-point operation gets a node, which
-    # raises.
+    # Values of an ended trace are constants. The node of a point-to-point operation in plain autograd raises.
     if node_type not in (VJPNode, JVPNode) or not (is_array or operator.point_to_point) or not differentiable(ans):
         return ans
     node = node_type(ans, operator, args, {"params": params, "level": level}, argnums, parents)
@@ -280,8 +266,7 @@ def refuse_suspended(node: object, call: str) -> None:
 
 
 def differentiable(ans: Array) -> bool:
-    """Return whether a result is recorded."""
-    # Results that aren't arrays (a request, the None of a barrier) are recorded, but not integers or requests for them.
+    """Return whether a result is recorded: not if it is an array of integers, or a request for one."""
     dtype = getattr(ans, "dtype", None)
     if dtype is None:
         spec = getattr(ans, "spec", None)

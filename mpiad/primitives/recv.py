@@ -67,7 +67,7 @@ def _adjoint(ans: Array, x: None, p: Receiving) -> Any:
     """Return the transpose of receiving: the cotangent is sent back to the sender."""
     if p.source is None:
         return lambda g: None
-    # After the message was received, `source` is the actual sender, also with a wildcard.
+    # With a wildcard, the receive has replaced `source` by the actual sender.
     sender = p.source.back()
 
     def vjp(g: Array) -> None:

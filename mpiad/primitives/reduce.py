@@ -20,8 +20,7 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     ----------
     x : array or number, the same shape and dtype on all ranks
     op : mpi4py operation
-        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any operation that MPI defines for them. Maximum and
-        minimum are NaN if any rank has NaN, as in NumPy.
+        As for `mpi_allreduce`.
     root : int
     comm : mpi4py intracommunicator, optional
 

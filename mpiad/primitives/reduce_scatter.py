@@ -67,7 +67,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose: each rank's array is a term of every piece, so it gets the cotangents of all pieces."""
+    """Return the transpose: each rank's array contributes to all pieces, and gets the cotangents of all of them."""
     return lambda g: communicate(ALLGATHER, g, p)
 
 

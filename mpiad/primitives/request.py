@@ -2,8 +2,7 @@
 
 Start and wait are separate nodes on the tape; the request itself isn't traced. In the reverse pass the wait comes first:
 its adjoint starts the message with the cotangent, and the adjoint of the start completes it, so that the message overlaps
-with computation. The state that both adjoints share is in a `Cell`, one for each nested trace, since each trace has its own
-reverse pass.
+with computation. A `Cell` holds the state that both adjoints share; each nested trace has its own.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from mpiad.transport.tracing import tracing
 
 
 def _by_lane(name: str, doc: str) -> Any:
-    """Return a property with a separate value in each lane of the reverse pass, initially None."""
+    """Return a property with a separate value for each of several simultaneous reverse passes, initially None."""
     return property(
         lambda cell: cell.left.get((name, tracing.lane)),
         lambda cell, value: cell.left.__setitem__((name, tracing.lane), value),
@@ -27,7 +26,7 @@ def _by_lane(name: str, doc: str) -> Any:
 
 
 class Cell:
-    """The state shared by the adjoint (or tangent) of a wait and that of its start, in each lane."""
+    """The state that the adjoints (or tangents) of a start and its wait share."""
 
     __slots__ = ("left",)
     cotangent = _by_lane("cotangent", "The cotangent of the result of the wait.")
@@ -38,15 +37,7 @@ class Cell:
 
 
 class Request:
-    """An active communication, which `mpi_wait` completes.
-
-    Attributes
-    ----------
-    call : str
-        The function that started it.
-    value : array or None
-        The array sent, or the buffer that is being filled.
-    """
+    """An active communication, which `mpi_wait` completes; `call`: the function that started it."""
 
     __slots__ = ("call", "cells", "channel", "done", "envelope", "handle", "spec", "tape", "value")
 
@@ -64,7 +55,7 @@ class Request:
         return self.cells.setdefault(level, Cell())
 
     def again(self) -> Request:
-        """Return a copy in the state after the start, for a second run of a function that waits for the request."""
+        """Return a copy in the state before the wait, for a second run of a function that waits for the request."""
         made = copy(self)
         made.done, made.tape, made.cells = False, None, {}
         return made
@@ -76,7 +67,7 @@ class Request:
 
 
 def started(request: Request) -> Request:
-    """Add a request to the current trace, which mustn't end before the request is waited for."""
+    """Add a request to the current trace, which checks at its end that the request was waited for."""
     request.tape = tracing.tape
     if request.tape is not None:
         request.tape.requests[id(request)] = request
@@ -84,11 +75,7 @@ def started(request: Request) -> Request:
 
 
 def claim(request: object, call: str) -> Request:
-    """Remove a request from its trace before it is completed, and return it.
-
-    Raise a TypeError if it isn't a request of this library; a RequestError if it was waited for before, or was started in
-    another trace.
-    """
+    """Remove a request from its trace, and return it; raise if it isn't a request, or can't be waited for here."""
     if not isinstance(request, Request):
         raise TypeError(
             f"{call}: expected a request of mpi_isend, mpi_irecv or mpi_iallreduce, but got {type(request).__name__}."

@@ -46,22 +46,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
 
 def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Add up the arrays of the ranks before this one.
-
-    Parameters
-    ----------
-    x : array or number, the same shape and dtype on all ranks
-    comm : mpi4py intracommunicator, optional
-
-    Returns
-    -------
-    array
-        Same shape and dtype as `x`: the sum over the ranks before this one; zeros on rank 0.
-
-    Raises
-    ------
-    TypeError
-        If `x` can't be sent.
+    """Add up the arrays of the ranks before this one; zeros on rank 0. Otherwise as `mpi_scan`.
 
     Ranks
     -----

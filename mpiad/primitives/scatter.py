@@ -70,11 +70,10 @@ def mpi_scatter(
 def _agreed(
     used: Channel, x: Array, root: int, axis: int | None, counts: Sequence[int] | None
 ) -> tuple[Spec, int, list[int]]:
-    """Broadcast the whole array's spec and its division to all ranks, or raise the root's error on all of them."""
+    """Broadcast the spec and the division of the root's array, or raise the root's error on all ranks."""
     lengths: list[int] = []
 
-    # Called on the root only.
-    def whole() -> Spec:
+    def whole() -> Spec:  # called on the root only
         array = outgoing(x, "mpi_scatter")
         place = axis_of(axis, array.ndim, "mpi_scatter")
         lengths.extend(lengths_along(place, counts, array.shape, used, "mpi_scatter"))
@@ -89,8 +88,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of scattering: the pieces are gathered on the root; zeros for templates on other ranks."""
-    # A template may have another shape than the root's array.
+    """Return the transpose of scattering: the cotangents are gathered on the root; zeros on other ranks."""
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Array) -> Any:

@@ -61,7 +61,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
 def _forward(x: Array, p: Envelope | None) -> Any:
     array = outgoing(x, "mpi_send")
     if p is not None:
-        # A copy, because the call doesn't wait for completion, and the caller may overwrite x.
+        # A copy, because the call doesn't wait for the receiver, and the caller may overwrite x.
         send(private_copy(array, x), p)
     return x if hasattr(x, "dtype") else array[()]
 

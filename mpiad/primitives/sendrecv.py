@@ -52,10 +52,10 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     """
     used = channel(comm, "mpi_sendrecv")
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
-    # Pairs are compared only in the first call: a program that confuses this call with MPI's does so from the start.
+    # In the first call only: a program that confuses this function with MPI's does so from the start.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    # Called on all ranks, not only on the pair: under plain autograd it raises, and then no rank waits for another.
+    # On all ranks, not only on the pair: under plain autograd it raises, and no rank may wait for another then.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
     if receiver == sender or receiver is None or sender is None:

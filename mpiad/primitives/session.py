@@ -98,10 +98,8 @@ def mpi_size(comm: Comm = None) -> int:
 
     Raises
     ------
-    TypeError
-        If `comm` isn't a communicator.
-    CommunicatorError
-        If it is freed, null or an intercommunicator; before the start and after the end of MPI.
+    TypeError, CommunicatorError
+        As `mpi_rank`.
 
     Examples
     --------

@@ -55,10 +55,8 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
     Raises
     ------
-    RequestError
-        If one was waited for before, or was started in another trace.
-    ValueError
-        If a message has another size than its template.
+    RequestError, ValueError
+        As `mpi_wait`.
 
     Ranks
     -----
@@ -78,10 +76,10 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
 
 def _forward(x: None, request: Request) -> Any:
-    # `done` is set here for requests of adjoints and tangents, for which `claim` isn't called.
+    # `claim` isn't called for requests of adjoints and tangents.
     handle: Any = request.handle
     request.done = True
-    request.handle = None  # frees its buffers even if the user keeps the request
+    request.handle = None  # frees the buffers even if the user keeps the request
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
     if isinstance(handle, Summation):
@@ -92,9 +90,9 @@ def _forward(x: None, request: Request) -> Any:
 
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the function that starts the communication of the cotangent; the adjoint of the start completes it."""
+    """Return the function that starts to communicate the cotangent; the adjoint of the start completes it."""
     cell, there = request.cell(level), request.envelope and request.envelope.back()
-    # Without a reference to the request, whose value would be kept until the reverse pass.
+    # No reference to the request, which would keep its value in memory until the reverse pass.
     kind, spec = request.call, request.spec
 
     def vjp(g: Array) -> None:
@@ -102,7 +100,7 @@ def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
         if kind == "mpi_irecv":
             cell.request = there and communicate(ISEND, g, there)
             return
-        # A sum isn't started here, since ranks may wait in different orders; the adjoint of its start computes it.
+        # The adjoint of a sum is computed by that of its start, since ranks may wait in different orders.
         cell.cotangent = g
         if there is not None:
             cell.request = communicate(IRECV, None, Receiving(spec, there))

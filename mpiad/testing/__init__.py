@@ -1,4 +1,4 @@
-"""Checks of derivatives, for users and for our own tests: collective, and independent of the code under test."""
+"""Checks of derivatives over all ranks, independent of the code that computes them."""
 
 from mpiad.testing.adjoint import AdjointError, check_adjoint
 from mpiad.testing.objective_description import ObjectiveReport, describe_objective

@@ -77,15 +77,14 @@ def check_adjoint(
     >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises if the adjoint isn't the transpose
     """
     used = channel(comm, "check_adjoint")
-    # Numbers differ between ranks; otherwise an adjoint that confuses ranks would pass.
+    # Each rank has other numbers; otherwise an adjoint that confuses ranks would pass.
     rng = np.random.default_rng((seed, used.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
-    # If A is linear, A(2x) = 2 A(x) holds exactly in binary arithmetic.
+    # For a linear A, A(2x) = 2 A(x) holds exactly in binary arithmetic.
     twice = linear_map(x + x)
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
-    # Exactly rounded sums need the host.
     x, y, y_bar, x_bar, twice = to_host((x, y, y_bar, x_bar, twice))
     sides, sizes, nonlinearity = _products(used, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
     eps = max(used.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
@@ -105,9 +104,9 @@ def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> 
     """Return both inner products, exactly rounded, the sum of absolute products, and the largest nonlinearity."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
     if not np.iscomplexobj(right[0]):
-        # The cotangent of a real x is real, so only the real parts of the inner products are equal.
+        # Since the cotangent of a real x is real, only the real parts of the inner products are equal.
         terms = [np.real(part) for part in terms]
-    # The products themselves are gathered, because each rank's partial sum would be rounded.
+    # All products are gathered, because partial sums of the ranks would be rounded.
     every = used.data.allgather((terms, nonlinearity))
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]

@@ -100,7 +100,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
-    # Traced on all ranks, even those without variables, since others wait for the adjoints of messages.
+    # Also on ranks without variables, since other ranks wait for the adjoints of messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
     kind, objective, factors, text = _classified(values, root)
@@ -124,7 +124,7 @@ def _values(traced: Traced, used: Channel) -> list:
 
 
 def _zeros_among(largest: list) -> str:
-    """Return a text on zeros among the gradients; empty if there is nothing to report."""
+    """Return a remark on gradients that are zero, or an empty string."""
     ranks = [rank for rank, entry in enumerate(largest) if entry != 0.0]
     if not ranks:
         return (

@@ -1,7 +1,4 @@
-"""The Taylor test: the convergence rate of the remainder shows whether a derivative is correct, at any scale.
-
-With the right gradient J(x + hv) − J(x) − h g·v shrinks like h², with a wrong one like h.
-"""
+"""The Taylor test: with the right gradient g the remainder J(x + hv) − J(x) − h g·v shrinks like h², otherwise like h."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class _Line:
         self.v = self._direction(seed)
 
     def _direction(self, seed: int) -> Any:
-        # The direction of a shared argument is the same on all ranks, since it is one variable.
+        # A shared argument is one variable, so all ranks have the same direction.
         rng = np.random.default_rng((seed, 0 if self.shared else self.used.rank))
         leaves, build = flatten(self.x)
         return build([noise_like(leaf, rng) if is_variable(leaf) else leaf for leaf in leaves])
@@ -71,7 +68,7 @@ class _Line:
     def along(self, g: Array) -> float:
         """Return the inner product of a gradient with the direction, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
-        # dJ = Re Σ g v, without conjugation, in autograd's convention.
+        # In autograd's convention dJ = Re Σ g v, without conjugation.
         mine = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
         return float(mine) if self.shared else sum(self.used.data.allgather(float(mine)))
 
@@ -144,7 +141,6 @@ def check_grads(
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
     value, gradient = line.gradient(line.x)
     steps = [step / 2**k for k in range(_HALVINGS)]
-    # `value_and_grad` combines the ranks' values into J according to the objective.
     values = [line.gradient(line.at(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:
@@ -167,8 +163,7 @@ def _first(line: _Line, gradient: Array, mode: str) -> float:
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
         return line.along(line.product(line.x, line.v))
-    # Reverse over reverse: the gradient of the sum over ranks of g·v. A shared g is the same on all ranks, so g·v is
-    # divided by their number.
+    # Reverse over reverse: the gradient of the sum of g·v over the ranks. For a shared g all terms are the same one.
     weight = 1.0 / line.used.size if line.shared else 1.0
 
     def slope(x: Array) -> Any:

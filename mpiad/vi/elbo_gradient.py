@@ -1,12 +1,11 @@
 """The gradient of E_q[loss] + w·KL(q‖prior) with respect to the variational parameters φ.
 
-It is computed from the model's values and gradients at draws. With θ = T(ε; φ), the pathwise gradient is the mean of
-(∂loss/∂θ)ᵀ ∂T/∂φ. The score-function gradient is the mean of (loss_s - b_s) ∂ log q(θ_s; φ)/∂φ, in which the baseline b_s
-is the mean of the other draws' losses (Kool et al., 2019).
+With draws θ = T(ε; φ), the pathwise gradient is the mean of (∂loss/∂θ)ᵀ ∂T/∂φ. The score-function gradient is the mean of
+(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ; the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
 
-KL is computed in closed form if there is one, or from the same draws as the mean of log q - log p. The estimator "path"
-omits the explicit dependence of log q on φ, whose gradient has mean zero. Then the noise of the gradient goes to zero as q
-approaches the exact posterior (Roeder, Wu and Duvenaud, 2017).
+KL is computed in closed form, or as the mean of log q - log p at the draws. The estimator "path" omits the explicit
+dependence of log q on φ, whose gradient has mean zero. Then the noise of the gradient vanishes as q approaches the exact
+posterior (Roeder, Wu and Duvenaud, 2017).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from mpiad.vi.prior import Prior
 
 
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
-    """Return whether KL(q‖prior) has a closed form: both are normal."""
-    # By type, since attributes of a user's class may have another meaning.
+    """Return whether KL(q‖prior) has a closed form: if both distributions are normal."""
+    # Not by attributes, which may have another meaning in a user's class.
     known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
     return known and prior.normal is not None
 
@@ -40,14 +39,14 @@ def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     center, inverse = prior.inverse.like(mean)
     # KL = ½ (tr(Σₚ⁻¹ Σ_q) + gapᵀ Σₚ⁻¹ gap - dim + log det Σₚ - log det Σ_q).
     gap = mean - center
-    log_volume = 2 * np.sum(params["log_sd"])  # for both families: exp(log_sd) is the diagonal of L
+    log_volume = 2 * np.sum(params["log_sd"])  # exp(log_sd) is the diagonal of L
     trace = np.sum(inverse * covariance)  # of the product, since both are symmetric
     log_volume_of_prior = float(numpy.linalg.slogdet(prior.normal[1])[1])
     return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(center) + log_volume_of_prior - log_volume)
 
 
 class Terms(NamedTuple):
-    """The parts of the objective at one epoch: the mean loss, and KL without its weight."""
+    """The terms of the objective in one epoch: the mean loss, and KL without its weight."""
 
     loss: float
     divergence: float
@@ -63,20 +62,17 @@ class Objective(NamedTuple):
     divergence: str  # {"closed", "draws", "path"}
 
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[Terms, Tree]:
-        """Return the objective's parts and the gradient of their weighted sum, in the structure of the parameters.
-
-        `noise` is on the device of the parameters; `found` is on the host.
-        """
+        """Return the objective's terms and its gradient; `noise` is on the parameters' device, `found` on the host."""
         leaves, build = flatten(params)
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         kept = found.kept
-        # Failed draws are excluded from both terms.
+        # Failed draws are excluded.
         noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
         parts: list[float] = []
 
         def surrogate(params: Tree) -> Array:
             """Return a number whose gradient is the estimator; store the value of KL in `parts`."""
-            # The same draws as before, as functions of the variational parameters.
+            # The same draws, as functions of the variational parameters.
             theta_of, log_q = self.posterior.draw(params, noise)
             divergence = self._divergence(params, theta_of, log_q)
             parts.append(float(to_host(stop_gradient(divergence))))
@@ -91,12 +87,11 @@ class Objective(NamedTuple):
     def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.kept], found.gradients[found.kept]
         if self.gradient == "pathwise":
-            # Linear in θ, with the model's gradients as constants, so that its derivative is the chain rule.
+            # Linear in θ, with the model's gradients as constants; its gradient is that of the chain rule.
             return np.sum(placed(gradients, stop_gradient(theta_of)) * theta_of) / len(values)
-        # Each draw's baseline is the mean of the other draws' losses; a single draw has none.
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
-        # The score is the derivative of log q with respect to φ at a fixed θ.
+        # The score is the derivative of log q with respect to φ at a constant θ.
         constant = stop_gradient(theta_of)
         return np.mean(placed(values - others, constant) * self.posterior.log_prob(params, constant))
 
@@ -104,7 +99,7 @@ class Objective(NamedTuple):
         if self.divergence == "closed":
             return closed_form(self.posterior, params, self.prior)
         if self.divergence == "path":
-            # With constant parameters, so that only the dependence through θ remains.
+            # With constant parameters, only the dependence through θ remains.
             log_q = self.posterior.log_prob(stop_gradient(params), theta_of)
         log_p = self.prior.log_prob(theta_of)
         wrong = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
@@ -115,7 +110,7 @@ class Objective(NamedTuple):
                 "Use a posterior within the prior's support (let the loss transform unbounded parameters), or a prior "
                 "without bounds."
             )
-        if wrong:  # at finite draws, so that the learning rate isn't the cause
+        if wrong:
             raise FloatingPointError(
                 f"VI: the prior's log density is NaN or infinite at {wrong} of {len(theta_of)} draws, which are finite. "
                 "Correct log_prob of the prior."

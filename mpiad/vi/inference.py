@@ -50,11 +50,10 @@ class Verdict(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The root's message to all ranks after the last epoch."""
+    """The root's message to all ranks after the last epoch, with arrays on the host."""
 
-    # `params`, `best`: the reported parameters, and those with the lowest objective; on the host.
-    params: Tree
-    best: Tree
+    params: Tree  # reported
+    best: Tree  # of the epoch with the lowest objective
     on_device: bool  # whether they are on a device on the root
     history: dict[str, list]
     epochs: int
@@ -65,10 +64,8 @@ class Ended(NamedTuple):
 class Training:
     """The state of a fit, on the root: variational parameters and their history.
 
-    - `params`: initial variational parameters, on the host or a device.
-    - `patience`: number of epochs without improvement after which the run ends.
-    - `average`: whether the average over the last epochs is reported, or the parameters after the last one.
-    - `failure`: the exception that ended the run, or None.
+    `patience`: number of epochs without improvement after which the run ends. `average`: whether the average over the last
+    epochs is reported. `failure`: the exception that ended the run, or None.
     """
 
     def __init__(
@@ -94,8 +91,7 @@ class Training:
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
         """Return noise, on the device of the parameters, and the draws computed from it, on the host.
 
-        An exception is stored, and the draws are NaN then, since the other ranks already wait for their share. `learn`
-        checks whether draws are finite.
+        After an exception, which is stored, the draws are NaN, since the other ranks wait for their share.
         """
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
@@ -114,7 +110,7 @@ class Training:
         return noise, theta
 
     def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
-        """Make an update, or store the exception or message that ends the run."""
+        """Make an update, or store the reason why the run ends."""
         if self.failure is not None:
             return
         try:
@@ -148,7 +144,7 @@ class Training:
         row = (value, terms.loss, terms.divergence, found.raised + found.not_finite, time.perf_counter() - self._start)
         for column, entry in zip(self.history.values(), row):
             column.append(entry)
-        # The value belongs to the parameters before this epoch's update.
+        # `value` is that of the parameters before the update.
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
@@ -187,14 +183,13 @@ class Average:
 
     At a constant learning rate the noise of the draws keeps the parameters from converging, and the mean of many epochs is
     closer to the optimum than any single one (Polyak and Juditsky, 1992; for variational inference, Dhaka et al., 2020).
-    The first epochs are far from the optimum and must get small weights. So after epoch k the average moves towards the
-    newest parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η ("polynomial-decay averaging",
-    Shamir and Zhang, 2013). It stores one copy of the parameters, and needn't know the number of epochs.
+    The first epochs, far from the optimum, must have small weights. So after epoch k the average moves towards the newest
+    parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η ("polynomial-decay averaging", Shamir
+    and Zhang, 2013). This takes one copy of the parameters and doesn't depend on the number n of epochs. For η = 8 mean age
+    and variance are those of the plain mean of the last fifth of the epochs: the mean age is n / (η + 2) = n / 10, and the
+    sum of the squared weights (η + 1)² / (2η + 1) / n ≈ 5 / n.
 
-    With η = 8 it has the mean age and the variance of the plain mean of the last fifth of the n epochs: the mean age of the
-    weights is n / (η + 2) = n / 10, and the sum of their squares is (η + 1)² / (2η + 1) / n ≈ 5 / n.
-
-    `params`: the average, on the device of the parameters. Leaves that aren't floats are the newest ones.
+    `params`: the average; leaves that aren't floats are the newest ones.
     """
 
     def __init__(self) -> None:
@@ -202,7 +197,7 @@ class Average:
         self._count = 0
 
     def add(self, params: Tree) -> None:
-        """Update the average with new parameters, which may be overwritten afterwards."""
+        """Update the average; the parameters may be overwritten afterwards."""
         self._count += 1
         if self._count == 1:
             self.params = _copied(params)
@@ -222,11 +217,10 @@ def _copied(params: Tree) -> Tree:
 
 
 def _all_finite(params: Tree) -> bool:
-    """Return whether all variational parameters are finite."""
     flags: list[Any] = [np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]
     there = [flag for flag in flags if is_device_array(flag)]
     here = all(bool(flag) for flag in flags if not is_device_array(flag))
-    # One flag for all leaves on a device, since each copy to the host waits.
+    # One flag for all leaves on a device, since each copy to the host waits for the device.
     return here and (not there or bool(to_host(np.all(np.stack(there)))))
 
 
@@ -389,24 +383,21 @@ class VI:
         model = Model(self.loss, data, self.gradient == "pathwise", _device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
-        # All ranks raise the exceptions of the root's set-up, such as those of a user's posterior or optimizer.
         with raising_together(used, Exception):
             if used.rank == root:
-                # default_rng(seed) would be the generator of [seed, 0], which makes the noise of epoch 0.
+                # default_rng(seed) would be the generator of epoch 0.
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
                 _require_one_place(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
-        # The run isn't recorded in an enclosing trace.
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
-        # No epoch has this number, so that these draws are independent of those of the epochs. All ranks make the same
-        # ones.
+        # No epoch has this number, so these draws are independent of the fit. All ranks make the same draws.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
-        # The root's are unchanged; other ranks copy them to the device of their model, if it has one.
+        # The root keeps its own arrays; other ranks copy them to the device of their model, if it has one.
         kept = model.to_device(ended.params, ended.best) if ended.on_device else (ended.params, ended.best)
         found, best = kept if training is None else training.found
         return VIResult(
@@ -417,7 +408,6 @@ class VI:
         for epoch in range(n_epochs):
             noise = theta = None
             if training is not None:
-                # Seeded by seed and epoch only, so that the fit doesn't depend on the number of ranks.
                 with used.evaluating("an update of VI"):
                     noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
             if self.schedule == "dynamic":
@@ -430,10 +420,9 @@ class VI:
                 if bar is not None:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
                     bar.update()
-            # The root decides whether another epoch follows.
             verdict = used.data.bcast(None if training is None else training.verdict, root)
             if verdict.error is not None:
-                # The root raises the exception itself, which the others may only have as a RuntimeError.
+                # The root raises the original exception, which can't always be sent.
                 self._fail(used, model, verdict.error if training is None or training.failure is None else training.failure)
             if verdict.ends:
                 break
@@ -460,7 +449,7 @@ class VI:
                 _require_count(patience, "max_epochs_without_improvement")
             if not isinstance(average, bool):
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
-        # These arguments determine the collective calls, and the samples that each rank makes.
+        # These arguments determine the collective calls and the draws.
         names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "seed", "root", "devices")
         given = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
         given |= {"n_epochs": n_epochs, "n_samples": n_samples, "average": average}
@@ -502,9 +491,9 @@ class VI:
         with raising_together(used):
             _require_count(n_samples, "n_samples")
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
-        # A generator that neither an epoch nor the result's samples use.
+        # Another generator than those of epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
-        # On the host, so that results are the same on all ranks, whatever devices they have.
+        # On the host, so that results are the same on all ranks.
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
         model = Model(self.loss, data, False, _device_of(self.devices, used, "VI.elbo"))
         with restoring_state(), suspended():
@@ -562,8 +551,7 @@ def _require_one_place(params: Tree, device: int | None, call: str) -> None:
 def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
     """Make this rank's GPU the current device; return its number, None for the CPU; collective.
 
-    `names` are "cpu", "cuda:0" and so on, one per rank. Raise a TypeError or ValueError on all ranks if their number is
-    wrong, or if a rank doesn't have its device.
+    `names` are "cpu", "cuda:0" and so on, one per rank. All ranks raise if a name is invalid, or a rank lacks its device.
     """
     if names is None:
         return None

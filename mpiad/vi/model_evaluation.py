@@ -29,17 +29,15 @@ class Evaluations(NamedTuple):
     values: Array  # shape (S,)
     gradients: Array  # shape (S, dim)
     kept: Array  # bool, shape (S,); False for draws that failed
-    # `raised`, `not_finite`: the numbers of failed draws, by reason.
-    raised: int
-    not_finite: int
+    raised: int  # number of draws at which the model raised
+    not_finite: int  # number of draws at which it wasn't finite
 
 
 class Model:
-    """The user's loss, evaluated draw by draw; it stores the first exception that was raised on this rank.
+    """The user's loss, evaluated draw by draw; `trace` is the traceback of the first exception on this rank.
 
-    - `loss`: ``loss(theta, data)``.
-    - `differentiated`: whether gradients with respect to theta are computed.
-    - `device`: the GPU to which this rank's draws are copied; by default that of `data`, or none if `data` is on the host.
+    `differentiated`: whether gradients with respect to theta are computed. `device`: the GPU to which draws are copied; by
+    default the device of `data`.
     """
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
@@ -61,13 +59,12 @@ class Model:
             return row
         try:
             with restoring_state(), suspended():
-                # A copy, because on the root this may be a view of the draws, which the update needs.
+                # A copy, because the loss might overwrite the draws, which the update needs.
                 row[0], row[2:] = self._evaluated(np.array(theta))
-        except Exception as error:  # noqa: BLE001  an exception of the model only discards the draw
+        except Exception as error:  # noqa: BLE001  it discards the draw
             self.trace = self.trace or "".join(traceback.format_exception(error))
             row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
             return row
-        # A draw is discarded if its value or any entry of its gradient isn't finite.
         if not np.isfinite(row).all():
             row[:] = 0.0
             row[1] = _NOT_FINITE
@@ -115,9 +112,9 @@ def _plain_number(value: object) -> float:
 
 
 def sorted_out(rows: Array) -> Evaluations:
-    """Return the evaluations from the rows of all draws."""
+    """Return the evaluations, given the rows of all draws."""
     status = rows[:, 1]
-    # Communication in the model is an error of the program, so all draws are discarded.
+    # Communication in the model is an error of the program: all draws are discarded.
     if (status == _COMMUNICATED).any():
         status = np.full(len(rows), _RAISED)
     return Evaluations(

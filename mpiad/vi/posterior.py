@@ -11,13 +11,7 @@ from mpiad._typing import Array, Tree
 
 
 class Posterior(Protocol):
-    """A family of distributions over parameters θ, given by variational parameters: any pytree of arrays.
-
-    Attributes
-    ----------
-    dim : int
-        The number of entries of θ.
-    """
+    """A family of distributions of parameters θ of shape (dim,); the variational parameters are any pytree of arrays."""
 
     dim: int
 
@@ -60,8 +54,7 @@ class _Gaussian:
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
-    """Return log densities of points, given the noise from which they are computed."""
-    # log N(ε; 0, I) minus the log determinant of L, which is the sum of log_sd.
+    """Return the log densities of draws, given their noise: log N(ε; 0, I) minus the log determinant of L."""
     return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 
 

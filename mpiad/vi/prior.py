@@ -17,8 +17,8 @@ from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
 from mpiad.vi.posterior import LOG_2PI
 
-# Step of a central difference, in units of the distribution's scale: the cube root of float64's precision, which balances
-# truncation (step²) and rounding (precision / step).
+# Step of a central difference, in units of the distribution's scale: the cube root of the machine epsilon, which balances
+# the errors of truncation (step²) and rounding (epsilon / step).
 _STEP = 6e-6
 # Maximum step, in units of the distance from an end of the support.
 _NEAR_END = 1e-4
@@ -73,10 +73,9 @@ class Prior:
                 )
 
     def log_prob(self, theta: Array) -> Array:
-        """Return the log densities of points of shape (S, dim); differentiable with respect to them.
+        """Return the log densities of points of shape (S, dim), on their device; differentiable with respect to them.
 
-        The result is on the device of the points. Densities other than normal ones are computed on the host by SciPy, and
-        have first derivatives only, by differences.
+        Densities other than normal ones are computed on the host by SciPy, and have first derivatives only, by differences.
         """
         if self.joint is not None:
             mean, factor = self._joint_terms.like(theta)
@@ -143,7 +142,7 @@ def _frozen(one: object) -> Any:
 
 
 def _for_each(one: Any, dim: int) -> list[Any]:
-    """Return a distribution for each parameter, given one whose arguments may be arrays with an entry per parameter."""
+    """Return a distribution for each parameter, given one whose arguments may be arrays."""
     lengths = [len(numpy.ravel(value)) for value in (*one.args, *one.kwds.values()) if numpy.ndim(value)]
     count = max(lengths, default=dim)
     columns = [numpy.broadcast_to(value, (count,)) for value in one.args]
@@ -159,7 +158,7 @@ def _log_density(x: Array, one: Any) -> Array:
 @primitive
 def _slope(x: Array, one: Any) -> Array:
     """Return the derivative of a log density by central differences; NaN outside of the support."""
-    scale = float(one.ppf(0.75) - one.ppf(0.25))  # unlike the standard deviation, always finite
+    scale = float(one.ppf(0.75) - one.ppf(0.25))  # always finite, unlike the standard deviation
     low, high = one.support()
     # Near an end of the support the log density may be steep.
     step = numpy.minimum(_STEP * scale, _NEAR_END * numpy.minimum(x - low, high - x))

@@ -1,15 +1,12 @@
-"""Local adjoints and tangents that the node types look up before autograd's own.
+"""Adjoints and tangents of NumPy functions, which the nodes of our traces prefer to autograd's own.
 
-Autograd's rules are often slow: the adjoint of a slice uses `np.add.at`, that of `x**2` computes
-`x ** where(2, 1, 1.0)`, and every broadcasting operation inspects its operands at each call. Some are wrong, or
-raise, for unsupported axes, shapes or complex numbers; tests/derivative_sweep.py compares all of them.
-The rules here are optimized for plain arrays. Their arguments may also be traced values of an outer
-differentiation; then they use operators and traced functions only, so that they can be differentiated again.
+Autograd's rules are often slow: the adjoint of a slice uses `np.add.at`, that of `x**2` computes `x ** where(2, 1, 1.0)`.
+Some are wrong or raise for some axes, shapes or complex numbers; tests/derivative_sweep.py compares all of them. The rules
+here are fast for plain arrays. For values of an outer trace they use traced functions, and can be differentiated again.
 
-A rule follows autograd's protocol: `vjpmaker(argnums, ans, args, kwargs) -> vjp` with `vjp(g) -> cotangents`,
-one for each argnum, and `jvpmaker(argnums, gs, ans, args, kwargs) -> tangent`. A cotangent may also be None,
-which adds nothing, or a `Scatter`; `accumulate` sums them. Arguments that a rule doesn't know go to
-autograd's own rule. Nothing in autograd is changed: these tables affect only their users.
+A rule has autograd's signature: `vjpmaker(argnums, ans, args, kwargs)` returns a function from the cotangent of the result
+to those of the arguments `argnums`; `jvpmaker(argnums, gs, ans, args, kwargs)` returns the tangent. A cotangent may be None
+for zero, or a `Scatter`. For arguments that a rule doesn't support it calls autograd's own rule.
 """
 
 from __future__ import annotations

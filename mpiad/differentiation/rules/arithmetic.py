@@ -25,7 +25,7 @@ from mpiad.differentiation.rules.protocol import (
 
 def _sum_vjp(fun: Primitive, negated: bool, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass the cotangent of a sum or a difference to its terms, `negated` to the second."""
-    # With `where` or `out` it isn't a plain sum, and autograd's rule applies. The same holds for all rules below.
+    # With `where` or `out` autograd's rule applies, here and in all rules below.
     if kwargs or len(args) != 2:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
     if len(argnums) == 2:
@@ -49,7 +49,7 @@ def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     if len(argnums) == 2:
         fit_x, fit_y = fitting(x, ans), fitting(y, ans)
         if fit_x is None and fit_y is None:
-            # Both arguments may be the same value; each gets its cotangent, from one product.
+            # For x² both cotangents are one product.
             return (lambda g: two_unchanged(g * x)) if x is y else lambda g: (g * y, g * x)
         return lambda g: (_fitted(fit_x, g * y), _fitted(fit_y, g * x))
     if argnums[0] == 0:
@@ -63,7 +63,7 @@ def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Divide the cotangent of a quotient by the denominator, whose cotangent is that times the negated quotient."""
+    """Return g / y for the numerator, and -(g / y)(x / y) for the denominator y."""
     if kwargs or len(args) != 2:
         return inherited_vjp(anp.divide, argnums, ans, args, kwargs)
     x, y = args
@@ -76,9 +76,8 @@ def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     fit_x = fitting(x, ans)
 
     def vjp(g: Array) -> tuple[Array, Array]:
-        # -g x / y² is -(g / y)(x / y): the quotient is known, and one division serves both.
-        of_numerator = g / y
-        return _fitted(fit_x, of_numerator), _fitted(fit_y, -(of_numerator * ans))
+        ratio = g / y
+        return _fitted(fit_x, ratio), _fitted(fit_y, -(ratio * ans))
 
     return vjp
 
@@ -92,19 +91,18 @@ def _fitted(fit: Function | None, g: Array) -> Array:
 
 
 def _times_minus(t: Array, factor: Array) -> Array:
-    """Return minus the product; overwrite `t`, a temporary, if dtype and shape fit."""
+    """Return minus the product, in the memory of `t` if possible."""
     if type(t) is type(factor) is np.ndarray and t.dtype == factor.dtype and t.shape == factor.shape:
         return np.negative(np.multiply(t, factor, t), t)
     return -(t * factor)
 
 
 class Tangent(NamedTuple):
-    """The tangent of a result z of x and y."""
+    """The tangent of a result z of x and y: of x alone, of y alone, or of both."""
 
-    # `first`, `second`: ``first(g, x, y, z)`` with the tangent of x alone, ``second`` with that of y.
     first: Callable[[Any, Any, Any, Any], Any]
     second: Callable[[Any, Any, Any, Any], Any]
-    both: Callable[[Any, Any, Any, Any, Any], Any]  # ``both(g, h, x, y, z)``
+    both: Callable[[Any, Any, Any, Any, Any], Any]
 
 
 ADD = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(g, z), lambda g, h, x, y, z: g + h)

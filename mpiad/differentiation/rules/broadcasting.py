@@ -1,11 +1,8 @@
 """Fit a cotangent of the result of a broadcasting operation to one of its operands.
 
-If operand and result have the same shape and dtype, the most common case, `fitting` returns None (unchanged), and the
-reverse pass has nothing to do. Otherwise the cotangent is summed over the repeated axes, loses its imaginary part if
-the operand is real, and is cast to the operand's precision.
-
-A number on the host may be an operand together with a device array: it is passed with the call. Its cotangent is one
-number on the device, and is copied to the host.
+The cotangent is summed over the axes along which the operand was repeated. If the operand is real, the imaginary part is
+dropped. Then the cotangent is cast to the operand's precision. A number on the host may be an operand together with a
+device array; its cotangent is copied to the host.
 """
 
 from __future__ import annotations
@@ -25,11 +22,8 @@ _ndarray, _float64 = np.ndarray, np.float64
 
 
 def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
-    """Return the map from cotangents of `ans` to cotangents of `operand`, None for the identity.
-
-    It is linear, the transpose of broadcasting `operand` to the shape of `ans`; both may be traced.
-    """
-    # In most cases the identity, and called at every operation: so the most common types first.
+    """Return the transpose of broadcasting `operand` to the shape of `ans`, None for the identity; both may be traced."""
+    # The most common cases first, since every operation calls this function.
     kind = type(operand)
     if kind is _ndarray:
         if operand.shape == ans.shape and operand.dtype == ans.dtype:
@@ -54,8 +48,7 @@ def _general_fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | N
     lead = len(full) - len(shape)
     stretched = [lead + i for i, n in enumerate(shape) if n == 1 and full[lead + i] != 1]
     axes = (*range(lead), *stretched)
-    # A Python number is real or complex, but has no precision of its own.
-    dtype = getattr(operand, "dtype", None)
+    dtype = getattr(operand, "dtype", None)  # None for a Python number
     becomes_real = ans.dtype.kind == "c" and not np.iscomplexobj(operand)
     if dtype == ans.dtype:
         dtype = None
@@ -68,20 +61,20 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
     traced = type(g) in BOX_TYPES
     space = anp if traced else np
     if axes:
-        # The sum of all elements is by far the quickest of the sums.
+        # The sum of all elements is by far the fastest.
         g = space.sum(g, axis=axes) if shape else space.sum(g)
         if g.shape != shape:
             g = space.reshape(g, shape)
     if becomes_real:
         g = space.real(g)
-    # Autograd's cast has no tangent, so a traced cotangent keeps the precision of the result, as in autograd.
+    # A traced cotangent keeps its precision, since autograd's cast has no tangent.
     if dtype is not None and not traced and dtype.kind == np.result_type(g).kind:
         g = g.astype(dtype) if hasattr(g, "astype") else dtype.type(g)  # a Python number
     return g
 
 
 def widened(tangent: Array, ans: Array) -> Array:
-    """Broadcast the tangent of one operand of a sum to the shape of the sum `ans`; both may be traced."""
+    """Broadcast the tangent of a summand to the shape of the sum `ans`; both may be traced."""
     value = getval(tangent)
     if type(value) is _ndarray and value.shape == ans.shape and value.dtype == ans.dtype:
         return tangent

@@ -17,14 +17,14 @@ def arrays_like(x: Array) -> Any:
 
 
 def identity(like: Array, rows: int, columns: int | None = None, k: int = 0) -> Array:
-    """Return a matrix of ones on its k-th diagonal, shape (rows, columns), of the real dtype of another array."""
+    """Return a matrix with ones on the k-th diagonal, shape (rows, columns), in the real dtype of another array."""
     arrays = arrays_like(like)
     i, j = arrays.arange(rows)[:, None], arrays.arange(rows if columns is None else columns)[None, :]
     return (j - i == k).astype(_real(like))
 
 
 def lower_triangle(like: Array, n: int) -> Array:
-    """Return a square matrix of ones below its diagonal, shape (n, n), of the real dtype of another array."""
+    """Return a matrix with ones below the diagonal, shape (n, n), in the real dtype of another array."""
     places = arrays_like(like).arange(n)
     return (places[None, :] < places[:, None]).astype(_real(like))
 

@@ -1,7 +1,7 @@
 """Einstein's summation, by subscripts in a string.
 
-For an index that occurs in one operand only, autograd's rule makes an array of ones of NumPy's. If an operand of length
-one is broadcast along an axis, the cotangents of the others have length one there, too, and their tangents are wrong.
+Autograd's rule fails for device arrays if an index occurs in one operand only, and is wrong if an operand has length one
+along an axis and another operand is longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp, re
 
 
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the product of cotangent and other operands over the indices that the operand lacks."""
+    """Multiply the cotangent by the other operands, and sum over the indices that the operand doesn't have."""
     if not isinstance(args[0], str):
         return inherited_vjp(anp.einsum, argnums, ans, args, kwargs)
     operands = args[1:]
@@ -32,7 +32,7 @@ def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Arr
         raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {mine!r}: take its diagonal first")
     others = [operand for j, operand in enumerate(operands) if j != k]
     subscripts = [letters for j, letters in enumerate(inputs) if j != k]
-    # An index that occurs in no other operand, nor in the result, was summed over: the cotangent is constant along it.
+    # Along an index that occurs neither in the result nor in another operand, the cotangent is constant.
     known = set(out).union(*subscripts)
     kept = "".join(letter for letter in mine if letter in known)
     part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
@@ -50,7 +50,6 @@ def letters_of(subscripts: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     inputs, longest = [], ""
     for part, rank in zip(left.split(","), ranks):
         count = rank - len(part.replace("...", ""))
-        # Counted from the last axis, as in broadcasting.
         those = dots[len(dots) - count :] if "..." in part else ""
         longest = max(longest, those, key=len)
         inputs.append(part.replace("...", those))

@@ -1,4 +1,4 @@
-"""Functions of one array, element by element: autograd's formulas with less overhead, which dominates at small arrays."""
+"""Elementwise functions of one array: autograd's formulas with less overhead, which dominates for small arrays."""
 
 from __future__ import annotations
 

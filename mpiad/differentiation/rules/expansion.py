@@ -1,4 +1,4 @@
-"""The transpose of a sum over axes: a cotangent broadcast along them, without forming the dense array."""
+"""The transpose of a sum over axes: the cotangent is repeated along these axes, if possible as a view."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
-    """Return whether a rule for a reduction supports all arguments of a call: array, maybe axis, and keywords of `names`.
+    """Return whether the arguments of a reduction are an array, optionally the axis, and keywords in `names`.
 
-    NumPy's own functions pass `out=None` if they are called with a traced value.
+    NumPy's own functions pass `out=None`, too, if they are called with a traced value.
     """
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 
@@ -26,8 +26,8 @@ def axis_of(args: tuple, kwargs: dict) -> Any:
 
 
 def kept_shape(shape: Shape, axis: Axis) -> Shape:
-    """Return the shape of a reduction with `keepdims=True`; None reduces all axes, negative ones count from the last."""
-    if axis is None or not shape:  # NumPy takes a number for an array with axes 0 and -1
+    """Return the shape of a reduction with `keepdims=True`."""
+    if axis is None or not shape:  # NumPy allows the axes 0 and -1 of a number
         return (1,) * len(shape)
     kept = list(shape)
     for i in axis if isinstance(axis, tuple) else (axis,):
@@ -36,9 +36,9 @@ def kept_shape(shape: Shape, axis: Axis) -> Shape:
 
 
 def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
-    """Repeat a cotangent to a shape; untraced, the result is a read-only view with strides of zero.
+    """Repeat the cotangent of a reduction, whose shape with `keepdims=True` is `kept`; a complex one remains complex.
 
-    The reduction with `keepdims=True` has the shape `kept`. A complex cotangent stays complex, whatever the dtype.
+    The result is traced if g is; otherwise it is a read-only view with strides of zero.
     """
     if type(g) in BOX_TYPES:
         return expand(g, shape, kept)
@@ -59,16 +59,16 @@ def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
 
 
 def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
-    """Repeat a cotangent that is one number, maybe traced, like `spread`."""
+    """Repeat a cotangent that is one number, as `spread` does."""
     if type(g) is np.float64 and dtype == np.float64:
-        # A read-only view of a NumPy number, which lives as long as the view.
+        # A read-only view of the number.
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
     return spread(g, shape, (1,) * len(shape), dtype)
 
 
 @primitive
 def expand(g: Array, shape: Shape, kept: Shape) -> Array:
-    """Repeat a traced cotangent to a shape; the reduction with `keepdims=True` has the shape `kept`."""
+    """Repeat the traced cotangent of a reduction, whose shape with `keepdims=True` is `kept`."""
     return np.broadcast_to(np.reshape(g, kept), shape)
 
 

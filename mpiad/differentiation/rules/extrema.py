@@ -1,4 +1,4 @@
-"""Maxima and minima, over axes and of two arrays, and bounds; ties share the cotangent equally, as in autograd."""
+"""Maxima and minima over axes, and bounds; elements that tie share the cotangent equally, as in autograd."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _is_supported(args: tuple, kwargs: dict) -> bool:
 
 
 def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return each element's share of the cotangent of the extremum to which it contributed."""
+    """Return the factor from the cotangent of an extremum to that of each element: 1/n for n tied elements, else 0."""
     x, where = getval(args[0]), kwargs.get("where", True)
     extrema = np.reshape(getval(ans), kept_shape(x.shape, axis_of(args, kwargs)))
     hits = x == extrema
@@ -43,8 +43,7 @@ def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
     else:
         axes = tuple(i for i, (n, k) in enumerate(zip(x.shape, extrema.shape)) if n != k)
         counts = np.sum(hits, axis=axes, keepdims=True, dtype=dtype)
-    # With `initial` the extremum may not be an element. Otherwise an extremum that equals no element is NaN, and so is the
-    # gradient, as in autograd.
+    # If no element equals the extremum, the extremum is `initial` or NaN. For NaN the gradient is NaN, as in autograd.
     return hits / (np.maximum(counts, 1) if "initial" in kwargs else counts)
 
 
@@ -65,13 +64,13 @@ def _extremum_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 
 def clip_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent at elements within the bounds, as autograd does; derivatives of the bounds aren't supported."""
+    """Pass on the cotangents of elements within the bounds; derivatives with respect to the bounds aren't supported."""
     inside = _inside(argnums, ans, args, kwargs)
     return lambda g: (fitted(g if inside is None else g * inside, args[0]),)
 
 
 def clip_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Pass the tangent at elements within the bounds."""
+    """Pass on the tangents of elements within the bounds."""
     inside = _inside(argnums, ans, args, kwargs)
     return widened(gs[0] if inside is None else gs[0] * inside, ans)
 

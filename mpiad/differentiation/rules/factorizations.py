@@ -1,7 +1,7 @@
-"""Factors and inverses of matrices, norms, traces, singular values: for matrices on the host and on devices.
+"""Factorizations and inverses of matrices, norms, traces and singular values, on the host and on devices.
 
-A complex matrix has complex cotangents g, paired with a change dx as Re Σ g dx, without a conjugate; hence the formulas
-differ from those of the references in conjugates.
+A cotangent g of a complex matrix x means the change Re Σ g dx, without conjugation. Therefore the formulas differ from
+those of the references by conjugates.
 
 References
 ----------
@@ -29,7 +29,7 @@ from mpiad.differentiation.rules.protocol import DEVICE_VJPS, Argnums, Primitive
 
 
 def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Return the Hermitian part of L^-T Φ(Lᵀ g) conj(L)^-1; Φ takes the lower triangle and half the diagonal."""
+    """Return the Hermitian part of L^-T Φ(Lᵀ g) conj(L)^-1; Φ selects the lower triangle with half of the diagonal."""
     bound(linalg.cholesky, "a", args, kwargs)
     lower, n = ans, anp.shape(ans)[-1]
     half = lower_triangle(ans, n) + 0.5 * identity(ans, n)
@@ -44,7 +44,7 @@ def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the transposed inverse by the cotangents of the logarithm and, for complex matrices, of the phase."""
+    """Multiply the transposed inverse by the cotangent of the logarithm, and for complex matrices of the phase."""
     turned = anp.swapaxes(linalg.inv(args[0]), -1, -2)
 
     def vjp(g: Array) -> tuple[Array]:
@@ -55,7 +55,7 @@ def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Solve with the transposed matrix; the cotangent of the matrix is minus the product of that with the solution."""
+    """Return the solution w of Aᵀ w = g for the right-hand side, and -w xᵀ for the matrix A."""
     a, b = args
     column = len(anp.shape(b)) == 1 or (not _VECTORS_ONLY and len(anp.shape(b)) == len(anp.shape(a)) - 1)
 
@@ -71,33 +71,33 @@ def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Divide the eigenvectors' part by differences of eigenvalues, add that of the eigenvalues, and transform back."""
+    """Divide the cotangents of the eigenvectors by differences of eigenvalues, add those of the eigenvalues, and rotate."""
     values, vectors = ans[0], ans[1]
     n = args[0].shape[-1]
     ones, lower = identity(args[0], n), lower_triangle(args[0], n)
     triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
 
     def vjp(g: Array) -> tuple[Array]:
-        gaps = values[..., None, :] - values[..., :, None] + ones  # ones on the diagonal, which isn't used
+        gaps = values[..., None, :] - values[..., :, None] + ones  # the diagonal isn't used
         turned = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
-        # Equal eigenvalues are allowed if nothing depends on their vectors.
+        # Equal eigenvalues are allowed if nothing depends on their eigenvectors.
         inner = turned / anp.where((gaps == 0) & (turned == 0), 1.0, gaps) + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
-        # Only one triangle of the matrix was read.
+        # The function reads only one triangle of the matrix.
         return (anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle,)
 
     return vjp
 
 
 def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Apply the transposed derivative of the pseudoinverse, with its projections on both null spaces."""
+    """Apply the transposed derivative of the pseudoinverse (Golub and Pereyra)."""
     x = bound(linalg.pinv, "a", args, kwargs)["a"]
 
     def vjp(g: Array) -> tuple[Array]:
         turned, back = _transposed(g), anp.conj(_transposed(ans))
         left = identity(x, x.shape[-2]) - anp.matmul(x, ans)
         right = identity(x, x.shape[-1]) - anp.matmul(ans, x)
-        # Golub and Pereyra: d(A⁺) = -A⁺ dA A⁺ + A⁺A⁺ᴴ dAᴴ (I - AA⁺) + (I - A⁺A) dAᴴ A⁺ᴴA⁺, transposed term by term.
+        # d(A⁺) = -A⁺ dA A⁺ + A⁺A⁺ᴴ dAᴴ (I - AA⁺) + (I - A⁺A) dAᴴ A⁺ᴴA⁺, transposed term by term.
         part = -anp.matmul(anp.matmul(ans, turned), ans)
         part = part + anp.matmul(anp.matmul(anp.matmul(ans, back), anp.conj(g)), left)
         part = part + anp.matmul(anp.matmul(anp.matmul(right, anp.conj(g)), back), ans)
@@ -111,7 +111,7 @@ def _transposed(x: Array) -> Array:
 
 
 def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return the derivative of a norm by each element, in the shape of the array."""
+    """Return the derivative of a norm with respect to each element, and the arguments by name."""
     given = bound(fun, "x ord axis keepdims", args, kwargs)
     x, order, axis = given["x"], given.get("ord"), given.get("axis")
     shape = anp.shape(x)
@@ -143,7 +143,7 @@ def trace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent of the singular values by their vectors; those of the vectors aren't supported."""
+    """Multiply the cotangents of the singular values by their vectors; derivatives of the vectors aren't supported."""
     given = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
     if given.get("compute_uv", True):
         raise NotImplementedError("on devices the derivative of svd is available for compute_uv=False; use eigh of xᵀx")

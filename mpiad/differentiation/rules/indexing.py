@@ -29,9 +29,9 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return lambda g: (g.reshape(shape),)
     repeats = False
     if not basic:
-        if isinstance(idx, list):  # an empty one is an array of floats to NumPy, but an index of nothing
+        if isinstance(idx, list):  # NumPy would convert an empty list to floats
             idx = np.asarray(idx, dtype=None if idx else np.intp)
-        # A list of indices may contain an element twice, a mask can't.
+        # A list of indices may contain an element twice, a mask not.
         advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if not is_basic(i)]
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
@@ -52,7 +52,7 @@ def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dic
 
 
 def _keeps_order(idx: object) -> bool:
-    # An index that takes as many elements as there are takes all of them; only a step of -1 reorders them.
+    # A basic index that takes all elements changes their order only by a negative step.
     for i in idx if type(idx) is tuple else (idx,):
         if type(i) is slice and i.step is not None and i.step < 0:
             return False
@@ -60,8 +60,7 @@ def _keeps_order(idx: object) -> bool:
 
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Add the tangent of the slice in place to a copy of the sum's."""
-    # The space comes first among the arguments and has no tangent.
+    """Add the tangent of a sparse cotangent to a copy of the tangent of the sum."""
     piece = gs[-1]
     if argnums == (1,) or type(piece) not in sparse_object_types:
         return inherited_jvp(sparse_add, argnums, gs, ans, args, kwargs)

@@ -1,6 +1,6 @@
-"""Products: `dot` and `matmul` of factors with one or two axes each; outer and cross products.
+"""Products: `dot` and `matmul` of factors with one or two axes; outer, Kronecker and cross products.
 
-On devices also contractions of factors with any numbers of axes, as in `dot`, `inner` and `tensordot`.
+For device arrays also `dot`, `inner` and `tensordot` of factors with any numbers of axes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 AxesRule = Callable[[tuple, dict, int, int], Axes]
-"""From args, kwargs and both factors' numbers of axes to the axes that are summed over."""
+"""From args, kwargs and the numbers of axes of both factors to the axes of both that are summed over."""
 
 
 def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -39,13 +39,13 @@ def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
         return inherited_vjp(fun, argnums, ans, args, kwargs)
     x, y = args
     a, b = getval(x), getval(y)
-    # If a factor was cast, its cotangent must be cast back, which autograd's rule does.
+    # For factors of different dtypes the cotangents must be cast, which autograd's rule does.
     same_kind = type(a) is type(b) and (type(a) is np.ndarray or is_device_array(a)) and a.dtype == b.dtype
     axes = (a.ndim, b.ndim) if same_kind else None
     if axes not in _FIRST:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
     if len(argnums) == 2:
-        # x · x: both cotangents are g x, computed once; they share memory, so neither may be changed.
+        # For x · x both cotangents are g x.
         if x is y and axes == (1, 1):
             return lambda g: two_unchanged(g * x)
         first, second = _FIRST[axes], _SECOND[axes]
@@ -78,14 +78,14 @@ _SECOND: Any = {
 
 
 def outer_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the other factor, flattened as the product takes it."""
+    """Multiply the cotangent by the other factor, which is flattened."""
     x, y = bound(anp.outer, "a b", args, kwargs).values()
     parts = (lambda g: anp.dot(g, anp.ravel(y)), lambda g: anp.dot(anp.ravel(x), g))
     return lambda g: tuple([fitted(anp.reshape(parts[i](g), anp.shape(args[i])), args[i]) for i in argnums])
 
 
 def kron_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the blocks of the cotangent by the other factor, and sum over the axes of that factor."""
+    """Contract the blocks of the cotangent with the other factor."""
     n = len(ans.shape)
     x, y = [anp.reshape(z, (1,) * (n - len(anp.shape(z))) + anp.shape(z)) for z in args]
     split = [m for pair in zip(x.shape, y.shape) for m in pair]
@@ -100,7 +100,7 @@ def kron_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the other factor in the other order: g·(x × y) = x·(y × g) = y·(g × x)."""
+    """Return y × g for x and g × x for y, since g·(x × y) = x·(y × g) = y·(g × x)."""
     given = bound(anp.cross, "a b axisa axisb axisc axis", args, kwargs)
     axes = [given.get(name, -1) if given.get("axis") is None else given["axis"] for name in ("axisa", "axisb", "axisc")]
     if any(anp.shape(given[name])[axis] != 3 for name, axis in zip("ab", axes)):
@@ -115,7 +115,7 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Contract the cotangent with the other factor, over that factor's axes in the result."""
+    """Contract the cotangent with the other factor, over the axes of the result that come from this factor."""
     x, y = args[0], args[1]
     rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
     if rank_x == 0 or rank_y == 0:
@@ -128,7 +128,7 @@ def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tupl
         free_y = tuple([j for j in range(rank_y) if j not in axes_y])
 
         def part(i: int, g: Array) -> Array:
-            # The factor's free axes come from `g`, the others from the other factor, in the order of that one's.
+            # The free axes of factor i come from `g`, its summed axes from the other factor and in that factor's order.
             if i == 0:
                 out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), free_y))
                 return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
@@ -139,7 +139,7 @@ def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tupl
 
 
 def _in_order(out: Array, axes: list[int]) -> Array:
-    """Transpose an array whose axes are those of a factor in another order."""
+    """Transpose an array whose axis k is axis `axes[k]` of a factor."""
     back = tuple(sorted(range(len(axes)), key=axes.__getitem__))
     return out if back == tuple(range(len(axes))) else anp.transpose(out, back)
 

@@ -22,7 +22,7 @@ _NAMES = "a axis dtype out ddof keepdims"
 
 
 def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return for each element the product of the others."""
+    """Return for each element the product of the other elements, and the arguments by name."""
     given = bound(fun, "a axis dtype out keepdims initial", args, kwargs)
     x, axis = given["a"], given.get("axis")
     shape = anp.shape(x)
@@ -30,7 +30,7 @@ def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
     value = getval(x)
     if isinstance(value, (np.ndarray, np.generic)) and np.all(value):
         return anp.reshape(ans, kept) / x, given
-    # The reduced axes last: those whose length isn't kept, and those of length one, which change nothing.
+    # The reduced axes are moved to the end; axes of length one don't matter.
     axes = [i for i, (n, k) in enumerate(zip(shape, kept)) if n != k]
     order = [*[i for i in range(len(shape)) if i not in axes], *axes]
     moved = anp.transpose(x, order)
@@ -40,7 +40,7 @@ def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
 
 
 def _others(x: Array) -> Array:
-    """Return the products of all other elements along the last axis, by pairs, without division by an element."""
+    """Return the product of all other elements along the last axis, computed by pairs without a division."""
     n = x.shape[-1]
     if n <= 1:
         return anp.ones_like(x)
@@ -52,7 +52,7 @@ def _others(x: Array) -> Array:
 
 
 def _slope_of_var(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return twice the distances from the mean over the degrees of freedom."""
+    """Return twice the deviations from the mean, divided by the degrees of freedom, and the arguments by name."""
     given = bound(fun, _NAMES, args, kwargs)
     x, axis = given["a"], given.get("axis")
     count = math.prod(n for n, k in zip(anp.shape(x), kept_shape(anp.shape(x), axis)) if n != k)
@@ -60,7 +60,7 @@ def _slope_of_var(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
 
 
 def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return the distances from the mean, in standard deviations, over the degrees of freedom; zero for one element."""
+    """Return the slope of the variance, divided by twice the standard deviation; zero for one element."""
     slope, given = _slope_of_var(fun, ans, args, kwargs)
     shape = anp.shape(slope)
     kept = kept_shape(shape, given.get("axis"))
@@ -68,14 +68,14 @@ def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
 
 
 def slope_vjp(fun: Primitive, slope_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangents of a reduction by its slopes, which `slope_of` returns with the arguments by name."""
+    """Multiply the cotangents of a reduction by its slopes; `slope_of` returns these and the arguments by name."""
     slope, given = slope_of(fun, ans, args, kwargs)
     kept = kept_shape(anp.shape(slope), given.get("axis"))
     return lambda g: (fitted(anp.reshape(g, kept) * slope, args[0]),)
 
 
 def slope_jvp(fun: Primitive, slope_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Add up the tangents of the elements, times the slopes."""
+    """Sum the products of tangents and slopes."""
     slope, given = slope_of(fun, ans, args, kwargs)
     terms = slope * gs[0]
     terms = terms if anp.iscomplexobj(ans) else anp.real(terms)

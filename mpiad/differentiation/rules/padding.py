@@ -16,7 +16,7 @@ _COPYING = ("edge", "reflect", "symmetric", "wrap")
 
 
 def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Remove the padding from the cotangent, and add copied elements to their sources."""
+    """Remove the padding from the cotangent; add the cotangents of copied elements to those of their sources."""
     x, width, mode = _bound(argnums, args, kwargs)
     shape = np.shape(getval(x))
     widths = _widths(width, len(shape))
@@ -36,7 +36,7 @@ def _bound(argnums: Argnums, args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
     """Return array, widths and mode of a call; raise the error of `refusal` if it has no rule."""
     given = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
     x, width, mode, others = given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
-    # A constant may be given for the padding; an odd reflection ("reflect_type") isn't a copy of elements.
+    # The odd reflection (reflect_type="odd") doesn't copy elements, and has no rule.
     if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in _COPYING and not others)):
         raise refusal(
             anp.pad, f"with mode={mode!r}, {others}, pad_width={width!r}: known are constant, {', '.join(_COPYING)}"
@@ -53,17 +53,13 @@ def _widths(width: Any, ndim: int) -> Widths:
 
 @primitive
 def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
-    """Add the layers that padding copied to their sources; return the cotangent, of the shape before padding.
-
-    `widths` holds the number of elements added before and after, per axis; `mode` is "edge", "reflect", "symmetric" or
-    "wrap".
-    """
+    """Return the cotangent of the array before padding: add the cotangents of copied layers to those of their sources."""
     for axis, ((before, after), n) in enumerate(zip(widths, shape)):
         if before == after == 0:
             continue
         lead = (slice(None),) * axis
         total = g[(*lead, slice(before, before + n))].copy()
-        # Indices, padded in the same mode, are the sources of the layers.
+        # The padded array of indices contains the source of each layer.
         source = np.pad(np.arange(n), (before, after), mode)  # type: ignore[call-overload]
         for layer in (*range(before), *range(before + n, before + n + after)):
             total[(*lead, source[layer])] += g[(*lead, layer)]
@@ -71,7 +67,7 @@ def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
     return g
 
 
-# Padding by the array's own elements is linear; fold is its transpose, axis after axis.
+# Padding by the array's own elements is linear, and `fold` is its transpose.
 defvjp(fold, lambda ans, g, widths, mode, shape: lambda h: anp.pad(h, widths or 0, mode))
 defjvp(fold, lambda dg, ans, g, widths, mode, shape: fold(dg, widths, mode, shape))
 

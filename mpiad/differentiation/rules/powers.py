@@ -1,4 +1,4 @@
-"""Powers; for constant real exponents with one product less, and without a call to `pow` for squares."""
+"""Powers; for constant real exponents with fewer operations than autograd's rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent of `x**y` by `y x**(y-1)` for the base, by `log(x) x**y` for the exponent."""
+    """Multiply the cotangent of `x**y` by `y x**(y-1)` for the base, and by `log(x) x**y` for the exponent."""
     slope = _slope(argnums, args, kwargs)
     if slope is None:
         parts = [(_general_slope(i, ans, *args), fitting(args[i], ans)) for i in argnums]
@@ -24,15 +24,14 @@ def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Multiply the tangents by the slopes, and add up."""
+    """Multiply the tangents by the slopes, and add the products."""
     slope = _slope(argnums, args, kwargs)
     return sum(_general_slope(i, ans, *args) * g for i, g in zip(argnums, gs)) if slope is None else slope(gs[0])
 
 
 def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
-    # Powers stay calls of `power`: a number in front of `**` would become an array of NumPy's, which no device takes.
+    # Not the operator `**`, which converts a number on its left to a NumPy array, also for device arrays.
     if argnum == 0:
-        # No power of -1 if the exponent is zero.
         exponent = anp.where(y, y - 1, 1.0) if anp.shape(y) or not is_device_array(getval(x)) else y - 1
         return anp.power(x, exponent) * y
     return ans * anp.log(anp.where(x, x, 1.0 + 0j if anp.iscomplexobj(ans) else 1.0))
@@ -45,7 +44,7 @@ def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Arr
     if argnums != (0,):
         return None
     x, y = args
-    # Autograd's rule defines the derivative of x**0 for infinite or NaN x; so the exponent zero is left to it.
+    # The general rule has the exponent zero, for infinite or NaN x.
     if type(y) is not int and type(y) is not float:
         if not isinstance(y, (np.integer, np.floating)):
             return None
@@ -53,7 +52,7 @@ def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Arr
     if y == 2:
         return lambda g: 2 * g * x
     if y == 0:
-        # Autograd's rule looks for zeros among the exponents, with an array of NumPy's.
+        # The general rule makes a NumPy array of the exponent.
         return (lambda g: g * 0.0 * x) if is_device_array(getval(x)) else None
     if y == 1:
         return lambda g: g

@@ -1,4 +1,4 @@
-"""Definitions that all rules share: the types of autograd's protocol, its own rules, and the types of traced values."""
+"""Definitions that all rules share: types of their signatures, calls of autograd's own rules, and errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ anp: Any = autograd.numpy
 """Autograd's NumPy, whose names are made at run time; importing it fills autograd's tables of rules."""
 
 BOX_TYPES = Box.types
-"""Autograd's live set of the types of traced values; `type(x) in BOX_TYPES` tells a traced value."""
-# In later versions of autograd these two names of its NumPy are plain functions around the primitive.
+"""Autograd's set of the types of traced values, to which types may be added later."""
+# In later versions of autograd `mean` and `where` are plain functions around these primitives.
 primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_mean", anp.mean)
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
-# Rules for device arrays, if autograd's own make NumPy arrays; other modules fill it. Each is a formula in functions of
-# `autograd.numpy`, so that it can be differentiated again, and neither copies to the host nor waits for the device.
+# Rules for device arrays in place of autograd's, which make NumPy arrays; the modules of rules add them. They use functions
+# of `autograd.numpy`, so that they can be differentiated again, and neither copy to the host nor wait for the device.
 DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
 _ASSEMBLY = "it makes an array of NumPy's. Import mpiad.device.numpy in place of autograd.numpy"
 # Functions without a derivative on devices: their name and the alternative.
@@ -45,16 +45,16 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
 }
 
 _NUMBERS = (float, complex, np.inexact)
-# Other primitives, made by users of autograd or by mpiad, may return cotangents that broadcast.
+# Only autograd's own primitives must return cotangents in the shape of their arguments.
 _AUTOGRADS = frozenset(primitive_vjps) | frozenset(primitive_jvps)
-# Exceptions of autograd's rules for unsupported arguments; not NumPy's own, such as that for a singular matrix.
+# Exceptions of autograd's rules for unsupported arguments.
 _UNFORESEEN = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NameError, NotImplementedError)
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's own rule; for device arrays by that of `DEVICE_VJPS`, if there is one.
+    """Make the adjoint by autograd's own rule, or for device arrays by that in `DEVICE_VJPS`.
 
-    Cotangents of NumPy functions get the shape of their argument, and are real if it is.
+    Cotangents of NumPy functions get the shape of their argument, and are real if the argument is.
     """
     on_host = _is_on_host(fun, ans)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
@@ -73,16 +73,13 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
 
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Compute the tangent by autograd's own rule.
-
-    Tangents of NumPy functions get the shape of the result, and are real if it is.
-    """
+    """Compute the tangent by autograd's own rule."""
     _is_on_host(fun, ans)
     return checked_tangent(fun, primitive_jvps[fun], argnums, gs, ans, args, kwargs)
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
-    """Compute a tangent by a rule from argnums, gs, ans, args and kwargs; fit it to the result if `fun` is NumPy's."""
+    """Compute a tangent by a rule; for NumPy functions it gets the shape of the result, and is real if the result is."""
     return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _AUTOGRADS else rule(*call)
 
 
@@ -92,7 +89,7 @@ def _fitted_parts(fun: Primitive, pull: Vjp, likes: list, g: Array) -> list:
 
 
 def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
-    """Call a rule, or a step of one; turn exceptions for unsupported arguments into an error that names the function."""
+    """Call a rule; turn exceptions for unsupported arguments into an error that names the function."""
     try:
         return rule(*call)
     except np.linalg.LinAlgError:
@@ -105,7 +102,7 @@ def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
 
 def refusal(fun: Primitive, what: str) -> Exception:
     """Return the error for a call that can't be differentiated, which names the function."""
-    # Autograd's boxes treat a NotImplementedError of a ufunc as NotImplemented, and NumPy then raises another error.
+    # NumPy would replace a NotImplementedError of a ufunc by another error.
     kind = TypeError if isinstance(getattr(fun, "fun", None), np.ufunc) else NotImplementedError
     return kind(f"{getattr(fun, '__name__', repr(fun))} can't be differentiated {what}.")
 
@@ -119,7 +116,7 @@ def _like(x: Array) -> tuple[tuple[int, ...], bool] | None:
 
 
 def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | None) -> Array:
-    # The most common case, and the cheapest test.
+    # The most common case.
     if type(part) is np.ndarray and like == (part.shape, part.dtype.kind != "c"):
         return part
     if like is None or type(part) in sparse_object_types or not hasattr(part, "shape"):
@@ -133,7 +130,7 @@ def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | No
 
 
 def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Return the arguments of a call by name; raise the error of `refusal` for arguments that a rule doesn't know."""
+    """Return the arguments of a call by name; raise the error of `refusal` for arguments that aren't in `names`."""
     known = names.split()
     given = {**dict(zip(known, args)), **kwargs}
     others = [name for name in given if name not in known and given[name] is not None]
@@ -161,7 +158,7 @@ def _array_module(x: Array) -> ArrayModule | None:
 
 
 def refuse_on_device(fun: Primitive, ans: Array) -> None:
-    """Raise a NotImplementedError for a function that has no derivative on a device, with its name and the alternative."""
+    """Raise a NotImplementedError that names a function without a derivative on devices, and the alternative."""
     name, advice = DEVICE_REFUSALS[fun]
     arrays = _array_module(ans)
     kind = "device" if arrays is None else arrays.name

@@ -1,4 +1,4 @@
-"""Derivative rules for functions that split arrays, subtract neighbors, or rearrange elements."""
+"""Functions that split arrays, subtract neighbors, or rearrange elements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, 
 
 
 def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Apply the transpose of `numpy.diff`: minus the differences of the zero-padded cotangent, n times."""
+    """Pad the cotangent with zeros and take minus the differences, n times: the transpose of `numpy.diff`."""
     given = bound(anp.diff, "a n axis", args, kwargs)
     if given.get("n", 1) == 0:
         return one_unchanged
@@ -59,7 +59,7 @@ def diff_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
 
 
 def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Apply the transposed differences along each axis, and add up."""
+    """Apply the transposed differences along each axis, and add the results."""
     x, *spacings = args
     if spacings or kwargs.keys() - {"axis"}:
         raise refusal(anp.gradient, "with spacings or an order of the edges: divide the result by a spacing")
@@ -76,7 +76,7 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 def _transposed_differences(g: Array, axis: int) -> Array:
     """Return Σ_i w_i (e_{i+1} - e_{i-1}) with unit vectors e_i and w = g/2.
 
-    At the first and the last element w = g, and the element itself replaces its missing neighbor.
+    At the ends w = g, and the last element replaces its missing neighbor.
     """
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
@@ -85,10 +85,7 @@ def _transposed_differences(g: Array, axis: int) -> Array:
 
 @primitive
 def placed(g: Array, places: Array, shape: Shape) -> Array:
-    """Return an array of zeros except for the elements g at `places`.
-
-    `places`: indices into the flattened array, without repetition.
-    """
+    """Return an array of zeros with the elements g at `places`, distinct indices into the flattened array."""
     total = arrays_like(g).full((math.prod(shape),), 0, g.dtype)
     total[places] = g
     return np.reshape(total, shape)
@@ -100,13 +97,13 @@ defjvp(placed, lambda dg, ans, g, places, shape: placed(dg, places, shape))
 
 
 def _moved(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the source index of each element of a rearrangement, by rearranging the indices."""
+    """Return the index from which each element of a rearranged array comes."""
     x = getval(args[0])
     return fun(np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x)), *args[1:], **kwargs)
 
 
 def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the source index of each element of a sorted or partitioned array, from the order of the elements."""
+    """Return the index from which each element of a sorted or partitioned array comes."""
     given = bound(fun, "a axis kind" if fun is anp.sort else "a kth axis", args, kwargs)
     x, result, axis = getval(args[0]), getval(ans), given.get("axis", -1)
     numbers = np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x))
@@ -121,9 +118,9 @@ def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
 
 
 def _rearrangement_vjp(fun: Primitive, places_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Scatter each element of the cotangent to the source index of its element."""
+    """Move each element of the cotangent back."""
     if fun is anp.diag and len(anp.shape(args[0])) == 1:
-        return inherited_vjp(fun, argnums, ans, args, kwargs)  # the reverse case: a vector becomes a diagonal
+        return inherited_vjp(fun, argnums, ans, args, kwargs)  # a matrix made from a diagonal
     places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])
     return lambda g: (placed(g, places, shape),)
 

@@ -25,7 +25,7 @@ def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def sum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Sum the tangents; the initial value of the sum is constant."""
+    """Sum the tangents, without the initial value of the sum."""
     kwargs = {name: value for name, value in kwargs.items() if name != "initial"}
     return anp.sum(gs[0], *args[1:], **kwargs)
 
@@ -48,7 +48,7 @@ def _repeated(x: Array, axis: Axis, where: object) -> Vjp:
     kept = kept_shape(shape, axis)
     if where is True:
         return lambda g: (spread(g, shape, kept, dtype),)
-    # Autograd's rule treats terms that `where` left out like the others.
+    # Terms that `where` excludes have the cotangent zero.
     return lambda g: (anp.where(where, spread(g, shape, kept, dtype), 0.0),)
 
 

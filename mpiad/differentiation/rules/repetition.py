@@ -1,4 +1,4 @@
-"""Repetition and linear interpolation of elements: the adjoints are sums."""
+"""Functions that repeat or interpolate elements; the adjoints are sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.differentiation.rules.protocol import Argnums, Vjp, bound, refusal
 
 
 def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Add up the cotangents of the copies of an element, which follow each other."""
+    """Add the cotangents of the copies of an element."""
     given = bound(anp.repeat, "a repeats axis", args, kwargs)
     shape, axis = anp.shape(given["a"]), given.get("axis")
     if np.size(given["repeats"]) != 1 or argnums != (0,):
@@ -26,10 +26,9 @@ def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def tile_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Add up the cotangents of the tiles."""
+    """Add the cotangents of the tiles."""
     given = bound(anp.tile, "A reps", args, kwargs)
     shape, reps = anp.shape(given["A"]), [int(n) for n in np.ravel(given["reps"])]
-    # As many of both, counted from the last axis.
     lengths = (1,) * (len(reps) - len(shape)) + shape
     reps = [1] * (len(shape) - len(reps)) + reps
     split = [n for pair in zip(reps, lengths) for n in pair]
@@ -47,7 +46,7 @@ def full_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
 
 
 def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Weight the cotangent by the distance of each value from the other end, and sum over the values."""
+    """Sum the cotangents, weighted by the distances from the other end."""
     given = bound(anp.linspace, "start stop num endpoint", args, kwargs)
     n = ans.shape[0]
     steps = n - 1 if given.get("endpoint", True) else n

@@ -16,7 +16,7 @@ def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vj
         return lambda g: (g.T,)
     if not isinstance(axes, (tuple, list)):
         return inherited_vjp(anp.transpose, argnums, ans, args, kwargs)
-    # Axes may be negative, which autograd's rule doesn't support.
+    # Autograd's rule doesn't support negative axes.
     places = [axis % len(axes) for axis in axes]
     back = tuple(sorted(range(len(places)), key=places.__getitem__))
     return lambda g: ((anp if type(g) in BOX_TYPES else np).transpose(g, back),)

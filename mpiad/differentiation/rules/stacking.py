@@ -26,7 +26,7 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
     if kwargs:
         return inherited_vjp(anp.concatenate_args, argnums, ans, args, kwargs)
     if axis is None:
-        # Joined flattened: the parts are those of vectors, in the shapes of the pieces.
+        # The pieces are flattened.
         flat = concatenate_vjp(argnums, ans, (0, *[np.ravel(getval(piece)) for piece in pieces]), kwargs)
         return lambda g: tuple([anp.reshape(part, anp.shape(args[i])) for part, i in zip(flat(g), argnums)])
     lead = (slice(None),) * (axis % ans.ndim)
@@ -40,7 +40,7 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
 
 
 def _refuse_garbage(ans: Array) -> None:
-    # CuPy silently interprets a view with NumPy's type as the dtype object.
+    # Autograd's concatenate requests a view of type ndarray, which CuPy takes for the dtype object.
     if ans.dtype.kind == "O" and is_device_array(getval(ans)):
         refuse_on_device(anp.concatenate_args, ans)
 
@@ -55,7 +55,7 @@ def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Give each element of the literal its part of the cotangent."""
     if args[1] or len(args[0]) > 1:
         return inherited_vjp(anp.array_from_args, argnums, ans, args, kwargs)
-    # The first two arguments are those of `array` itself.
+    # The elements follow two arguments of `array`.
     chosen = [(i - 2, _must_be_real(args[i], ans)) for i in argnums]
 
     def vjp(g: Array) -> tuple[Array, ...]:
@@ -85,7 +85,7 @@ def _must_be_real(piece: Array, ans: Array) -> bool:
 
 
 def _filled_up(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:
-    """Return the tangents of all arguments from the first array on; zeros for those without one."""
+    """Return the tangents of the arguments from `first` on; zeros for those without one."""
     tangents = dict(zip(argnums, gs))
     return [tangents[i] if i in tangents else np.zeros_like(getval(args[i])) for i in range(first, len(args))]
 

@@ -34,14 +34,14 @@ def _axes(fun: Primitive, args: tuple, kwargs: dict) -> tuple[Shape, list[int], 
 
 
 def _complex_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the cotangent: the matrices are symmetric."""
+    """Transform the cotangent: the matrix of the transform is symmetric."""
     transform = fft.fftn if fun in (fft.fft2, fft.fftn) else fft.ifftn
     shape, axes, _, norm = _axes(fun, args, kwargs)
     return lambda g: (fitted(_resized(transform(g, axes=axes, norm=norm), shape, axes), args[0]),)
 
 
 def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the cotangent and take its real part: matrices are symmetric, rows are missing."""
+    """Transform the zero-padded cotangent, and take the real part: the matrix is the first rows of a symmetric one."""
     shape, (*leading, last), lengths, norm = _axes(fun, args, kwargs)
     n = lengths[-1] if lengths is not None else shape[last]
 
@@ -53,7 +53,7 @@ def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs:
 
 
 def _inverse_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the cotangent back; all frequencies but the first, and the last of an even number, count twice."""
+    """Transform the cotangent; all frequencies count twice, except the first one and the middle one of an even length."""
     shape, (*leading, last), _, norm = _axes(fun, args, kwargs)
     n = ans.shape[last]
     places = arrays_like(ans).arange(n // 2 + 1)
@@ -69,7 +69,7 @@ def _inverse_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
 
 
 def _resized(part: Array, shape: Shape, axes: list[int]) -> Array:
-    """Truncate or zero-pad along these axes to the given shape: the adjoint of the transform's padding or truncation."""
+    """Truncate or zero-pad along these axes to a shape: the adjoint of the transform's own padding or truncation."""
     for axis in axes:
         count, have = shape[axis], part.shape[axis]
         if have > count:

@@ -1,6 +1,6 @@
 """Tangents of functions for which autograd has only the adjoint: transforms, factorizations, special functions.
 
-The adjoint w -> Jᵀw is linear, so the derivative of ⟨Jᵀw, v⟩ in w is Jv, at any w: the transpose of the transpose.
+The adjoint w ↦ Jᵀw is linear, so the gradient of ⟨Jᵀw, v⟩ with respect to w is the tangent Jv, for any w.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
 
 
 def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the tangent of a result, from its adjoint rule only; `gs` are those of the arguments `argnums`."""
-    # The tape is made of nodes, which look up their tangents here.
+    """Return the tangent of a result, computed from an adjoint rule."""
+    # Imported here, since nodes import this module.
     from mpiad.differentiation.backward import run_backward
     from mpiad.differentiation.trace import trace_list
 
-    # ⟨Aᵀw, g⟩ = ⟨w, A g⟩ is linear in w, so its gradient with respect to w is the tangent A g, at any w.
     adjoint, w = rule(argnums, ans, args, kwargs), np.zeros_like(getval(ans))
     _, places, recording = trace_list(lambda variables: tuple(adjoint(variables[0])), [w])
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]

@@ -1,4 +1,4 @@
-"""Choice between two arrays by a condition."""
+"""`where`: elements of one array or another, chosen by a condition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass each element of the cotangent to the array from which it was taken."""
+    """Pass each element of the cotangent to the array from which the element of the result comes."""
     if kwargs or len(args) != 3:
         return inherited_vjp(primitive_where, argnums, ans, args, kwargs)
     condition = getval(args[0])
@@ -29,7 +29,7 @@ def _part(argnum: int, fit: Function | None, condition: Array, g: Array) -> Arra
 
 
 def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Take each element of the tangent from the tangent of the array from which it was taken."""
+    """Choose between the tangents by the same condition."""
     if kwargs or len(args) != 3:
         return inherited_jvp(primitive_where, argnums, gs, ans, args, kwargs)
     tangents = dict(zip(argnums, gs))

@@ -77,7 +77,7 @@ def joined(kept: Array, changed: Array, swap: bool) -> Array:
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
     """Return weights and biases of a network with two hidden layers, whose outputs are initially zero."""
     sizes = [inputs, hidden, hidden, outputs]
-    # Divided by the root of the number of inputs (which is 0 if dim is one), so that activations don't depend on it.
+    # Divided by the root of the number of inputs, so that activations don't grow with it.
     weights = [rng.normal(size=(n, m)) / max(n, 1) ** 0.5 for n, m in zip(sizes, sizes[1:])]
     weights[-1] *= 0
     return [(w, numpy.zeros(w.shape[1])) for w in weights]
@@ -95,11 +95,8 @@ def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | N
 
 @functools.lru_cache(maxsize=64)
 def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
-    """Return masks with which output i depends only on inputs before i (MADE; Germain et al., 2015).
-
-    Hidden unit k depends on the first k mod dim inputs, so that `dim` units suffice for all numbers of inputs.
-    """
-    seen = numpy.arange(hidden) % max(dim, 1)  # unit k sees the first `seen[k]` inputs
+    """Return masks with which output i depends only on inputs before i (MADE; Germain et al., 2015)."""
+    seen = numpy.arange(hidden) % max(dim, 1)  # hidden unit k depends on the first `seen[k]` inputs
     first = numpy.arange(dim)[:, None] < seen[None, :]
     middle = seen[:, None] <= seen[None, :]
     last = seen[:, None] <= numpy.repeat(numpy.arange(dim), per_output)[None, :]

@@ -117,7 +117,7 @@ class LULinear:
         """Return the images, and log |det ∂x/∂z| at each point."""
         lower, upper = _factors(params)
         x = (z @ upper.T @ lower.T)[:, params["order"]] + params["b"]
-        # |det P| = det L = 1, so only the diagonal of U counts.
+        # |det P| = det L = 1.
         return x, np.sum(params["log_diagonal"]) + np.zeros_like(z[:, 0])
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
@@ -179,14 +179,14 @@ def _invertible(params: Tree) -> tuple[Array, Array]:
     """Return û, and wᵀû, which is above -1."""
     w = params["w"]
     found = np.sum(w * params["u"])
-    # The paper's appendix A.1: wᵀû = m(wᵀu) with m(a) = log(1 + eᵃ) - 1. A w of zero must not divide by zero.
+    # The paper's appendix A.1: wᵀû = m(wᵀu) with m(a) = log(1 + eᵃ) - 1. The term 1e-30 is for w = 0.
     along = np.logaddexp(0.0, found) - 1
     return params["u"] + (along - found) * w / (np.sum(w**2) + 1e-30), along
 
 
 def _root(target: Array, along: Array, b: Array) -> Array:
     """Solve a + along·tanh(a + b) = target for a by bisection; the left side increases with a."""
-    # tanh is at most one in size, so the root is no further from the target than |along|.
+    # Since |tanh| ≤ 1, the distance of the root from the target is at most |along|.
     low, high = target - abs(along) - 1e-9, target + abs(along) + 1e-9
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

@@ -17,9 +17,9 @@ from mpiad.device.numpy import concatenate
 from mpiad.primitives import stop_gradient
 from mpiad.vi.flows.coupling import evaluated, halves, initial_network, joined, length_of, masked_network
 
-# The least fraction of the interval that a bin covers, and the least slope, for a well-conditioned inverse.
+# Lower bounds of a bin's fraction of the interval and of slopes, for a well-conditioned inverse.
 _LEAST_BIN, _LEAST_SLOPE = 1e-3, 1e-3
-# Its softplus is 1 - _LEAST_SLOPE, so that parameters of zero give slopes of one.
+# With this offset, parameters of zero give slopes of one.
 _SLOPE_ONE = float(numpy.log(numpy.expm1(1 - _LEAST_SLOPE)))
 
 
@@ -141,7 +141,7 @@ def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Ar
     """
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
-    # The formula must be finite for points outside, too: in the adjoint of `where` zero times NaN would be NaN.
+    # The formula must be finite outside of the bins, too, since 0 · NaN in the adjoint of `where` is NaN.
     part = np.where(b.inside, (x - b.x) / b.width, 0.5)
     both = part * (1 - part)
     below = slope + (b.left + b.right - 2 * slope) * both
@@ -153,7 +153,7 @@ def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[A
     """Return the points at which the spline has these values, and the logarithms of the inverse's slopes."""
     b = _bin_of(y, numbers, bins, bound, of_values=True)
     slope = b.height / b.width
-    # Finite for points outside too, as in `spline`.
+    # Finite outside of the bins, as in `spline`.
     above = np.where(b.inside, y - b.y, b.height / 2)
     curve = above * (b.left + b.right - 2 * slope)
     a2 = b.height * (slope - b.left) + curve
@@ -179,10 +179,10 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     ends = np.ones_like(inner[..., :1])
     slopes = concatenate([ends, inner, ends], axis=-1)
     lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
-    # Untraced, since the index of a point's bin is constant almost everywhere.
+    # Untraced, since a point's bin is constant almost everywhere.
     starts = stop_gradient(bottoms if of_values else lefts)
     plain = stop_gradient(x)
-    # A point belongs to the last bin that starts at or before it, or to the first bin if there is none.
+    # A point belongs to the last bin that starts at or before it; points below all bins belong to the first one.
     reached = plain[..., None] >= starts[..., 1:]
     first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)
     chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)
