@@ -85,10 +85,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
-    """Return the plain values of the leaves, in the order of `flatten`, each with its path: ``x['w'][0]``.
-
-    Empty containers count as leaves, so that ranks that compare pytrees compare them, too.
-    """
+    """Return the plain values of the leaves, each with its path: ``x['w'][0]``; an empty container is a leaf, too."""
     if isinstance(tree, (dict, DictBox)):
         parts = [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
     elif isinstance(tree, (list, tuple, SequenceBox)):

@@ -76,14 +76,13 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """Join arrays of one shape along a new axis.
+    """Join arrays of one shape along a new axis; otherwise as `concatenate`.
 
     Parameters
     ----------
     arrays : sequence of array
-        As for `concatenate`.
     axis : int
-        Place of the new axis in the result.
+        Position of the new axis in the result.
 
     Raises
     ------
@@ -91,14 +90,6 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
         If some are on the host and others on a device.
     ValueError
         If shapes differ.
-
-    Ranks
-    -----
-    Each rank for itself.
-
-    Adjoint
-    -------
-    The cotangent is cut into the pieces.
     """
     arrays = list(arrays)
     device = _device_in(arrays)

@@ -105,10 +105,7 @@ def _check(chosen: list[Any], ids: object, count: int, local: int) -> None:
 
 
 class Constants:
-    """Host arrays that never change, such as indices and weights, and their copies on devices.
-
-    Each array is copied to a device once, when it is first used there.
-    """
+    """Constant host arrays, such as indices and weights, which are copied to a device once, at their first use there."""
 
     def __init__(self, *arrays: np.ndarray):
         self._arrays = arrays

@@ -61,10 +61,7 @@ notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
 
 
 class Bundle:
-    """A forward-mode trace with several tangents.
-
-    It serves any number of function calls, since opening a trace takes as long as one or two operations.
-    """
+    """A forward-mode trace with several tangents, for any number of function calls, since opening a trace takes time."""
 
     def __init__(self) -> None:
         self._tape = TangentTape()
@@ -94,10 +91,7 @@ class Bundle:
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Call a function of a list of variables; return its results, and a list of tangents for each of them.
-
-        `tangents` holds a list for each variable: one tangent per direction, None for a zero tangent.
-        """
+        """Call a function of a list of variables; return its results, and for each a list of tangents, one per direction."""
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
         found = [self.parts(value) for value in out]
         none = [None] * len(tangents[0])

@@ -17,10 +17,7 @@ from mpiad.transport import Spec
 
 
 class Concatenation:
-    """A vector of several flattened arrays, in the dtype that holds them all without loss.
-
-    If one array is on a device, the vector is on this device, and the other arrays are copied to it.
-    """
+    """A vector of flattened arrays, in a dtype that holds all of them without loss; on a device if one of the arrays is."""
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)

@@ -200,7 +200,7 @@ def _tangents(v: Tree, variables: Variables) -> list[Any]:
 
 
 def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
-    """Evaluate a function of one argument and its tangent.
+    """Evaluate a function of one argument and its tangent: ``make_jvp(fun)(x)(v)``.
 
     Parameters
     ----------
@@ -214,16 +214,12 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
 
     Raises
     ------
-    TypeError
-        If `x` holds no real or complex floating-point values, or `v` doesn't match its structure.
+    TypeError, RequestError
+        As `make_jvp`.
 
     Ranks
     -----
     All ranks that communicate in `fun`, each with its own `x` and `v`.
-
-    Adjoint
-    -------
-    Value and tangent can be differentiated again.
 
     Examples
     --------

@@ -55,11 +55,7 @@ class Traced(NamedTuple):
 
 
 def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
-    """Return the variables among the arguments.
-
-    Raise a TypeError if there is no such argument, or if it has no variable or an unsupported leaf; a ValueError if an
-    argument is named twice.
-    """
+    """Return the variables among the arguments; raise a TypeError or ValueError if `argnum` or a leaf is invalid."""
     try:
         chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
     except IndexError:
@@ -134,11 +130,7 @@ def trace_backwards(
 def trace_list(
     fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
 ) -> tuple[list[Any], list[int], Recording]:
-    """Run a function from a list to a list, for reverse mode; faster than `trace_backwards`.
-
-    The function neither communicates nor returns a nested structure. Return its results, their positions on the tape (-1
-    for constants), and the record, whose first nodes are the variables.
-    """
+    """Call a function of a list in reverse mode; return its results, their positions (-1 for constants), and the record."""
     tape, kept = OrderedTape(), tracing.__dict__.copy()
     try:
         with tape:
@@ -172,10 +164,7 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
 
 
 def no_derivative(leaf: Array) -> Array:
-    """Return the derivative for a leaf that isn't a variable: zero for integers, None for other objects.
-
-    Raise a TypeError for an object array of traced values.
-    """
+    """Return the derivative for a leaf that isn't a variable: zero for integers, None for other objects."""
     if isinstance(leaf, np.ndarray) and leaf.dtype == object and any(type(part) in _box_types for part in leaf.flat):
         raise TypeError(
             "a result is an object array of traced values: NumPy makes it if a function gets a list of traced arrays. Join "

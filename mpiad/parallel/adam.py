@@ -55,10 +55,7 @@ class SGD:
         return {"updates": 0, **({"velocity": each(np.zeros_like, params)} if self.momentum else {})}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
-        """Return the state and the parameters after one update; the arguments are unchanged.
-
-        Arguments and exceptions are those of `Adam.update`.
-        """
+        """Return the state and the parameters after one update, with the arguments and exceptions of `Adam.update`."""
         leaves, build = flatten(params)
         require_state(state, ("updates", "velocity") if self.momentum else ("updates",), "SGD")
         given = matching(gradient, params, leaves, "SGD")

@@ -15,11 +15,7 @@ from mpiad.transport.device_arrays import arrays_of, is_array
 
 
 def local_rank() -> Rank:
-    """Return this rank's number among the ranks of its node, as `mpiad.mpi_local_rank`.
-
-    Ranks
-    -----
-    Any rank may call it by itself.
+    """Return this rank's number among the ranks of its node, as `mpiad.mpi_local_rank`, without communication.
 
     Examples
     --------

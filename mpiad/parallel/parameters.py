@@ -16,10 +16,7 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return the trained leaves of a pytree, which are real or complex floats and arrays of them, as variables.
-
-    Raise a TypeError if a leaf is traced or of an unknown type, or with `required` if there is no trained leaf.
-    """
+    """Return the leaves of a pytree, with the trained ones as variables; raise a TypeError for traced or unknown leaves."""
     leaves, build = flatten(tree)
     places, others = [], []
     for k, leaf in enumerate(leaves):

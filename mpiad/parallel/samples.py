@@ -51,10 +51,7 @@ latest = _Latest()
 
 
 def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> None:
-    """Raise on all ranks if an entry of `held` differs between them, under ``MPIAD_DEBUG=1``.
-
-    Leaves of `params` and `state` that aren't trained may differ.
-    """
+    """Raise on all ranks if `held` differs between them, apart from untrained parameters and states; for MPIAD_DEBUG=1."""
     if not watch_settings.debug():
         return
     # The orders of samples are compared, too, unless a container belongs to another communicator.
@@ -78,11 +75,10 @@ def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, before: int = 0, loss: float = 0.0,
     problem: Problem | None = None,
 ) -> Totals:  # fmt: skip
-    """Sum the numbers of samples and the losses over the ranks, and check that all ranks have the same plan.
+    """Sum the numbers of samples and the losses over the ranks; raise on all ranks if parameters differ in form.
 
-    `count`, `loss`: the number of this rank's samples and the sum of their losses. `before`: the number of samples in
-    accumulated batches. Raise a TypeError or ValueError on all ranks if parameters differ in number, shape or dtype, if no
-    rank has a sample, or if a rank has a problem.
+    `count`, `loss`: the number of this rank's samples, and the sum of their losses. `before`: the number of samples in
+    accumulated batches. `problem`: an error on this rank, which all ranks raise.
     """
     # All but the loss are integers below 2⁵³, whose sums are exact.
     mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]

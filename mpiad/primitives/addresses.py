@@ -17,10 +17,7 @@ from mpiad.transport.tracing import tracing
 
 
 def point_to_point(comm: Comm, call: str) -> Channel:
-    """Return the channel of a point-to-point call, and record it on the tape.
-
-    After an exception in the trace, later calls on this channel report that there may be unfinished messages.
-    """
+    """Return the channel of a point-to-point call, and record that an exception may leave messages on it."""
     used, tape = channel(comm, call, collective=False), tracing.tape
     refuse_foreign_trace(tape, call)
     if tape is not None:

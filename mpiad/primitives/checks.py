@@ -120,10 +120,7 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 
 
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
-    """Return this rank's piece, the axis as a nonnegative integer, and all ranks' lengths along it; collective.
-
-    All ranks raise the error of a rank whose piece can't be sent, has no such axis, or doesn't match the others.
-    """
+    """Return this rank's piece, its axis, and all ranks' lengths along it; collective, and raises on all ranks."""
     array, place, wrong = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)

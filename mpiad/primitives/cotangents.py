@@ -22,10 +22,7 @@ def spec_like(x: Array) -> Spec:
 
 
 def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Any:
-    """Convert a cotangent or tangent to the shape, dtype and device of its primal value.
-
-    Numbers are copied to a device; raise a TypeError for a host array if the primal value is on a device.
-    """
+    """Convert a cotangent or tangent to the shape, dtype and device of its primal value; host arrays aren't copied."""
     if arrays is not None and not hasattr(type(g), "__cuda_array_interface__"):
         g = _on_device(g, shape, dtype, arrays)
     elif not hasattr(g, "dtype"):

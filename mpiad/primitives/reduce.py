@@ -42,7 +42,7 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
 
     Adjoint
     -------
-    As for `mpi_allreduce`, with the root's cotangent in place of the sum of all ranks'.
+    As for `mpi_allreduce`, with the root's cotangent in place of the sum of all ranks' cotangents.
 
     Examples
     --------

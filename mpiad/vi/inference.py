@@ -89,10 +89,7 @@ class Training:
         return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Return noise, on the device of the parameters, and the draws computed from it, on the host.
-
-        After an exception, which is stored, the draws are NaN, since the other ranks wait for their share.
-        """
+        """Return noise, on the parameters' device, and draws, on the host: NaN after an exception, which is stored."""
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
             with np.errstate(all="ignore"):
@@ -549,10 +546,7 @@ def _require_one_place(params: Tree, device: int | None, call: str) -> None:
 
 
 def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
-    """Make this rank's GPU the current device; return its number, None for the CPU; collective.
-
-    `names` are "cpu", "cuda:0" and so on, one per rank. All ranks raise if a name is invalid, or a rank lacks its device.
-    """
+    """Make this rank's GPU among `names` ("cpu", "cuda:0" and so on) current; return its number or None; collective."""
     if names is None:
         return None
     with raising_together(used):

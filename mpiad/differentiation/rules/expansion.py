@@ -13,10 +13,8 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
-    """Return whether the arguments of a reduction are an array, optionally the axis, and keywords in `names`.
-
-    NumPy's own functions pass `out=None`, too, if they are called with a traced value.
-    """
+    """Return whether the arguments of a reduction are an array, optionally the axis, and keywords in `names`."""
+    # NumPy's own functions pass `out=None`, too.
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 
 

@@ -52,10 +52,7 @@ _UNFORESEEN = (TypeError, ValueError, LookupError, AttributeError, AssertionErro
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's own rule, or for device arrays by that in `DEVICE_VJPS`.
-
-    Cotangents of NumPy functions get the shape of their argument, and are real if the argument is.
-    """
+    """Make the adjoint by autograd's rule, or by that in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
     on_host = _is_on_host(fun, ans)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
     if fun in _AUTOGRADS:

@@ -135,10 +135,7 @@ def numbers_per_spline(bins: int) -> int:
 
 
 def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return the spline's values and the logarithms of its slopes at x.
-
-    `numbers` are its unconstrained parameters, shape (..., numbers_per_spline(bins)).
-    """
+    """Return values and logarithms of slopes at x of splines with the parameters `numbers` (`numbers_per_spline` each)."""
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
     # The formula must be finite outside of the bins, too, since 0 · NaN in the adjoint of `where` is NaN.
