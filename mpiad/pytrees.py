@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
 from typing import Any
@@ -21,6 +22,7 @@ from mpiad._typing import Array, Shape, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 _LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
+_FIRST = operator.itemgetter(0)
 _LONG = 1 << 13  # entries; shorter arrays are concatenated by `in_blocks`
 _PIECE = 1 << 14  # entries; with a formula's temporaries this fills a second-level cache
 
@@ -28,14 +30,10 @@ _PIECE = 1 << 14  # entries; with a formula's temporaries this fills a second-le
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Return the leaves of a pytree, and the function that builds a pytree of the same structure from other leaves."""
     if type(tree) in _LEAF_TYPES:  # the most common case
-        return [tree], _only
+        return [tree], _FIRST
     leaves: list[Any] = []
     build = _walk(tree, leaves)
     return leaves, lambda new: build(iter(new))
-
-
-def _only(leaves: list[Any]) -> Any:
-    return leaves[0]
 
 
 def _walk(tree: Tree, leaves: list[Any]) -> Callable:
@@ -49,7 +47,6 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
         parts = [_walk(tree[i], leaves) for i in range(len(tree))]
         if hasattr(tree, "_fields"):  # a named tuple
             return lambda new: kind(*[part(new) for part in parts])
-        # The type of a traced sequence isn't known.
         make = tuple if isinstance(tree, SequenceBox) else kind
         return lambda new: make([part(new) for part in parts])
     leaves.append(tree)

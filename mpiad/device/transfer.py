@@ -229,10 +229,6 @@ def array_to_host(x: Array) -> Array:
     return x if arrays is None else arrays.to_host(x)[()]
 
 
-def _to_device_vjp(ans: Array, x: Array, arrays: ArrayModule) -> Any:
-    return lambda g: g if arrays_of(getval(g)) is None else array_to_host(g)
-
-
 def _to_host_vjp(ans: Array, x: Array) -> Any:
     arrays = arrays_of(getval(x))
     if arrays is None:
@@ -241,7 +237,7 @@ def _to_host_vjp(ans: Array, x: Array) -> Any:
 
 
 # Both are identities between two memories, and each other's transposes.
-defvjp(array_to_device, _to_device_vjp)
+defvjp(array_to_device, lambda ans, x, arrays: lambda g: g if arrays_of(getval(g)) is None else array_to_host(g))
 defvjp(array_to_host, _to_host_vjp)
 defjvp(array_to_device, lambda g, ans, x, arrays: array_to_device(g, arrays))
 defjvp(array_to_host, lambda g, ans, x: array_to_host(g))

@@ -187,7 +187,6 @@ def _sweep_with_callback(
         for parent in nodes[place].inputs:
             if parent < variables:
                 first_uses[parent] = place
-    # A variable that no node uses is passed to `ready` at the start.
     complete: dict[int, list[int]] = {}
     for variable in range(variables):
         complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)

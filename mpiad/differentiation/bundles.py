@@ -34,7 +34,6 @@ class BundleNode(TangentNode):
             self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
             return
         if len(parents) == 2 and parents[1].tape is tape:
-            # The most common case, separate for speed.
             pairs = zip(parents[0].g, parents[1].g)
             self.g = [
                 rule(parent_argnums, gs, value, args, kwargs)

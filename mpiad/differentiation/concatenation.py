@@ -27,7 +27,10 @@ class Concatenation:
 
     def vector(self, parts: Sequence[Array]) -> Array:
         """Return the vector of the given arrays, which may be traced."""
-        flat = [anp.reshape(self._placed(part, spec), (-1,)) for part, spec in zip(parts, self.specs)]
+        flat = []
+        for part, spec in zip(parts, self.specs):
+            part = conform(part, spec.shape, self.dtype, spec.arrays)
+            flat.append(anp.reshape(part if spec.arrays == self._device else array_to_device(part, self._device), (-1,)))
         if not flat:
             return np.zeros(0)
         if len(flat) == 1:
@@ -44,7 +47,3 @@ class Concatenation:
         # A slice of the whole vector is avoided, since its adjoint would allocate an array.
         part = anp.reshape(vector if b - a == self._cuts[-1] else vector[a:b], spec.shape)
         return conform(part if spec.arrays == self._device else to_host(part), *spec)
-
-    def _placed(self, part: Array, spec: Spec) -> Array:
-        part = conform(part, spec.shape, self.dtype, spec.arrays)
-        return part if spec.arrays == self._device else array_to_device(part, self._device)

@@ -108,7 +108,6 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
         raise agreed(used, unlike_copies(copies, "jacobian"))
-    # Ranks with weight zero may return anything.
     forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"

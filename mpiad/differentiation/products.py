@@ -186,17 +186,13 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
         variables = variables_of(args, argnum, "make_jvp")
 
         def along(v: Tree) -> tuple[Any, Any]:
-            tangents = _tangents(v, variables)
+            given = _leaves_of(v, len(variables.leaves), "jvp: v", "argument")
+            tangents = [_shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
             return trace_forwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents)
 
         return along
 
     return at
-
-
-def _tangents(v: Tree, variables: Variables) -> list[Any]:
-    given = _leaves_of(v, len(variables.leaves), "jvp: v", "argument")
-    return [_shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
 
 
 def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:

@@ -109,7 +109,6 @@ class OrderedTape(_Tape):
         dtype = getattr(ans, "dtype", None)
         # Only the spec is kept, for cotangents of zeros, so that the result's memory can be freed.
         like = _NO_VALUE if dtype is None else spec_like(ans)
-        # An input whose trace has ended is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
         vjp = operator.vjp(ans, args, params, tuple([k for k, _ in kept]), self.number)
         if operator.several:

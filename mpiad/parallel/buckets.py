@@ -91,7 +91,6 @@ class Sums:
         """Add one array, and start the sums of full buckets."""
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
-        # In the order of the buckets.
         while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:
             message = self._packed()
             # Device arrays can't be summed in place.

@@ -280,7 +280,6 @@ class DistributedOptimizer:
                 raise  # other ranks don't wait before the last accumulated step
             problem = Problem(type(error), str(error))
         if parts is None:
-            # Zeros, because the sums are collective.
             parts = [spec.zeros() for spec in specs]
         count = 1 if samples is None else samples
         if self.accumulate > 1:

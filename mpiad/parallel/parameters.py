@@ -20,7 +20,6 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     leaves, build = flatten(tree)
     places, others = [], []
     for k, leaf in enumerate(leaves):
-        # An ndarray isn't traced, and needn't be checked.
         if type(leaf) is not np.ndarray:
             others.append(leaf)
         if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):

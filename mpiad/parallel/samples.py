@@ -32,7 +32,6 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
     for part in batch:
         if isinstance(part, Items):
             return len(part)
-    # The most common case.
     if batch and type(batch[0]) is np.ndarray and batch[0].ndim:
         return len(batch[0])
     for leaf in flatten(list(batch))[0]:

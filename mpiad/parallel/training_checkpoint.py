@@ -139,7 +139,6 @@ def load_checkpoint(
         return None
     description, arrays = found
     own = description["own"]
-    # The file doesn't contain the device.
     namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:

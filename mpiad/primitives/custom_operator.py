@@ -73,7 +73,6 @@ class Communicating(Recorded):
         super().__init__(getattr(fun, "__name__", "operator"))
         self.fun = fun
         self.__doc__ = getattr(fun, "__doc__", None)
-        # Set by `mpiad.extend`.
         self.backward: Callable | None = None
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None

@@ -201,7 +201,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     if used is not None and not operation.point_to_point:
         used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]
     if tape is None and type(x) not in _box_types:
-        return operation.run((x,), params)
+        return operation.forward(x, params) if tracing.recorder is None else operation.run((x,), params)
     return apply(operation, tape, (x,), params)
 
 

@@ -94,12 +94,7 @@ def mpi_rank(comm: Comm = None) -> Rank:
 
 
 def mpi_size(comm: Comm = None) -> int:
-    """Return the number of ranks.
-
-    Raises
-    ------
-    TypeError, CommunicatorError
-        As `mpi_rank`.
+    """Return the number of ranks; the exceptions are those of `mpi_rank`.
 
     Examples
     --------

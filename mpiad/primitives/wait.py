@@ -51,16 +51,7 @@ def mpi_wait(request: Request) -> Array:
 
 
 def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
-    """Complete several requests and return their values, in their order.
-
-    Raises
-    ------
-    RequestError, ValueError
-        As `mpi_wait`.
-
-    Ranks
-    -----
-    As `mpi_wait`.
+    """Complete several requests with `mpi_wait`, and return their values, in their order.
 
     Adjoint
     -------

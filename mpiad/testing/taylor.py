@@ -14,7 +14,7 @@ from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, value_and_grad
 from mpiad.differentiation.trace import arguments_with
 from mpiad.primitives.cotangents import spec_like
-from mpiad.pytrees import flatten, is_variable
+from mpiad.pytrees import flatten, is_variable, map_leaves
 from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 
@@ -52,13 +52,9 @@ class _Line:
             return fun(*arguments_with(args, argnum, x))
 
         self.gradient, self.product, self.slope = (make(of_one, **options) for make in (value_and_grad, hvp, grad))
-        self.v = self._direction(seed)
-
-    def _direction(self, seed: int) -> Any:
         # A shared argument is one variable, so all ranks have the same direction.
-        rng = np.random.default_rng((seed, 0 if self.shared else self.used.rank))
-        leaves, build = flatten(self.x)
-        return build([noise_like(leaf, rng) if is_variable(leaf) else leaf for leaf in leaves])
+        rng = np.random.default_rng((seed, 0 if shared else self.used.rank))
+        self.v = map_leaves(lambda leaf: noise_like(leaf, rng) if is_variable(leaf) else leaf, self.x)
 
     def at(self, h: float) -> Any:
         leaves, build = flatten(self.x)
@@ -144,7 +140,10 @@ def check_grads(
     values = [line.gradient(line.at(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:
-        first = _first(line, gradient, mode)
+        if mode == "rev":
+            first = line.along(gradient)
+        else:
+            first = float(jvp(lambda x: line.gradient(x)[0], line.x, line.v)[1])
         remainders = [abs(there - value - h * first) for h, there in zip(steps, values)]
         rates[f"{mode} 1"] = _rate(remainders, values, line, 1, mode)
         if order == 2:
@@ -152,12 +151,6 @@ def check_grads(
             remainders = [abs(there - value - h * first - h * h / 2 * second) for h, there in zip(steps, values)]
             rates[f"{mode} 2"] = _rate(remainders, values, line, 2, mode)
     return rates
-
-
-def _first(line: _Line, gradient: Array, mode: str) -> float:
-    if mode == "rev":
-        return line.along(gradient)
-    return float(jvp(lambda x: line.gradient(x)[0], line.x, line.v)[1])
 
 
 def _second(line: _Line, mode: str) -> float:

@@ -66,13 +66,11 @@ class Objective(NamedTuple):
         leaves, build = flatten(params)
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         kept = found.kept
-        # Failed draws are excluded.
         noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
         parts: list[float] = []
 
         def surrogate(params: Tree) -> Array:
             """Return a number whose gradient is the estimator; store the value of KL in `parts`."""
-            # The same draws, as functions of the variational parameters.
             theta_of, log_q = self.posterior.draw(params, noise)
             divergence = self._divergence(params, theta_of, log_q)
             parts.append(float(to_host(stop_gradient(divergence))))

@@ -132,7 +132,6 @@ class Training:
                 f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
                 "gradient of the model infinite."
             )
-        # The objective is a mean over the draws that didn't fail.
         if not found.kept.any():
             counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
             raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")

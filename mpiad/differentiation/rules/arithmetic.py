@@ -31,7 +31,7 @@ def _sum_vjp(fun: Primitive, negated: bool, argnums: Argnums, ans: Array, args: 
     if len(argnums) == 2:
         fit_x, fit_y = fitting(args[0], ans), fitting(args[1], ans)
         if fit_x is None and fit_y is None:
-            return _one_unchanged_one_negated if negated else two_unchanged
+            return (lambda g: (g, -g)) if negated else two_unchanged
         if negated:
             return lambda g: (_fitted(fit_x, g), -_fitted(fit_y, g))
         return lambda g: (_fitted(fit_x, g), _fitted(fit_y, g))
@@ -49,7 +49,6 @@ def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     if len(argnums) == 2:
         fit_x, fit_y = fitting(x, ans), fitting(y, ans)
         if fit_x is None and fit_y is None:
-            # For x² both cotangents are one product.
             return (lambda g: two_unchanged(g * x)) if x is y else lambda g: (g * y, g * x)
         return lambda g: (_fitted(fit_x, g * y), _fitted(fit_y, g * x))
     if argnums[0] == 0:
@@ -80,10 +79,6 @@ def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return _fitted(fit_x, ratio), _fitted(fit_y, -(ratio * ans))
 
     return vjp
-
-
-def _one_unchanged_one_negated(g: Array) -> tuple[Array, Array]:
-    return (g, -g)
 
 
 def _fitted(fit: Function | None, g: Array) -> Array:

@@ -59,7 +59,6 @@ def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
 def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
     """Repeat a cotangent that is one number, as `spread` does."""
     if type(g) is np.float64 and dtype == np.float64:
-        # A read-only view of the number.
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
     return spread(g, shape, (1,) * len(shape), dtype)
 

@@ -45,7 +45,6 @@ def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
     if axes not in _FIRST:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
     if len(argnums) == 2:
-        # For x · x both cotangents are g x.
         if x is y and axes == (1, 1):
             return lambda g: two_unchanged(g * x)
         first, second = _FIRST[axes], _SECOND[axes]

@@ -113,7 +113,6 @@ def _like(x: Array) -> tuple[tuple[int, ...], bool] | None:
 
 
 def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | None) -> Array:
-    # The most common case.
     if type(part) is np.ndarray and like == (part.shape, part.dtype.kind != "c"):
         return part
     if like is None or type(part) in sparse_object_types or not hasattr(part, "shape"):
@@ -160,6 +159,11 @@ def refuse_on_device(fun: Primitive, ans: Array) -> None:
     arrays = _array_module(ans)
     kind = "device" if arrays is None else arrays.name
     raise NotImplementedError(f"{name} can't be differentiated for {kind} arrays: {advice}.")
+
+
+def linear_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Apply a function that is linear in its first argument to the tangent."""
+    return fun(gs[0], *args[1:], **kwargs)
 
 
 def one_unchanged(g: Array) -> tuple[Any]:

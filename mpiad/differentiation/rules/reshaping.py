@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from autograd.numpy.numpy_wrapper import _astype
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_vjp
+from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_vjp, linear_jvp
 
 
 def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -32,10 +34,5 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, back, axis=axis),)
 
 
-def astype_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Cast the tangent like the value."""
-    return _astype(gs[0], *args[1:], **kwargs)
-
-
 VJPS = {anp.transpose: transpose_vjp, anp.roll: roll_vjp}
-JVPS = {_astype: astype_jvp}
+JVPS = {_astype: partial(linear_jvp, _astype)}

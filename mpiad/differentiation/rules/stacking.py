@@ -26,7 +26,6 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
     if kwargs:
         return inherited_vjp(anp.concatenate_args, argnums, ans, args, kwargs)
     if axis is None:
-        # The pieces are flattened.
         flat = concatenate_vjp(argnums, ans, (0, *[np.ravel(getval(piece)) for piece in pieces]), kwargs)
         return lambda g: tuple([anp.reshape(part, anp.shape(args[i])) for part, i in zip(flat(g), argnums)])
     lead = (slice(None),) * (axis % ans.ndim)

@@ -11,7 +11,7 @@ from autograd.numpy import fft
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.constant_arrays import arrays_like
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound, refusal
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound, linear_jvp, refusal
 
 _OF_PLANES = (fft.fft2, fft.ifft2, fft.rfft2, fft.irfft2)
 _REVERSED = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}
@@ -79,15 +79,10 @@ def _resized(part: Array, shape: Shape, axes: list[int]) -> Array:
     return part
 
 
-def _linear_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Transform the tangent."""
-    return fun(gs[0], *args[1:], **kwargs)
-
-
 VJPS = {
     **{fun: partial(_complex_vjp, fun) for fun in (fft.fft2, fft.ifft2, fft.fftn, fft.ifftn)},
     **{fun: partial(_real_vjp, fun) for fun in (fft.rfft, fft.rfft2, fft.rfftn)},
     **{fun: partial(_inverse_vjp, fun) for fun in (fft.irfft, fft.irfft2, fft.irfftn)},
 }
 _TRANSFORMS = ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn")
-JVPS = {getattr(fft, name): partial(_linear_jvp, getattr(fft, name)) for name in (*_TRANSFORMS, "fftshift", "ifftshift")}
+JVPS = {getattr(fft, name): partial(linear_jvp, getattr(fft, name)) for name in (*_TRANSFORMS, "fftshift", "ifftshift")}

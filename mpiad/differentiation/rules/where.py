@@ -18,14 +18,14 @@ def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     condition = getval(args[0])
     condition = condition.astype(bool) if is_device_array(condition) else np.asarray(condition, dtype=bool)
     parts = [(i, None if i == 0 else fitting(args[i], ans)) for i in argnums]
-    return lambda g: tuple([_part(i, fit, condition, g) for i, fit in parts])
 
+    def part(argnum: int, fit: Function | None, g: Array) -> Array | None:
+        if argnum == 0:
+            return None
+        chosen = (anp if type(g) in BOX_TYPES else np).where(condition if argnum == 1 else ~condition, g, 0.0)
+        return chosen if fit is None else fit(chosen)
 
-def _part(argnum: int, fit: Function | None, condition: Array, g: Array) -> Array | None:
-    if argnum == 0:
-        return None
-    part = (anp if type(g) in BOX_TYPES else np).where(condition if argnum == 1 else ~condition, g, 0.0)
-    return part if fit is None else fit(part)
+    return lambda g: tuple([part(i, fit, g) for i, fit in parts])
 
 
 def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

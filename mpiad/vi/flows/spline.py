@@ -150,7 +150,6 @@ def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[A
     """Return the points at which the spline has these values, and the logarithms of the inverse's slopes."""
     b = _bin_of(y, numbers, bins, bound, of_values=True)
     slope = b.height / b.width
-    # Finite outside of the bins, as in `spline`.
     above = np.where(b.inside, y - b.y, b.height / 2)
     curve = above * (b.left + b.right - 2 * slope)
     a2 = b.height * (slope - b.left) + curve
