@@ -184,14 +184,14 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def require_problem(path: Path, found: dict[str, Any], wanted: dict[str, Any], call: str) -> None:
     """Raise a ValueError if a file's description differs from the wanted one."""
-    said = []
+    differences = []
     for name in wanted:
         # Compared as JSON, which converts tuples to lists.
-        there, here = (json.dumps(side.get(name, "nothing")) for side in (found, wanted))
-        if there != here:
-            said.append(f"{name} is {there:.80} in the file, but {here:.80} in this call")
-    if said:
+        in_file, in_call = (json.dumps(side.get(name, "nothing")) for side in (found, wanted))
+        if in_file != in_call:
+            differences.append(f"{name} is {in_file:.80} in the file, but {in_call:.80} in this call")
+    if differences:
         raise ValueError(
-            f"{call}: the checkpoint {path} belongs to another problem: {'; '.join(said)}. Use the same arguments, pass "
-            "another file, or delete it."
+            f"{call}: the checkpoint {path} belongs to another problem: {'; '.join(differences)}. Use the same arguments, "
+            "pass another file, or delete it."
         )

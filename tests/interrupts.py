@@ -716,7 +716,7 @@ def pulled_with_constant():
     """Return the same of an operator whose adjoint takes all cotangents at once, and depends on one of two arguments."""
     operator = custom_operator(lambda x, y: WORLD.allreduce(x))
     defvjp_together(operator, lambda ans, x, y: lambda g: [summed(g), None])
-    operator.several = True
+    operator.batched_adjoint = True
 
     def run():
         pull, _ = mpiad.make_vjp(lambda x: anp.sin(operator(x, x)))(MINE)
@@ -857,7 +857,7 @@ CLOSE = {
 # The functions of which the lines are counted: those that trace, run backwards, trace for jit, replay and solve.
 NAMED = {
     trace: "trace_backwards trace_list trace_forwards _unboxed",
-    tape: "_Tape.__enter__ _Tape.__exit__ _Tape.close _Tape.end OrderedTape.lasting OrderedTape.communicated "
+    tape: "_Tape.__enter__ _Tape.__exit__ _Tape.close _Tape.end OrderedTape.end_values OrderedTape.communicated "
     "TangentTape.communicated _open_number _close_number",
     operation: "suspended.__enter__ suspended.__exit__ communicate apply Operation.run",
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",

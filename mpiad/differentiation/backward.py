@@ -105,8 +105,8 @@ def run_backward(
 
 def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]:
     totals: list[Any] = [None] * len(recording.nodes)
-    for place, g in seeds:
-        totals[place] = g if totals[place] is None else totals[place] + g
+    for position, g in seeds:
+        totals[position] = g if totals[position] is None else totals[position] + g
     return totals
 
 
@@ -137,39 +137,39 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
     """Run the nodes before `stop` backwards in all lanes, down to the node `first`."""
     outer = tracing.lane
 
-    def swept(places: range) -> None:
+    def run_lanes(positions: range) -> None:
         for number, lane in enumerate(lanes):
             tracing.lane = number
-            sweep(nodes, lane.totals, places, True, lane.owned)
+            sweep(nodes, lane.totals, positions, True, lane.owned)
         tracing.lane = outer
 
     try:
-        for place in range(stop - 1, first - 1, -1):
-            if nodes[place].like is None:
+        for position in range(stop - 1, first - 1, -1):
+            if nodes[position].like is None:
                 continue
-            swept(range(stop - 1, place, -1))
-            kind = type(nodes[place].pull)
+            run_lanes(range(stop - 1, position, -1))
+            kind = type(nodes[position].pull)
             if kind is VectorizedVjp:
-                _pull_vectorized(nodes[place], place, lanes)
+                _pull_vectorized(nodes[position], position, lanes)
             elif kind is BatchedVjp:
-                for lane, parts in zip(lanes, nodes[place].pull.pull_all(len(lanes))):
-                    lane.totals[place] = None
-                    for parent, part in zip(nodes[place].inputs, parts):
+                for lane, parts in zip(lanes, nodes[position].pull.pull_all(len(lanes))):
+                    lane.totals[position] = None
+                    for parent, part in zip(nodes[position].inputs, parts):
                         lane.totals[parent], lane.owned[parent] = accumulate(lane.totals[parent], lane.owned[parent], part)
             else:
-                swept(range(place, place - 1, -1))
-            stop = place
-        swept(range(stop - 1, first - 1, -1))
+                run_lanes(range(position, position - 1, -1))
+            stop = position
+        run_lanes(range(stop - 1, first - 1, -1))
     finally:
         tracing.lane = outer
 
 
-def _pull_vectorized(node: Any, place: int, lanes: Sequence[Lane]) -> None:
+def _pull_vectorized(node: Any, position: int, lanes: Sequence[Lane]) -> None:
     """Run the adjoint of a node once, with the cotangents of all lanes along a first axis."""
     like = node.like
-    found = [like.zeros() if (g := lane.totals[place]) is None else conform(g, *like) for lane in lanes]
+    found = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
     for lane in lanes:
-        lane.totals[place] = None
+        lane.totals[position] = None
     for parent, parts in zip(node.inputs, node.pull(stack(found))):
         if parts is None:
             continue
@@ -183,26 +183,26 @@ def _sweep_with_callback(
     """Run the nodes backwards, and call `ready` for each variable as soon as its cotangent is complete."""
     # The first node that uses a variable is the last one in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
-    for place in range(len(nodes) - 1, variables - 1, -1):
-        for parent in nodes[place].inputs:
+    for position in range(len(nodes) - 1, variables - 1, -1):
+        for parent in nodes[position].inputs:
             if parent < variables:
-                first_uses[parent] = place
+                first_uses[parent] = position
     complete: dict[int, list[int]] = {}
     for variable in range(variables):
         complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)
     owned, stop = bytearray(len(nodes)), len(nodes)
-    for place in sorted(complete, reverse=True):
-        sweep(nodes, totals, range(stop - 1, place - 1, -1), keep, owned)
-        for variable in complete[place]:
+    for position in sorted(complete, reverse=True):
+        sweep(nodes, totals, range(stop - 1, position - 1, -1), keep, owned)
+        for variable in complete[position]:
             ready(variable, totals[variable])
-        stop = min(place, stop)
+        stop = min(position, stop)
     sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
 
 
-def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned: bytearray) -> None:
-    """Run the adjoints of the nodes at `places`, and add the results to the totals of their inputs."""
-    for place in places:
-        node, g = nodes[place], totals[place]
+def sweep(nodes: list[Any], totals: list[Any], positions: range, keep: bool, owned: bytearray) -> None:
+    """Run the adjoints of the nodes at `positions`, and add the results to the totals of their inputs."""
+    for position in positions:
+        node, g = nodes[position], totals[position]
         like = node.like
         if like is None:
             if g is None:  # no result depends on this local step
@@ -212,7 +212,7 @@ def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned:
         elif like.dtype is not None:
             # The adjoint of a communication runs even if its cotangent is zero, since other ranks wait for its messages.
             g = like.zeros() if g is None else conform(g, *like)
-        totals[place] = None  # frees the memory of the cotangent after this step
+        totals[position] = None  # frees the memory of the cotangent after this step
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]
             # The most common case of `accumulate`, without a call.
@@ -222,4 +222,4 @@ def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned:
                 totals[parent], owned[parent] = accumulate(total, owned[parent], part)
         if not keep:
             node.pull = None  # frees the arrays that the adjoint needed, even if the user keeps a value of the trace
-            nodes[place] = None
+            nodes[position] = None

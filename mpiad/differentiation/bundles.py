@@ -76,7 +76,7 @@ class Bundle:
     def variable(self, x: Array, tangents: list[Any]) -> Array:
         """Return a traced array with its tangents, one per direction, None for zero tangents."""
         tape = self._tape
-        return new_box(x, tape.number, BundleNode.placed(tape, tangents))
+        return new_box(x, tape.number, BundleNode.on_tape(tape, tangents))
 
     def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
         """Return the plain value of a result and its tangents, None if all are zero."""

@@ -65,7 +65,7 @@ class OrderedNode(VJPNode):
         return ()
 
     @classmethod
-    def placed(
+    def on_tape(
         cls, tape: Any, inputs: tuple[int, ...] = (), pull: Function | None = None, like: Spec | None = None
     ) -> OrderedNode:
         """Make a node, by default that of a variable, and append it to the tape."""
@@ -138,7 +138,7 @@ class TangentNode(JVPNode):
         self.tape = tape
 
     @classmethod
-    def placed(cls, tape: Any, tangent: Array) -> TangentNode:
+    def on_tape(cls, tape: Any, tangent: Array) -> TangentNode:
         """Make a node with a given tangent."""
         node = object.__new__(cls)
         node.tape, node.g = tape, tangent

@@ -146,8 +146,8 @@ def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
     """Raise on all ranks if shapes or dtypes differ, according to the sums of w and w² over P ranks (see `_words`)."""
     # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² only if all w are equal.
     if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
-        every = p.channel.data.allgather(described(p.shapes))
-        raise agreed(p.channel, unlike_copies(every, p.call))
+        texts = p.channel.data.allgather(described(p.shapes))
+        raise agreed(p.channel, unlike_copies(texts, p.call))
 
 
 def described(shapes: Shapes) -> str:
@@ -155,12 +155,12 @@ def described(shapes: Shapes) -> str:
     return ", ".join(f"{dtype} of shape {shape}" for shape, dtype in shapes)
 
 
-def unlike_copies(every: Sequence[str], call: str) -> ValueError:
+def unlike_copies(texts: Sequence[str], call: str) -> ValueError:
     """Return the error for copies of a shared variable whose descriptions differ between ranks."""
-    other = next(rank for rank, found in enumerate(every) if found != every[0])
+    other = next(rank for rank, found in enumerate(texts) if found != texts[0])
     return ValueError(
-        f"{call}: with shared=True all ranks must hold copies of one variable, but on rank 0 it is {every[0]:.200}, and on "
-        f"rank {other} {every[other]:.200}. Pass copies of the same shapes and dtypes on all ranks."
+        f"{call}: with shared=True all ranks must hold copies of one variable, but on rank 0 it is {texts[0]:.200}, and on "
+        f"rank {other} {texts[other]:.200}. Pass copies of the same shapes and dtypes on all ranks."
     )
 
 
@@ -169,13 +169,13 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
         return None
     words = _words(p.shapes, p.channel.size) if p.shapes else []
     buffers: Any = np.array([0.0, 0.0, *words]), np.zeros(2 + len(words))
-    going, coming = (as_message(buffer.view(complex)) for buffer in buffers)
+    sent_message, shared_message = (as_message(buffer.view(complex)) for buffer in buffers)
     # Access to a number takes half as long through a memoryview as through an array.
     (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
 
     def run() -> None:
         sent[1] = number[()]
-        p.channel.data.Allreduce(going, coming)
+        p.channel.data.Allreduce(sent_message, shared_message)
         if shared[0]:
             raise_everywhere(p.channel, None)
         if p.shapes:
@@ -191,8 +191,8 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
     found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(described)) if theirs]
     rank, (kind, text) = found[0]
     others = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
-    made = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))
-    raise agreed(channel, made(f"{text} This happened on rank {rank}{others}."))
+    error_type = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))
+    raise agreed(channel, error_type(f"{text} This happened on rank {rank}{others}."))
 
 
 def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:

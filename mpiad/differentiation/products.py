@@ -102,14 +102,14 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
             return [(place, _shaped(g, value, "vjp")) for g, value, place in triples if place >= 0]
 
         def vjp(cotangent: Tree, *, batch: bool = False) -> Tree:
-            return variables.filled(_pulled((traced, variables), seeds, cotangent, batch, "vjp"), lambda leaf: None)
+            return variables.filled(_reverse_pass((traced, variables), seeds, cotangent, batch, "vjp"), lambda leaf: None)
 
         return vjp, traced.build(traced.values)
 
     return evaluate
 
 
-def _pulled(
+def _reverse_pass(
     record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Any]]], given: Tree, batch: bool, call: str
 ) -> list[Any]:
     """Return the cotangents of the variables of a record, and keep the record.
@@ -336,7 +336,7 @@ class Linearization:
             # In an enclosing trace the function's arguments may be variables, too, besides the cotangent.
             self._transposed = trace_backwards(self._pull, outputs, of_cotangents=tracing.tape is None), outputs
         traced, outputs = self._transposed
-        found = _pulled((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
+        found = _reverse_pass((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
         return outputs.filled(found, no_derivative)
 
 

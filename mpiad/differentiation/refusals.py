@@ -12,28 +12,31 @@ from typing import Any
 
 import autograd.numpy as anp
 
-_STOPPED = "pass mpiad.stop_gradient(x), the value without its derivative."
-_ASSIGNED = (
+_STOP = "pass mpiad.stop_gradient(x), the value without its derivative."
+_NO_ASSIGNMENT = (
     "Traced arrays can't be changed, and other arrays can't hold traced values: make a new array by np.concatenate, "
     "np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
 )
-_PLAIN = (
+_NO_PLAIN_NUMPY = (
     "Plain NumPy, SciPy, math and float() don't accept traced values: call the functions of autograd.numpy (import "
-    f"autograd.numpy as np) and autograd.scipy, or {_STOPPED}"
+    f"autograd.numpy as np) and autograd.scipy, or {_STOP}"
 )
-_SENT = (
+_NO_MPI4PY = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
-    f"or {_STOPPED}"
+    f"or {_STOP}"
 )
 # Patterns in the text of an exception and its cause, and the advice; the first match counts. Some patterns name object
 # arrays, which plain NumPy makes from traced values.
-_CURES = (
-    (r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box", _ASSIGNED),
-    (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _SENT),
+_ADVICE = (
+    (
+        r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
+        _NO_ASSIGNMENT,
+    ),
+    (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _NO_MPI4PY),
     (
         r"(loop of ufunc|__array_ufunc__).*Box|real number, not '?\w*Box|Box' object cannot be interpreted|"
         r"Box\.__format__|dtype\('O'\)|object arrays are not supported|not supported for the input types",
-        _PLAIN,
+        _NO_PLAIN_NUMPY,
     ),
 )
 _METHOD = re.compile(r"'\w*Box' object has no attribute '(\w+)'")
@@ -50,21 +53,21 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     if text.startswith(_CONVERSION):
         _name_conversion(error, trace)
         return
-    cure = _cure_of(f"{text} {error.__cause__ or ''}")
+    advice = _advice_for(f"{text} {error.__cause__ or ''}")
     # An inner trace may have appended the advice.
-    if cure is None or cure in text or cure in getattr(error, "__notes__", ()):
+    if advice is None or advice in text or advice in getattr(error, "__notes__", ()):
         return
-    error.args = (f"{text.rstrip('.')}. {cure}",)
+    error.args = (f"{text.rstrip('.')}. {advice}",)
     # NumPy's casting errors ignore `args` in their text. Python 3.10 has no notes; there only repr shows the advice.
     note = getattr(error, "add_note", None)
-    if cure not in str(error) and note is not None:
-        note(cure)
+    if advice not in str(error) and note is not None:
+        note(advice)
 
 
-def _cure_of(text: str) -> str | None:
-    for pattern, cure in _CURES:
+def _advice_for(text: str) -> str | None:
+    for pattern, advice in _ADVICE:
         if re.search(pattern, text, re.DOTALL):
-            return cure
+            return advice
     method = _METHOD.search(text)
     if method is None:
         return None
@@ -76,7 +79,7 @@ def _cure_of(text: str) -> str | None:
 
 def refuse_pickling(node: object, protocol: object) -> Any:
     """Raise a TypeError, since a pickled value would lose its derivative: the `__reduce_ex__` of nodes."""
-    raise TypeError(f"A traced value can't be pickled. {_SENT}")
+    raise TypeError(f"A traced value can't be pickled. {_NO_MPI4PY}")
 
 
 def itself(node: object, memo: object) -> Any:

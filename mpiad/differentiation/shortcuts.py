@@ -64,20 +64,20 @@ def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...
     """Record a step on the tape and return its result."""
     inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
     pull = rule(argnums, value, args, _KEYWORDS)
-    return ShortcutBox(value, trace, OrderedNode.placed(parents[0].tape, inputs, pull, None))
+    return ShortcutBox(value, trace, OrderedNode.on_tape(parents[0].tape, inputs, pull, None))
 
 
 def _operator(rule: Callable, fun: Function, ufunc: Function, swapped: bool) -> Callable:
     """Return a binary operator; with `swapped` the box is the second operand."""
-    mine = (1,) if swapped else (0,)
+    argnums = (1,) if swapped else (0,)
 
     def method(self: Any, other: Array) -> Any:
-        node, x, what = self._node, self._value, type(other)
+        node, x, kind = self._node, self._value, type(other)
         if type(node) is OrderedNode and type(x) is _ndarray and node.tape.record is not None:
-            if what in _numbers:
+            if kind in _numbers:
                 args = (other, x) if swapped else (x, other)
-                return _recorded(rule, ufunc(*args), args, mine, (node,), self._trace)
-            if what in _boxes and other._trace == self._trace and type(other._value) is _ndarray:
+                return _recorded(rule, ufunc(*args), args, argnums, (node,), self._trace)
+            if kind in _boxes and other._trace == self._trace and type(other._value) is _ndarray:
                 partner, y = other._node, other._value
                 if type(partner) is OrderedNode and partner.tape is node.tape:
                     args, parents = ((y, x), (partner, node)) if swapped else ((x, y), (node, partner))
@@ -97,35 +97,35 @@ class BundleBox(_Box):
         node, value = self._node, self._value
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
         if plain and type(node) is BundleNode and node.tape.record is not None:
-            return _made(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)
+            return _new_box(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)
         return _getitem(self, idx)
 
     def __neg__(self) -> Array:
         """Return the negative."""
         node, value = self._node, self._value
         if type(node) is BundleNode and type(value) is _ndarray and node.tape.record is not None:
-            return _made(-value, [None if g is None else -g for g in node.g], node.tape, self._trace)
+            return _new_box(-value, [None if g is None else -g for g in node.g], node.tape, self._trace)
         return anp.negative(self)
 
 
-def _made(value: Array, tangents: list[Any], tape: object, trace: int) -> BundleBox:
+def _new_box(value: Array, tangents: list[Any], tape: object, trace: int) -> BundleBox:
     node, box = _new(BundleNode), _new(BundleBox)
     node.tape, node.g = tape, tangents
     box._value, box._trace, box._node = value, trace, node
     return box
 
 
-def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
+def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
     """Return a binary operator for a box as its left operand."""
     first, second, both = tangent
 
     def method(self: Any, other: Array) -> Any:
-        node, x, what = self._node, self._value, type(other)
+        node, x, kind = self._node, self._value, type(other)
         if type(node) is BundleNode and type(x) is _ndarray and node.tape.record is not None:
-            if what in _numbers:
+            if kind in _numbers:
                 z = ufunc(x, other)
-                return _made(z, [None if g is None else first(g, x, other, z) for g in node.g], node.tape, self._trace)
-            if what in _bundle_boxes and other._trace == self._trace and type(other._value) is _ndarray:
+                return _new_box(z, [None if g is None else first(g, x, other, z) for g in node.g], node.tape, self._trace)
+            if kind in _bundle_boxes and other._trace == self._trace and type(other._value) is _ndarray:
                 partner, y = other._node, other._value
                 if type(partner) is BundleNode and partner.tape is node.tape:
                     z = ufunc(x, y)
@@ -135,21 +135,21 @@ def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
                         else None if h is None else second(h, x, y, z)
                         for g, h in zip(node.g, partner.g)
                     ]  # fmt: skip
-                    return _made(z, tangents, node.tape, self._trace)
+                    return _new_box(z, tangents, node.tape, self._trace)
         return fun(self, other)
 
     return method
 
 
-def _after(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
+def _right_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
     """Return a binary operator for a box as its right operand."""
     second = tangent.second
 
     def method(self: Any, other: Array) -> Any:
-        node, y, what = self._node, self._value, type(other)
-        if what in _numbers and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
+        node, y, kind = self._node, self._value, type(other)
+        if kind in _numbers and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
             z = ufunc(other, y)
-            return _made(z, [None if h is None else second(h, other, y, z) for h in node.g], node.tape, self._trace)
+            return _new_box(z, [None if h is None else second(h, other, y, z) for h in node.g], node.tape, self._trace)
         return fun(other, self)
 
     return method
@@ -165,8 +165,8 @@ for _name, _fun, _ufunc, _tangent in (
 ):
     setattr(ShortcutBox, f"__{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, False))
     setattr(ShortcutBox, f"__r{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, True))
-    setattr(BundleBox, f"__{_name}__", _before(_fun, _ufunc, _tangent))
-    setattr(BundleBox, f"__r{_name}__", _after(_fun, _ufunc, _tangent))
+    setattr(BundleBox, f"__{_name}__", _left_operator(_fun, _ufunc, _tangent))
+    setattr(BundleBox, f"__r{_name}__", _right_operator(_fun, _ufunc, _tangent))
 # Autograd recognizes these types as traced values, but makes its own boxes for new ones.
 Box.types.update({ShortcutBox, BundleBox})
 

@@ -51,27 +51,27 @@ class _Tape(Tape):
     def __enter__(self) -> Any:
         self.outer: Tape | None = tracing.tape
         self.around: _Tape | None = tracing.tapes
-        self.noted = tracing.channels
+        self.outer_channels = tracing.channels
         tracing.tapes = self  # first, so that the trace is ended after an interrupt in this function
         _open_number(self)
         tracing.tape, tracing.channels = self, self.channels
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        outer, noted = self.outer, self.noted
-        tracing.tape, tracing.channels = outer, noted
+        outer, outer_channels = self.outer, self.outer_channels
+        tracing.tape, tracing.channels = outer, outer_channels
         if error is not None:
             self.end(error, trace)
             tracing.tapes, self.around = self.around, None
             return
         _close_number(self)
-        self.lasting()
-        self.outer = self.noted = None  # frees the enclosing tapes
+        self.end_values()
+        self.outer = self.outer_channels = None  # frees the enclosing tapes
         if outer is not None and self.channels:
             # The enclosing trace runs these communications backwards too.
             outer.channels |= self.channels
-        elif self.channels and noted is not None:
-            noted.update([(channel, False) for channel, _ in self.channels])
+        elif self.channels and outer_channels is not None:
+            outer_channels.update([(channel, False) for channel, _ in self.channels])
 
     def close(self) -> Recording:
         """Return the record; traced values become constants."""
@@ -82,22 +82,22 @@ class _Tape(Tape):
     def end(self, error: BaseException, trace: TracebackType | None) -> None:
         """End the trace after an exception; traced values become constants. A second call does nothing."""
         _close_number(self)
-        self.lasting()
-        self.outer = self.noted = None
+        self.end_values()
+        self.outer = self.outer_channels = None
         if self.record is not None:
             explain(error, trace)
             mark_left(self.channels, error, "a trace")
             # Ends the reference cycle of tape and nodes; traced values become constants.
             self.record = None
 
-    def lasting(self) -> None:
+    def end_values(self) -> None:
         """Turn the values of this trace into constants."""
 
 
 class OrderedTape(_Tape):
     """The tape of a trace that is to be run backwards."""
 
-    def lasting(self) -> None:
+    def end_values(self) -> None:
         """Turn the values of this trace into constants, by changing the type of their nodes."""
         for node in self.record or ():
             node.__class__ = LastingNode
@@ -111,9 +111,9 @@ class OrderedTape(_Tape):
         like = _NO_VALUE if dtype is None else spec_like(ans)
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
         vjp = operator.vjp(ans, args, params, tuple([k for k, _ in kept]), self.number)
-        if operator.several:
+        if operator.batched_adjoint:
             vjp = VectorizedVjp(vjp)
-        node = OrderedNode.placed(self, tuple([place for _, place in kept]), vjp, like)
+        node = OrderedNode.on_tape(self, tuple([place for _, place in kept]), vjp, like)
         return None if dtype is None else node
 
 
@@ -128,7 +128,7 @@ class TangentTape(_Tape):
         # The communication of the tangent belongs to the enclosing trace.
         with suspended(self.outer, body=False):
             tangent = operator.jvp(tangents, ans, args, params, self.number)
-        return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None
+        return TangentNode.on_tape(self, tangent) if hasattr(ans, "dtype") else None
 
 
 _lock = threading.Lock()

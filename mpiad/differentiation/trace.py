@@ -84,7 +84,7 @@ def _with_dtype(leaf: Array) -> Array:
         return np.float64(leaf)
     if type(leaf) is complex:
         return np.complex128(leaf)
-    leaf = _without_ended(leaf)
+    leaf = _without_ended_traces(leaf)
     if type(leaf) in _box_types and not hasattr(leaf, "dtype") and isinstance(getval(leaf), (float, complex)):
         return leaf * np.float64(1.0)  # from plain autograd
     return leaf
@@ -114,7 +114,7 @@ def trace_backwards(
     try:
         with tape:
             # Variables are the first nodes of the record: the reverse sweep ends before them.
-            boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.placed(tape)) for k in variables.places]
+            boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.on_tape(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
             # Before the exit of the tape, which turns its values into constants, and which handles exceptions here.
             leaves, build = flatten(out)
@@ -134,7 +134,7 @@ def trace_list(
     tape, kept = OrderedTape(), tracing.__dict__.copy()
     try:
         with tape:
-            number, node = tape.number, OrderedNode.placed
+            number, node = tape.number, OrderedNode.on_tape
             found = [_unboxed(value, tape) for value in fun([new_box(x, number, node(tape)) for x in variables])]
         places = [-1 if node is None else node.index for _, node in found]
         return [value for value, _ in found], places, tape.close()
@@ -150,7 +150,7 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
     with restoring_state():
         with tape:
             boxes = [
-                new_box(variables.leaves[place], tape.number, TangentNode.placed(tape, tangent))
+                new_box(variables.leaves[place], tape.number, TangentNode.on_tape(tape, tangent))
                 for place, tangent in zip(variables.places, tangents)
             ]
             out = fun(variables.filled(boxes))
@@ -190,10 +190,10 @@ def _unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
     if type(value) in _box_types and value._trace == number:
         node = value._node
         return value._value, node if getattr(node, "tape", None) is tape else None
-    return _without_ended(value), None
+    return _without_ended_traces(value), None
 
 
-def _without_ended(value: Array) -> Array:
+def _without_ended_traces(value: Array) -> Array:
     while type(value) in _box_types:
         tape = getattr(value._node, "tape", None)
         if tape is None or tape.record is not None:

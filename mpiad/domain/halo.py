@@ -145,7 +145,7 @@ defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_hal
 defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
 defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))
 defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=IN_TURN: fold_halo(dg, halo, sides, scheme))
-fill_halo.several = fold_halo.several = True
+fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:

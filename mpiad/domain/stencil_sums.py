@@ -155,7 +155,7 @@ def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
     return apply_transpose(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
 
 
-apply_stencil.alike = apply_transpose.alike = True
+apply_stencil.preserves_spec = apply_transpose.preserves_spec = True
 # S E is affine, because of the values beyond the sides. The transpose interchanges the cells i and j of each weight.
 defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))

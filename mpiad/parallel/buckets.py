@@ -26,7 +26,7 @@ BUCKET_BYTES = 8 * 2**20
 class Bucket(NamedTuple):
     """Arrays in one message."""
 
-    places: list[int]  # indices of the arrays
+    indices: list[int]  # indices of the arrays
     parts: list[tuple[slice, Shape | None]]  # the slice of each array in the message, and its shape, None for one axis
 
 
@@ -42,25 +42,25 @@ class Plan:
         open_buckets: dict[Any, list[int]] = {}
         filled: dict[Any, int] = {}
         groups: list[list[int]] = []
-        for place in reversed(range(len(specs))):
-            spec = specs[place]
+        for index in reversed(range(len(specs))):
+            spec = specs[index]
             length = math.prod(spec.shape) * spec.dtype.itemsize
             kind = spec.dtype, spec.arrays
             if kind not in open_buckets or filled[kind] + length > limit:
                 open_buckets[kind], filled[kind] = [], 0
                 groups.append(open_buckets[kind])
-            open_buckets[kind].append(place)
+            open_buckets[kind].append(index)
             filled[kind] += length
         self.buckets: list[Bucket] = []
-        for places in [group[::-1] for group in groups]:
-            stops = np.cumsum([0] + [math.prod(specs[place].shape) for place in places]).tolist()
-            shapes = [None if len(specs[place].shape) == 1 else specs[place].shape for place in places]
-            self.buckets.append(Bucket(places, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
+        for indices in [group[::-1] for group in groups]:
+            stops = np.cumsum([0] + [math.prod(specs[index].shape) for index in indices]).tolist()
+            shapes = [None if len(specs[index].shape) == 1 else specs[index].shape for index in indices]
+            self.buckets.append(Bucket(indices, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
         # Device numbers and Python's hashes would differ between ranks. Sums of squares over 10⁵ ranks are exact below 2¹⁸.
         described = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((described, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
-        self.bucket_of = {place: k for k, bucket in enumerate(self.buckets) for place in bucket.places}
+        self.bucket_of = {index: k for k, bucket in enumerate(self.buckets) for index in bucket.indices}
 
 
 def plan_of(specs: list[Spec], limit: int, before: Plan | None) -> Plan:
@@ -78,7 +78,7 @@ class Sums:
     def __init__(self, channel: Channel, plan: Plan):
         self._channel, self._sum_channel, self._plan = channel, cast(Channel, _SumChannel(channel)), plan
         self._arrays: list[Any] = [None] * len(plan.specs)
-        self._missing = [len(bucket.places) for bucket in plan.buckets]
+        self._missing = [len(bucket.indices) for bucket in plan.buckets]
         self._messages: list[Any] = []
         self._started: list[Summation] = []
         self._begun = False
@@ -87,10 +87,10 @@ class Sums:
         """Record that any rank may start a sum from here on."""
         self._begun = self._plan.several
 
-    def add(self, place: int, array: Array) -> None:
+    def add(self, index: int, array: Array) -> None:
         """Add one array, and start the sums of full buckets."""
-        self._arrays[place] = array
-        self._missing[self._plan.bucket_of[place]] -= 1
+        self._arrays[index] = array
+        self._missing[self._plan.bucket_of[index]] -= 1
         while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:
             message = self._packed()
             # Device arrays can't be summed in place.
@@ -105,9 +105,9 @@ class Sums:
 
     def _packed(self) -> Array:
         """Return the arrays of the next bucket, concatenated in new memory."""
-        places = self._plan.buckets[len(self._messages)].places
-        self._messages.append(np.concatenate([self._arrays[k] for k in places], axis=None))
-        for k in places:
+        indices = self._plan.buckets[len(self._messages)].indices
+        self._messages.append(np.concatenate([self._arrays[k] for k in indices], axis=None))
+        for k in indices:
             self._arrays[k] = None  # frees the array
         return self._messages[-1]
 
@@ -129,7 +129,7 @@ class Sums:
         for bucket, message in zip(self._plan.buckets, self._messages):
             if divisor != 1:
                 message /= divisor
-            for k, (part, shape) in zip(bucket.places, bucket.parts):
+            for k, (part, shape) in zip(bucket.indices, bucket.parts):
                 out[k] = message[part] if shape is None else message[part].reshape(shape)
         return out
 

@@ -99,10 +99,10 @@ def value_and_grad(
         require_equal_replicas(used, "parallel.value_and_grad", {"params": params})
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
-        agree = partial(totals, used, plan, params, "parallel.value_and_grad", count)
+        sum_up = partial(totals, used, plan, params, "parallel.value_and_grad", count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
-            early = sums.begin if plan.several else None
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, agree, sums.add, early)
+            begin = sums.begin if plan.several else None
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, begin)
             # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
@@ -111,20 +111,20 @@ def value_and_grad(
 
 
 def gradient_of_sum(
-    loss: Function, variables: Variables, count: int, agree: Callable[..., Totals], ready: Function, early: Function | None
+    loss: Function, variables: Variables, count: int, sum_up: Callable[..., Totals], ready: Function, begin: Function | None
 ) -> Totals:
     """Compute the gradient of the sum of this rank's losses, and return the totals of all ranks.
 
     - ``loss(params)``: the mean over this rank's samples.
-    - ``agree(loss=, problem=)``: calls the collective `totals` with these arguments.
+    - ``sum_up(loss=, problem=)``: calls the collective `totals` with these arguments.
     - ``ready(k, gradient)``: takes the gradient with respect to the k-th variable; after the reverse pass, or during it if
-      `early` is given.
-    - ``early()``: is called before the reverse pass.
+      `begin` is given.
+    - ``begin()``: is called before the reverse pass.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
-    def handed(variable: int, g: Array) -> None:
+    def pass_on(variable: int, g: Array) -> None:
         leaf = leaves[places[variable]]
         if type(g) is np.ndarray and type(leaf) is np.ndarray and g.dtype == leaf.dtype and g.shape == leaf.shape:
             ready(variable, g)  # the most common case
@@ -134,24 +134,24 @@ def gradient_of_sum(
 
     # The sums are collective, so a rank without samples contributes zeros.
     if not count:
-        found = agree()
+        found = sum_up()
         for variable in range(len(places)):
-            handed(variable, None)
+            pass_on(variable, None)
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
     # All ranks raise an error before the reverse pass, in which sums may start.
     wanted = "loss must return one real number"
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
-    found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
+    found = sum_up(problem=problem) if problem else sum_up(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
-    if early is not None:
-        early()
-        run_backward(traced.recording, seeds, len(places), ready=handed)
+    if begin is not None:
+        begin()
+        run_backward(traced.recording, seeds, len(places), ready=pass_on)
     else:
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
-            handed(variable, g)
+            pass_on(variable, g)
     return found
 
 
@@ -267,9 +267,9 @@ class DistributedOptimizer:
         given, places, _ = variables
         specs = [spec_like(given[k]) for k in places]
         require_state(state, self._entries, call)
-        problem, parts, held = None, None, None
+        problem, parts, accumulated = None, None, None
         try:
-            held = _accumulated(state, specs, call)
+            accumulated = _accumulated(state, specs, call)
             if samples != 0:
                 leaves = matching(gradient, params, given, call)
                 # The factor has the dtype of the gradient, since a NumPy integer would convert float32 to float64.
@@ -284,7 +284,7 @@ class DistributedOptimizer:
         count = 1 if samples is None else samples
         if self.accumulate > 1:
             # Copies, because the caller may write the next gradient into the same arrays.
-            parts = list(map(_copied, parts)) if held is None else list(map(np.add, held, parts))
+            parts = list(map(_copied, parts)) if accumulated is None else list(map(np.add, accumulated, parts))
             if state["steps"] + 1 < self.accumulate:
                 return self._kept(state, parts, count), params
             count += state["samples"]
@@ -346,25 +346,25 @@ class DistributedOptimizer:
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-        agree = partial(totals, used, self._plan, params, call, count, state.get("samples", 0))
+        sum_up = partial(totals, used, self._plan, params, call, count, state.get("samples", 0))
         try:
-            held = _accumulated(state, specs, call) or [None] * len(specs)
+            accumulated = _accumulated(state, specs, call) or [None] * len(specs)
         except ValueError as error:
-            agree(problem=Problem(type(error), str(error)))
+            sum_up(problem=Problem(type(error), str(error)))
             raise
         with restoring_state(), suspended(), Sums(used, self._plan) as sums:
 
             def ready(k: int, g: Array) -> None:
-                if held[k] is not None:
-                    g = held[k] + g
+                if accumulated[k] is not None:
+                    g = accumulated[k] + g
                 elif not last:
                     g = _copied(g)  # an operator may reuse the memory of its result before the update
                 parts[k] = g
                 if last:
                     sums.add(k, g)
 
-            early = sums.begin if last and self._plan.several else None
-            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, agree, ready, early)
+            begin = sums.begin if last and self._plan.several else None
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, begin)
             mean = total.loss / total.batch
             if not last:
                 return self._kept(state, parts, count), params, mean
@@ -377,8 +377,8 @@ class DistributedOptimizer:
                 updates = settings["updates"] = state["optimizer"]["updates"]
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
             # Accumulated gradients differ between ranks.
-            held = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
-            require_equal_replicas(used, call, held)
+            compared = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
+            require_equal_replicas(used, call, compared)
 
     def _kept(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
@@ -397,13 +397,13 @@ class DistributedOptimizer:
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
     """Return the accumulated gradients; raise a ValueError if their shapes or dtypes don't match `specs`."""
-    held = state.get("gradient")
-    if held is not None and [spec_like(g) for g in held] != specs:
-        there, here = (", ".join(map(described, found)) for found in (map(spec_like, held), specs))
+    gradients = state.get("gradient")
+    if gradients is not None and [spec_like(g) for g in gradients] != specs:
+        got, expected = (", ".join(map(described, found)) for found in (map(spec_like, gradients), specs))
         raise ValueError(
-            f"{call}: the accumulated gradients must match the parameters, {here:.200}, but the state has {there:.200}."
+            f"{call}: the accumulated gradients must match the parameters, {expected:.200}, but the state has {got:.200}."
         )
-    return held
+    return gradients
 
 
 def _copied(part: Array) -> Array:

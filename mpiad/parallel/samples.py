@@ -49,14 +49,14 @@ latest = _Latest()
 """The data container that this thread used last: its number of ranks, and the facts that determine the order of samples."""
 
 
-def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> None:
-    """Raise on all ranks if `held` differs between them, apart from untrained parameters and states; for MPIAD_DEBUG=1."""
+def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) -> None:
+    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between them, apart from leaves that aren't trained."""
     if not watch_settings.debug():
         return
     # The orders of samples are compared, too, unless a container belongs to another communicator.
     if not on_any_rank(used.data, latest.size != used.size):
-        held = {**held, "data": latest.order}
-    named = [(name, path, leaf) for name, part in held.items() for path, leaf in named_leaves(part, name)]
+        compared = {**compared, "data": latest.order}
+    named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
     leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
     advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
     require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)

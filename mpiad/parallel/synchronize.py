@@ -67,16 +67,16 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
 def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
     """Compare the pytrees with the root's on all ranks; return the leaves, and the indices of the leaves to broadcast."""
-    error, leaves, trained, held = None, [], [], []
+    error, leaves, trained, own = None, [], [], []
     # A rank with an invalid pytree raises after the broadcast, in which all ranks take part.
     try:
         leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
-        held = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
+        own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
     except TypeError as found:
         error = found
-    theirs = used.data.bcast(held, root)
+    roots = used.data.bcast(own, root)
     if error is None:
-        error = _difference(held, theirs, used.rank, root)
+        error = _difference(own, roots, used.rank, root)
     raise_together(used, error)
     return leaves, trained
 
@@ -86,8 +86,8 @@ def _described(leaf: object) -> str:
     return described(spec_like(leaf)) if known else type(leaf).__name__
 
 
-def _difference(held: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
-    for (name, mine), (path, other) in zip(held, theirs):
+def _difference(own: list[tuple[str, str]], roots: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
+    for (name, mine), (path, other) in zip(own, roots):
         if name != path:
             return ValueError(
                 f"parallel.synchronize: all pytrees must have the same structure, but rank {rank} has {name}, and the "
@@ -98,9 +98,9 @@ def _difference(held: list[tuple[str, str]], theirs: list[tuple[str, str]], rank
                 f"parallel.synchronize: {name} has {mine} on rank {rank}, but {other} on the root, rank {root}. Use the "
                 "same shapes and dtypes on all ranks."
             )
-    if len(held) != len(theirs):
+    if len(own) != len(roots):
         return ValueError(
-            f"parallel.synchronize: the pytree has {len(held)} leaves on rank {rank}, but {len(theirs)} on the root, "
+            f"parallel.synchronize: the pytree has {len(own)} leaves on rank {rank}, but {len(roots)} on the root, "
             f"rank {root}."
         )
     return None

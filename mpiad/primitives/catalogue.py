@@ -13,7 +13,7 @@ from mpiad.transport import Channel, Envelope, Spec
 
 BCAST = Operation("mpi_bcast")
 SUM_TO_ROOT = Operation("mpi_sum")
-ALLREDUCE = Operation("mpi_allreduce", several=True)
+ALLREDUCE = Operation("mpi_allreduce", batched_adjoint=True)
 GATHER = Operation("mpi_gather")
 ALLGATHER = Operation("mpi_allgather")
 SCATTER = Operation("mpi_scatter")
@@ -24,10 +24,10 @@ BARRIER = Operation("mpi_barrier")
 SEND = Operation("mpi_send", point_to_point=True)
 RECV = Operation("mpi_recv", point_to_point=True)
 EXCHANGE = Operation("mpi_exchange", point_to_point=True)
-ISEND = Operation("mpi_isend", point_to_point=True, halves=True)
-IRECV = Operation("mpi_irecv", point_to_point=True, halves=True)
-IALLREDUCE = Operation("mpi_iallreduce", point_to_point=True, halves=True)
-WAIT = Operation("mpi_wait", point_to_point=True, halves=True)
+ISEND = Operation("mpi_isend", point_to_point=True, of_request=True)
+IRECV = Operation("mpi_irecv", point_to_point=True, of_request=True)
+IALLREDUCE = Operation("mpi_iallreduce", point_to_point=True, of_request=True)
+WAIT = Operation("mpi_wait", point_to_point=True, of_request=True)
 
 
 class Copying(NamedTuple):

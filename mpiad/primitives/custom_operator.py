@@ -67,7 +67,7 @@ class Communicating(Recorded):
     """
 
     # Whether the result always has the shape and dtype of the first argument.
-    alike = False
+    preserves_spec = False
 
     def __init__(self, fun: Function):
         super().__init__(getattr(fun, "__name__", "operator"))
@@ -116,11 +116,11 @@ class Communicating(Recorded):
         """Return the function that maps the cotangent of the result to those of its traced arguments."""
         if self.backward is None:
             raise NotImplementedError(f"{self.__name__} has no adjoint: give it one with mpiad.extend.defvjp.")
-        rule, several = self.backward(ans, args, params), self.several
-        ndim = len(spec_like(ans).shape) if several else 0
+        rule, batched_adjoint = self.backward(ans, args, params), self.batched_adjoint
+        ndim = len(spec_like(ans).shape) if batched_adjoint else 0
 
         def vjp(g: Array) -> tuple:
-            lead = spec_like(g).shape[: -ndim or None] if several else ()
+            lead = spec_like(g).shape[: -ndim or None] if batched_adjoint else ()
             return _parts(rule(g), argnums, args, self.__name__, lead)
 
         return vjp

@@ -28,7 +28,7 @@ _ADVICE = (
 class _Sequence(threading.local):
     def __init__(self) -> None:
         self.last = 0
-        self.waiting: dict[int, set[int]] = {}
+        self.pending: dict[int, set[int]] = {}
 
 
 _sequence = _Sequence()
@@ -62,16 +62,16 @@ def _trace_is_open(tape: object) -> bool:
 
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     """Return an adjoint that raises if plain autograd runs it too early among those of the trace number `level`."""
-    waiting = _sequence.waiting.setdefault(level, set())
+    pending = _sequence.pending.setdefault(level, set())
     _sequence.last = number = _sequence.last + 1
-    waiting.add(number)
+    pending.add(number)
 
     def adjoint(g: Array) -> Any:
-        later = sum(other > number for other in waiting)
+        later = sum(other > number for other in pending)
         if later:
-            waiting.clear()
+            pending.clear()
             raise ForeignTraceError(f"{call}: its adjoint runs before those of {later} later communication(s). {_ADVICE}")
-        waiting.discard(number)
+        pending.discard(number)
         return vjp(g)
 
     return adjoint

@@ -75,12 +75,12 @@ def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
     cell = ans.cell(level)
 
     def vjp(g: None) -> Any:
-        request, here = cell.request, cell.cotangent
+        request, own = cell.request, cell.cotangent
         cell.request = cell.cotangent = None
         if request is None:  # without a partner
-            return here
-        there = communicate(WAIT, None, request)
-        return there if here is None else here + there
+            return own
+        received = communicate(WAIT, None, request)
+        return received if own is None else own + received
 
     return vjp
 

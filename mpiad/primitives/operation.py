@@ -105,12 +105,12 @@ class suspended:
 class Recorded:
     """A communication that is one node of a trace: an operation of the catalogue, or a user's operator.
 
-    - `several`: whether the adjoint takes and returns several cotangents, along leading axes.
+    - `batched_adjoint`: whether the adjoint takes and returns several cotangents, along leading axes.
     - `point_to_point`: whether only two ranks take part, so that it raises under plain autograd.
     - `params`: all arguments but the arrays.
     """
 
-    several = point_to_point = False
+    batched_adjoint = point_to_point = False
 
     def __init__(self, name: str):
         self.__name__ = name
@@ -145,14 +145,14 @@ class Recorded:
 class Operation(Recorded):
     """One kind of communication of one array: declared in `catalogue`, defined in the file of its public function.
 
-    - `halves`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
+    - `of_request`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
       arguments that communicates from array x into array out. It doesn't report its calls to debugging tools.
     """
 
-    def __init__(self, name: str, point_to_point: bool = False, halves: bool = False, several: bool = False):
+    def __init__(self, name: str, point_to_point: bool = False, of_request: bool = False, batched_adjoint: bool = False):
         super().__init__(name)
-        self.point_to_point, self.halves, self.several = point_to_point, halves, several
+        self.point_to_point, self.of_request, self.batched_adjoint = point_to_point, of_request, batched_adjoint
         self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
 
     def define(self, forward: Callable, adjoint: Callable, tangent: Callable | None = None) -> None:
@@ -176,14 +176,14 @@ class Operation(Recorded):
     def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
         """Return the function that maps the cotangent of the result to that of x."""
         x = args[0]
-        rule = self.adjoint(ans, x, params, level) if self.halves else self.adjoint(ans, x, params)
+        rule = self.adjoint(ans, x, params, level) if self.of_request else self.adjoint(ans, x, params)
         return lambda g: (rule(g),)
 
     def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
         """Return the tangent of the result."""
         x = args[0]
         dx = None if x is None else tangent_of(x, tangents.get(0))
-        return self.tangent(dx, ans, x, params, *((level,) if self.halves else ()))
+        return self.tangent(dx, ans, x, params, *((level,) if self.of_request else ()))
 
     def __repr__(self) -> str:
         return f"Operation({self.__name__})"

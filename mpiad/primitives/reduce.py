@@ -57,5 +57,5 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
         return mpi_sum(x, root, comm)
     require_sendable(getval(x), "mpi_reduce")
     # The adjoints of other operations need the result on all ranks.
-    everywhere = mpi_allreduce(x, op, comm)
-    return everywhere if used.rank == root else spec_like(everywhere).zeros()
+    result = mpi_allreduce(x, op, comm)
+    return result if used.rank == root else spec_like(result).zeros()

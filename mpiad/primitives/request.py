@@ -16,11 +16,11 @@ from mpiad.transport import Channel, Envelope, Spec
 from mpiad.transport.tracing import tracing
 
 
-def _by_lane(name: str, doc: str) -> Any:
+def _per_lane(name: str, doc: str) -> Any:
     """Return a property with a separate value for each of several simultaneous reverse passes, initially None."""
     return property(
-        lambda cell: cell.left.get((name, tracing.lane)),
-        lambda cell, value: cell.left.__setitem__((name, tracing.lane), value),
+        lambda cell: cell.values.get((name, tracing.lane)),
+        lambda cell, value: cell.values.__setitem__((name, tracing.lane), value),
         doc=doc,
     )
 
@@ -28,12 +28,12 @@ def _by_lane(name: str, doc: str) -> Any:
 class Cell:
     """The state that the adjoints (or tangents) of a start and its wait share."""
 
-    __slots__ = ("left",)
-    cotangent = _by_lane("cotangent", "The cotangent of the result of the wait.")
-    request = _by_lane("request", "The active request of the adjoint or tangent.")
+    __slots__ = ("values",)
+    cotangent = _per_lane("cotangent", "The cotangent of the result of the wait.")
+    request = _per_lane("request", "The active request of the adjoint or tangent.")
 
     def __init__(self) -> None:
-        self.left: dict[tuple[str, int], Any] = {}
+        self.values: dict[tuple[str, int], Any] = {}
 
 
 class Request:
@@ -56,9 +56,9 @@ class Request:
 
     def again(self) -> Request:
         """Return a copy in the state before the wait, for a second run of a function that waits for the request."""
-        made = copy(self)
-        made.done, made.tape, made.cells = False, None, {}
-        return made
+        renewed = copy(self)
+        renewed.done, renewed.tape, renewed.cells = False, None, {}
+        return renewed
 
     def __repr__(self) -> str:
         partner = "" if self.envelope is None else f", peer {self.envelope.peer}, tag {self.envelope.tag}"

@@ -82,19 +82,19 @@ def _forward(x: None, request: Request) -> Any:
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
     """Return the function that starts to communicate the cotangent; the adjoint of the start completes it."""
-    cell, there = request.cell(level), request.envelope and request.envelope.back()
+    cell, return_address = request.cell(level), request.envelope and request.envelope.back()
     # No reference to the request, which would keep its value in memory until the reverse pass.
     kind, spec = request.call, request.spec
 
     def vjp(g: Array) -> None:
         # The transpose of a receive is a send.
         if kind == "mpi_irecv":
-            cell.request = there and communicate(ISEND, g, there)
+            cell.request = return_address and communicate(ISEND, g, return_address)
             return
         # The adjoint of a sum is computed by that of its start, since ranks may wait in different orders.
         cell.cotangent = g
-        if there is not None:
-            cell.request = communicate(IRECV, None, Receiving(spec, there))
+        if return_address is not None:
+            cell.request = communicate(IRECV, None, Receiving(spec, return_address))
 
     return vjp
 

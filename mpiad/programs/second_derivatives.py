@@ -160,7 +160,7 @@ def _value_and_tangent(x: Any, tape: TangentTape) -> tuple[Any, Any]:
 
 
 def _with_tangent(tape: Any, value: Any, tangent: Any) -> Any:
-    return new_box(value, tape.number, TangentNode.placed(tape, tangent))
+    return new_box(value, tape.number, TangentNode.on_tape(tape, tangent))
 
 
 # Reverse passes of a reverse pass. A function and its reverse pass are recorded on an outer tape. A reverse pass along this

@@ -82,7 +82,7 @@ class ShapeRecorder(Recorder):
 
     def _operated(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         x = args[0]
-        if operator.alike and isinstance(x, np.ndarray):
+        if operator.preserves_spec and isinstance(x, np.ndarray):
             return np.empty(x.shape, x.dtype)
         if operator.in_place is None or kwargs or not isinstance(x, np.ndarray):
             return super()._operated(operator, args, kwargs)

@@ -72,7 +72,7 @@ def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], lis
 def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Return the results of a call as values of a tape that propagates tangents."""
     return [
-        new_box(x, tape.number, TangentNode.placed(tape, tangent)) if is_variable(x) else x
+        new_box(x, tape.number, TangentNode.on_tape(tape, tangent)) if is_variable(x) else x
         for x, tangent in zip(values, tangents, strict=True)
     ]
 
@@ -110,11 +110,11 @@ def put_on_tape(
     # A reverse pass always runs a node that communicates, since other ranks wait for its messages.
     like = _NO_VALUE if communicates else None
     run = pulled if pull_all is None else BatchedVjp(pulled, all_pulled)
-    main = OrderedNode.placed(tape, tuple(inputs), run, like)
+    main = OrderedNode.on_tape(tape, tuple(inputs), run, like)
     made, k = [], 0
     for value, is_in in zip(values, in_program):
         if is_in and is_variable(value):
-            made.append(new_box(value, tape.number, OrderedNode.placed(tape, (main.index,), kept(k), None)))
+            made.append(new_box(value, tape.number, OrderedNode.on_tape(tape, (main.index,), kept(k), None)))
         else:
             made.append(value)
         k += is_in

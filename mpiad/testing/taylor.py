@@ -19,7 +19,7 @@ from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 
 _HALVINGS = 12
-_MISSING_RATE = 0.2  # tolerance of the measured rate
+_RATE_TOLERANCE = 0.2  # tolerance of the measured rate
 
 
 class GradientError(AssertionError):
@@ -144,11 +144,11 @@ def check_grads(
             first = line.along(gradient)
         else:
             first = float(jvp(lambda x: line.gradient(x)[0], line.x, line.v)[1])
-        remainders = [abs(there - value - h * first) for h, there in zip(steps, values)]
+        remainders = [abs(shifted - value - h * first) for h, shifted in zip(steps, values)]
         rates[f"{mode} 1"] = _rate(remainders, values, line, 1, mode)
         if order == 2:
             second = _second(line, mode)
-            remainders = [abs(there - value - h * first - h * h / 2 * second) for h, there in zip(steps, values)]
+            remainders = [abs(shifted - value - h * first - h * h / 2 * second) for h, shifted in zip(steps, values)]
             rates[f"{mode} 2"] = _rate(remainders, values, line, 2, mode)
     return rates
 
@@ -180,7 +180,7 @@ def _rate(remainders: list[float], values: list[float], line: _Line, order: int,
         return math.inf
     # The median over the last steps with remainders above rounding.
     rate = float(np.median(rates[-3:]))
-    if rate < order + 1 - _MISSING_RATE:
+    if rate < order + 1 - _RATE_TOLERANCE:
         listed = ", ".join(f"{remainder:.2e}" for remainder in remainders)
         raise GradientError(
             f"check_grads: the remainder of order {order} in mode {mode!r} shrinks at rate {rate:.2f}, but a correct "

@@ -86,12 +86,12 @@ class Objective(NamedTuple):
         values, gradients = found.values[found.kept], found.gradients[found.kept]
         if self.gradient == "pathwise":
             # Linear in θ, with the model's gradients as constants; its gradient is that of the chain rule.
-            return np.sum(placed(gradients, stop_gradient(theta_of)) * theta_of) / len(values)
+            return np.sum(to_device_of(gradients, stop_gradient(theta_of)) * theta_of) / len(values)
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
         # The score is the derivative of log q with respect to φ at a constant θ.
         constant = stop_gradient(theta_of)
-        return np.mean(placed(values - others, constant) * self.posterior.log_prob(params, constant))
+        return np.mean(to_device_of(values - others, constant) * self.posterior.log_prob(params, constant))
 
     def _divergence(self, params: Tree, theta_of: Array, log_q: Array) -> Array:
         if self.divergence == "closed":
@@ -121,7 +121,7 @@ def on_device(params: Tree) -> Array | None:
     return leaf_on_device([leaf for leaf in flatten(params)[0] if is_variable(leaf)])
 
 
-def placed(x: Array, params: Tree) -> Array:
+def to_device_of(x: Array, params: Tree) -> Array:
     """Copy a host array to the device of the variational parameters, if they are on one."""
-    there = on_device(params)
-    return x if there is None else to_device(x, like=there)
+    like = on_device(params)
+    return x if like is None else to_device(x, like=like)

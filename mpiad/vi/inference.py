@@ -24,8 +24,8 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
 from mpiad.transport.device_arrays import arrays_of, is_array, is_device_array
 from mpiad.transport.tracing import restoring_state
-from mpiad.vi.elbo_gradient import Objective, has_closed_form, on_device, placed
-from mpiad.vi.model_evaluation import Evaluations, Model, sorted_out
+from mpiad.vi.elbo_gradient import Objective, has_closed_form, on_device, to_device_of
+from mpiad.vi.model_evaluation import Evaluations, Model, evaluations_of
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
@@ -93,7 +93,7 @@ class Training:
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
             with np.errstate(all="ignore"):
-                noise = placed(noise, self._params)
+                noise = to_device_of(noise, self._params)
                 found = to_host(self._objective.posterior.draw(self._params, noise)[0])
                 theta = np.ascontiguousarray(found, dtype=float)
             if theta.shape != noise.shape:
@@ -214,10 +214,10 @@ def _copied(params: Tree) -> Tree:
 
 def _all_finite(params: Tree) -> bool:
     flags: list[Any] = [np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]
-    there = [flag for flag in flags if is_device_array(flag)]
-    here = all(bool(flag) for flag in flags if not is_device_array(flag))
+    device_flags = [flag for flag in flags if is_device_array(flag)]
+    host_is_finite = all(bool(flag) for flag in flags if not is_device_array(flag))
     # One flag for all leaves on a device, since each copy to the host waits for the device.
-    return here and (not there or bool(to_host(np.all(np.stack(there)))))
+    return host_is_finite and (not device_flags or bool(to_host(np.all(np.stack(device_flags)))))
 
 
 _log = logging.getLogger("mpiad")
@@ -384,7 +384,7 @@ class VI:
                 # default_rng(seed) would be the generator of epoch 0.
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
-                _require_one_place(start, model.device, call)
+                _require_one_device(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
@@ -412,7 +412,7 @@ class VI:
                 rows = model.evenly(theta, self.posterior.dim, root, self.comm)
             if training is not None:
                 with used.evaluating("an update of VI"):
-                    training.learn(noise, theta, sorted_out(rows))
+                    training.learn(noise, theta, evaluations_of(rows))
                 if bar is not None:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
                     bar.update()
@@ -494,7 +494,7 @@ class VI:
         model = Model(self.loss, data, False, _device_of(self.devices, used, "VI.elbo"))
         with restoring_state(), suspended():
             rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
-            found: Evaluations = sorted_out(used.data.bcast(rows, root))
+            found: Evaluations = evaluations_of(used.data.bcast(rows, root))
         if not found.kept.any():
             self._fail(used, model, WorkerError("VI.elbo: the model failed for all draws.", root, ""))
         terms = (-found.values + np.asarray(self.prior.log_prob(theta)) - log_q)[found.kept]
@@ -523,7 +523,7 @@ def _require_count(value: object, name: str) -> None:
         raise ValueError(f"VI: {name} must be an integer above zero, but got {value!r}.")
 
 
-def _require_one_place(params: Tree, device: int | None, call: str) -> None:
+def _require_one_device(params: Tree, device: int | None, call: str) -> None:
     """Raise if variational parameters are on several devices, not on this rank's device, or in an unknown object."""
     refuse_objects(params, "params", call)
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]

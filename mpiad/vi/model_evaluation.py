@@ -20,7 +20,7 @@ from mpiad.tasks import mpi_map
 from mpiad.transport import channel
 from mpiad.transport.tracing import restoring_state
 
-_FINE, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
+_SUCCEEDED, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
 
 
 class Evaluations(NamedTuple):
@@ -111,12 +111,12 @@ def _plain_number(value: object) -> float:
     return float(np.reshape(to_host(value), ()))
 
 
-def sorted_out(rows: Array) -> Evaluations:
+def evaluations_of(rows: Array) -> Evaluations:
     """Return the evaluations, given the rows of all draws."""
     status = rows[:, 1]
     # Communication in the model is an error of the program: all draws are discarded.
     if (status == _COMMUNICATED).any():
         status = np.full(len(rows), _RAISED)
     return Evaluations(
-        rows[:, 0], rows[:, 2:], status == _FINE, int((status == _RAISED).sum()), int((status == _NOT_FINITE).sum())
+        rows[:, 0], rows[:, 2:], status == _SUCCEEDED, int((status == _RAISED).sum()), int((status == _NOT_FINITE).sum())
     )

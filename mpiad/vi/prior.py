@@ -21,7 +21,7 @@ from mpiad.vi.posterior import LOG_2PI
 # the errors of truncation (step²) and rounding (epsilon / step).
 _STEP = 6e-6
 # Maximum step, in units of the distance from an end of the support.
-_NEAR_END = 1e-4
+_MAX_END_FRACTION = 1e-4
 
 
 class Prior:
@@ -161,7 +161,7 @@ def _slope(x: Array, one: Any) -> Array:
     scale = float(one.ppf(0.75) - one.ppf(0.25))  # always finite, unlike the standard deviation
     low, high = one.support()
     # Near an end of the support the log density may be steep.
-    step = numpy.minimum(_STEP * scale, _NEAR_END * numpy.minimum(x - low, high - x))
+    step = numpy.minimum(_STEP * scale, _MAX_END_FRACTION * numpy.minimum(x - low, high - x))
     after, before = x + step, x - step  # the divisor is the step after rounding
     with numpy.errstate(invalid="ignore", divide="ignore"):
         return numpy.where(step > 0, (one.logpdf(after) - one.logpdf(before)) / (after - before), numpy.nan)

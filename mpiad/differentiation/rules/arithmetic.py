@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Function
-from mpiad.differentiation.rules.broadcasting import fitting, widened
+from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitting
 from mpiad.differentiation.rules.protocol import (
     Argnums,
     Primitive,
@@ -100,8 +100,12 @@ class Tangent(NamedTuple):
     both: Callable[[Any, Any, Any, Any, Any], Any]
 
 
-ADD = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(g, z), lambda g, h, x, y, z: g + h)
-SUBTRACT = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(-g, z), lambda g, h, x, y, z: g - h)
+ADD = Tangent(
+    lambda g, x, y, z: broadcast_tangent(g, z), lambda g, x, y, z: broadcast_tangent(g, z), lambda g, h, x, y, z: g + h
+)
+SUBTRACT = Tangent(
+    lambda g, x, y, z: broadcast_tangent(g, z), lambda g, x, y, z: broadcast_tangent(-g, z), lambda g, h, x, y, z: g - h
+)
 MULTIPLY = Tangent(lambda g, x, y, z: g * y, lambda g, x, y, z: x * g, lambda g, h, x, y, z: g * y + x * h)
 # Quotient rule: (g - z h) / y.
 DIVIDE = Tangent(lambda g, x, y, z: g / y, lambda g, x, y, z: _times_minus(g / y, z), lambda g, h, x, y, z: (g - z * h) / y)

@@ -73,7 +73,7 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
     return g
 
 
-def widened(tangent: Array, ans: Array) -> Array:
+def broadcast_tangent(tangent: Array, ans: Array) -> Array:
     """Broadcast the tangent of a summand to the shape of the sum `ans`; both may be traced."""
     value = getval(tangent)
     if type(value) is _ndarray and value.shape == ans.shape and value.dtype == ans.dtype:

@@ -27,17 +27,17 @@ def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Array:
-    mine, shape = inputs[k], anp.shape(operands[k])
-    if len(set(mine)) < len(mine):
-        raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {mine!r}: take its diagonal first")
+    own, shape = inputs[k], anp.shape(operands[k])
+    if len(set(own)) < len(own):
+        raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {own!r}: take its diagonal first")
     others = [operand for j, operand in enumerate(operands) if j != k]
     subscripts = [letters for j, letters in enumerate(inputs) if j != k]
     # Along an index that occurs neither in the result nor in another operand, the cotangent is constant.
     known = set(out).union(*subscripts)
-    kept = "".join(letter for letter in mine if letter in known)
+    kept = "".join(letter for letter in own if letter in known)
     part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
     sizes = iter(anp.shape(part))
-    full = tuple([next(sizes) if letter in known else 1 for letter in mine])
+    full = tuple([next(sizes) if letter in known else 1 for letter in own])
     stretched = tuple(map(max, full, shape))
     return fitted(part if stretched == anp.shape(part) else expand(part, stretched, full), operands[k])
 

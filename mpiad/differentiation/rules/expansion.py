@@ -33,7 +33,7 @@ def kept_shape(shape: Shape, axis: Axis) -> Shape:
     return tuple(kept)
 
 
-def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
+def expanded(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
     """Repeat the cotangent of a reduction, whose shape with `keepdims=True` is `kept`; a complex one remains complex.
 
     The result is traced if g is; otherwise it is a read-only view with strides of zero.
@@ -57,10 +57,10 @@ def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
 
 
 def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
-    """Repeat a cotangent that is one number, as `spread` does."""
+    """Repeat a cotangent that is one number, as `expanded` does."""
     if type(g) is np.float64 and dtype == np.float64:
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
-    return spread(g, shape, (1,) * len(shape), dtype)
+    return expanded(g, shape, (1,) * len(shape), dtype)
 
 
 @primitive

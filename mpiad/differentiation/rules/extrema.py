@@ -8,7 +8,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.broadcasting import fitted, widened
+from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitted
 from mpiad.differentiation.rules.expansion import axis_of, is_known, kept_shape
 from mpiad.differentiation.rules.protocol import (
     Argnums,
@@ -72,7 +72,7 @@ def clip_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 def clip_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Pass on the tangents of elements within the bounds."""
     inside = _inside(argnums, ans, args, kwargs)
-    return widened(gs[0] if inside is None else gs[0] * inside, ans)
+    return broadcast_tangent(gs[0] if inside is None else gs[0] * inside, ans)
 
 
 def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:

@@ -46,16 +46,16 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
 
 _NUMBERS = (float, complex, np.inexact)
 # Only autograd's own primitives must return cotangents in the shape of their arguments.
-_AUTOGRADS = frozenset(primitive_vjps) | frozenset(primitive_jvps)
+_OWN_PRIMITIVES = frozenset(primitive_vjps) | frozenset(primitive_jvps)
 # Exceptions of autograd's rules for unsupported arguments.
-_UNFORESEEN = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NameError, NotImplementedError)
+_RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NameError, NotImplementedError)
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Make the adjoint by autograd's rule, or by that in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
     on_host = _is_on_host(fun, ans)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
-    if fun in _AUTOGRADS:
+    if fun in _OWN_PRIMITIVES:
         pull = checked(fun, rule, argnums, ans, args, kwargs)
         fitted = partial(_fitted_parts, fun, pull, [_like(args[i]) for i in argnums])
     else:
@@ -77,7 +77,7 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
     """Compute a tangent by a rule; for NumPy functions it gets the shape of the result, and is real if the result is."""
-    return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _AUTOGRADS else rule(*call)
+    return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _OWN_PRIMITIVES else rule(*call)
 
 
 def _fitted_parts(fun: Primitive, pull: Vjp, likes: list, g: Array) -> list:
@@ -91,7 +91,7 @@ def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
         return rule(*call)
     except np.linalg.LinAlgError:
         raise
-    except _UNFORESEEN as error:
+    except _RULE_ERRORS as error:
         if f"{fun.__name__} can't be differentiated" in str(error):
             raise
         raise refusal(fun, f"with these arguments: its rule raised {type(error).__name__}: {error}") from error

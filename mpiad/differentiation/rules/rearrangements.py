@@ -84,7 +84,7 @@ def _transposed_differences(g: Array, axis: int) -> Array:
 
 
 @primitive
-def placed(g: Array, places: Array, shape: Shape) -> Array:
+def scattered(g: Array, places: Array, shape: Shape) -> Array:
     """Return an array of zeros with the elements g at `places`, distinct indices into the flattened array."""
     total = arrays_like(g).full((math.prod(shape),), 0, g.dtype)
     total[places] = g
@@ -92,8 +92,8 @@ def placed(g: Array, places: Array, shape: Shape) -> Array:
 
 
 # Taking elements and placing them into zeros are each other's transposes.
-defvjp(placed, lambda ans, g, places, shape: lambda h: anp.reshape(h, (-1,))[places])
-defjvp(placed, lambda dg, ans, g, places, shape: placed(dg, places, shape))
+defvjp(scattered, lambda ans, g, places, shape: lambda h: anp.reshape(h, (-1,))[places])
+defjvp(scattered, lambda dg, ans, g, places, shape: scattered(dg, places, shape))
 
 
 def _moved(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -122,7 +122,7 @@ def _rearrangement_vjp(fun: Primitive, places_of: Any, argnums: Argnums, ans: Ar
     if fun is anp.diag and len(anp.shape(args[0])) == 1:
         return inherited_vjp(fun, argnums, ans, args, kwargs)  # a matrix made from a diagonal
     places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])
-    return lambda g: (placed(g, places, shape),)
+    return lambda g: (scattered(g, places, shape),)
 
 
 def _rearrangement_jvp(

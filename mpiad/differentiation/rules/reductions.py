@@ -6,7 +6,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Axis
-from mpiad.differentiation.rules.expansion import axis_of, filled, is_known, kept_shape, spread
+from mpiad.differentiation.rules.expansion import axis_of, expanded, filled, is_known, kept_shape
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_vjp, primitive_mean
 
 _KNOWN = frozenset({"axis", "keepdims", "dtype", "where"})
@@ -47,9 +47,9 @@ def _repeated(x: Array, axis: Axis, where: object) -> Vjp:
     shape, dtype = np.shape(x), np.result_type(x)
     kept = kept_shape(shape, axis)
     if where is True:
-        return lambda g: (spread(g, shape, kept, dtype),)
+        return lambda g: (expanded(g, shape, kept, dtype),)
     # Terms that `where` excludes have the cotangent zero.
-    return lambda g: (anp.where(where, spread(g, shape, kept, dtype), 0.0),)
+    return lambda g: (anp.where(where, expanded(g, shape, kept, dtype), 0.0),)
 
 
 VJPS = {anp.sum: sum_vjp, primitive_mean: mean_vjp}

@@ -13,19 +13,19 @@ from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound, linear_jvp, refusal
 
-_OF_PLANES = (fft.fft2, fft.ifft2, fft.rfft2, fft.irfft2)
-_REVERSED = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}
+_TWO_DIMENSIONAL = (fft.fft2, fft.ifft2, fft.rfft2, fft.irfft2)
+_ADJOINT_NORMS = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}
 
 
 def _axes(fun: Primitive, args: tuple, kwargs: dict) -> tuple[Shape, list[int], Any, str | None]:
     """Return the shape of the argument, the axes, the lengths along these or None, and the normalization."""
-    alone = fun is fft.rfft or fun is fft.irfft
-    given: Any = bound(fun, "a n axis norm" if alone else "a s axes norm", args, kwargs)
+    one_axis = fun is fft.rfft or fun is fft.irfft
+    given: Any = bound(fun, "a n axis norm" if one_axis else "a s axes norm", args, kwargs)
     shape, norm = anp.shape(given["a"]), given.get("norm")
-    if alone:
+    if one_axis:
         lengths, axes = given.get("n") and [given["n"]], [given.get("axis", -1)]
     else:
-        lengths, axes = given.get("s"), given.get("axes", (-2, -1) if fun in _OF_PLANES else None)
+        lengths, axes = given.get("s"), given.get("axes", (-2, -1) if fun in _TWO_DIMENSIONAL else None)
         axes = range(-len(lengths or shape), 0) if axes is None else axes
     axes = [axis % len(shape) for axis in axes]
     if len(set(axes)) != len(axes):
@@ -61,7 +61,7 @@ def _inverse_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
     weights = anp.reshape(2.0 - once, (-1,) + (1,) * (len(shape) - 1 - last))
 
     def vjp(g: Array) -> tuple[Array]:
-        part = anp.conj(fft.rfft(g, n=n, axis=last, norm=_REVERSED[norm])) * weights
+        part = anp.conj(fft.rfft(g, n=n, axis=last, norm=_ADJOINT_NORMS[norm])) * weights
         part = fft.ifftn(part, axes=leading, norm=norm) if leading else part
         return (fitted(_resized(part, shape, [*leading, last]), args[0]),)
 

@@ -6,7 +6,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Function
-from mpiad.differentiation.rules.broadcasting import fitting, widened
+from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitting
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_jvp, inherited_vjp, primitive_where
 from mpiad.transport.device_arrays import is_device_array
 
@@ -33,7 +33,7 @@ def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
     if kwargs or len(args) != 3:
         return inherited_jvp(primitive_where, argnums, gs, ans, args, kwargs)
     tangents = dict(zip(argnums, gs))
-    return widened(anp.where(getval(args[0]), tangents.get(1, 0.0), tangents.get(2, 0.0)), ans)
+    return broadcast_tangent(anp.where(getval(args[0]), tangents.get(1, 0.0), tangents.get(2, 0.0)), ans)
 
 
 VJPS = {primitive_where: where_vjp}

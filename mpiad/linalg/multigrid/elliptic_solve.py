@@ -163,4 +163,4 @@ def _tangent(
 
 defvjp_together(_solution, _adjoint)
 defjvp_together(_solution, _tangent)
-_solution.several = True
+_solution.batched_adjoint = True

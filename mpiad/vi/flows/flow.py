@@ -157,22 +157,22 @@ class Planar:
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
-        u, along = _invertible(params)
+        u, wu = _invertible(params)
         bend = np.tanh(z @ params["w"] + params["b"])
         # The matrix determinant lemma: det (I + û h wᵀ) = 1 + h wᵀû, which is positive since wᵀû > -1.
-        return z + bend[:, None] * u, np.log1p(along * (1 - bend**2))
+        return z + bend[:, None] * u, np.log1p(wu * (1 - bend**2))
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
         """Return the preimages of points, and log |det ∂z/∂x| at each."""
-        u, along = _invertible(params)
+        u, wu = _invertible(params)
         w, b = params["w"], params["b"]
         target = x @ w
-        a = _root(stop_gradient(target), stop_gradient(along), stop_gradient(b))
+        a = _root(stop_gradient(target), stop_gradient(wu), stop_gradient(b))
         for _ in range(_NEWTON_STEPS):  # traced, unlike the bisection, for the derivative of the root
             bend = np.tanh(a + b)
-            a = a - (a + along * bend - target) / (1 + along * (1 - bend**2))
+            a = a - (a + wu * bend - target) / (1 + wu * (1 - bend**2))
         bend = np.tanh(a + b)
-        return x - bend[:, None] * u, -np.log1p(along * (1 - bend**2))
+        return x - bend[:, None] * u, -np.log1p(wu * (1 - bend**2))
 
 
 def _invertible(params: Tree) -> tuple[Array, Array]:
@@ -180,16 +180,16 @@ def _invertible(params: Tree) -> tuple[Array, Array]:
     w = params["w"]
     found = np.sum(w * params["u"])
     # The paper's appendix A.1: wᵀû = m(wᵀu) with m(a) = log(1 + eᵃ) - 1. The term 1e-30 is for w = 0.
-    along = np.logaddexp(0.0, found) - 1
-    return params["u"] + (along - found) * w / (np.sum(w**2) + 1e-30), along
+    wu = np.logaddexp(0.0, found) - 1
+    return params["u"] + (wu - found) * w / (np.sum(w**2) + 1e-30), wu
 
 
-def _root(target: Array, along: Array, b: Array) -> Array:
+def _root(target: Array, wu: Array, b: Array) -> Array:
     """Solve a + along·tanh(a + b) = target for a by bisection; the left side increases with a."""
-    # Since |tanh| ≤ 1, the distance of the root from the target is at most |along|.
-    low, high = target - abs(along) - 1e-9, target + abs(along) + 1e-9
+    # Since |tanh| ≤ 1, the distance of the root from the target is at most |wu|.
+    low, high = target - abs(wu) - 1e-9, target + abs(wu) + 1e-9
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        above = middle + along * numpy.tanh(middle + b) > target
+        above = middle + wu * numpy.tanh(middle + b) > target
         low, high = numpy.where(above, low, middle), numpy.where(above, middle, high)
     return (low + high) / 2

@@ -18,9 +18,9 @@ from mpiad.primitives import stop_gradient
 from mpiad.vi.flows.coupling import evaluated, halves, initial_network, joined, length_of, masked_network
 
 # Lower bounds of a bin's fraction of the interval and of slopes, for a well-conditioned inverse.
-_LEAST_BIN, _LEAST_SLOPE = 1e-3, 1e-3
+_MIN_BIN, _MIN_SLOPE = 1e-3, 1e-3
 # With this offset, parameters of zero give slopes of one.
-_SLOPE_ONE = float(numpy.log(numpy.expm1(1 - _LEAST_SLOPE)))
+_SLOPE_OFFSET = float(numpy.log(numpy.expm1(1 - _MIN_SLOPE)))
 
 
 class SplineCoupling:
@@ -171,7 +171,7 @@ def _log_slope(slope: Array, part: Array, b: _Bin, below: Array) -> Array:
 def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) -> _Bin:
     widths = _parts(numbers[..., :bins], bound)
     heights = _parts(numbers[..., bins : 2 * bins], bound)
-    inner = _LEAST_SLOPE + np.logaddexp(0.0, numbers[..., 2 * bins :] + _SLOPE_ONE)
+    inner = _MIN_SLOPE + np.logaddexp(0.0, numbers[..., 2 * bins :] + _SLOPE_OFFSET)
     ends = np.ones_like(inner[..., :1])
     slopes = concatenate([ends, inner, ends], axis=-1)
     lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
@@ -190,7 +190,7 @@ def _parts(numbers: Array, bound: float) -> Array:
     """Return positive lengths that add up to 2·bound."""
     exponentials = np.exp(numbers - np.max(numbers, axis=-1, keepdims=True))
     shares = exponentials / np.sum(exponentials, axis=-1, keepdims=True)
-    return 2 * bound * (_LEAST_BIN + (1 - _LEAST_BIN * numbers.shape[-1]) * shares)
+    return 2 * bound * (_MIN_BIN + (1 - _MIN_BIN * numbers.shape[-1]) * shares)
 
 
 def _starts(lengths: Array, bound: float) -> Array:
