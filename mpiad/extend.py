@@ -98,14 +98,10 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
     Parameters
     ----------
     operator : Communicating
+        As for `defvjp`, with the same exception.
     maker : callable
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns a sequence with the cotangent of each argument
         (None for those without one).
-
-    Raises
-    ------
-    TypeError
-        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
@@ -132,14 +128,10 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     Parameters
     ----------
     operator : Communicating
+        As for `defvjp`, with the same exception.
     *rules : callable or None
         ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; None
         for arguments without one. All rules run on every rank, in this order, with zeros if an argument isn't traced.
-
-    Raises
-    ------
-    TypeError
-        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
@@ -170,14 +162,10 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     Parameters
     ----------
     operator : Communicating
+        As for `defvjp`, with the same exception.
     rule : callable
         ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` has the tangent of each argument, None
         if it isn't traced on this rank. It runs on every rank.
-
-    Raises
-    ------
-    TypeError
-        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
@@ -206,7 +194,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     Parameters
     ----------
     operator : Communicating
-        ``operator(x, *rest)``, linear in x.
+        ``operator(x, *rest)``, linear in x; a TypeError is raised as in `defvjp`.
     adjoint : callable
         ``adjoint(y, *rest)``: the transpose, over all ranks, without conjugation. There are no derivatives with respect to
         `rest`.
@@ -215,11 +203,6 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     -------
     Communicating
         The adjoint as an operator, whose adjoint is `operator`. `mpiad.testing.check_adjoint` checks the pair.
-
-    Raises
-    ------
-    TypeError
-        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------

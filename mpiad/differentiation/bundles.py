@@ -48,7 +48,6 @@ class BundleNode(TangentNode):
 
 
 def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the tangent in one direction."""
     known = [(k, g) for k, g in tangents if g is not None]
     if not known:
         return None

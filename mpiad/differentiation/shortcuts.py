@@ -61,7 +61,6 @@ class ShortcutBox(_Box):
 
 
 def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Array:
-    """Record a step on the tape and return its result."""
     inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
     pull = rule(argnums, value, args, _KEYWORDS)
     return ShortcutBox(value, trace, OrderedNode.on_tape(parents[0].tape, inputs, pull, None))
@@ -116,7 +115,6 @@ def _new_box(value: Array, tangents: list[Any], tape: object, trace: int) -> Bun
 
 
 def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
-    """Return a binary operator for a box as its left operand."""
     first, second, both = tangent
 
     def method(self: Any, other: Array) -> Any:
@@ -142,7 +140,6 @@ def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable
 
 
 def _right_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
-    """Return a binary operator for a box as its right operand."""
     second = tangent.second
 
     def method(self: Any, other: Array) -> Any:

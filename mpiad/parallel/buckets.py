@@ -143,8 +143,6 @@ class Sums:
 
 
 class _SumChannel:
-    """The attributes of a channel that a sum needs, with a separate communicator."""
-
     def __init__(self, channel: Channel):
         # The channel itself keeps track of active requests, which it completes at its end.
         self.data, self.begin, self.release = channel.separate(), channel.begin, channel.release

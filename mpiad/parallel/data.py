@@ -141,7 +141,6 @@ class DistributedDataContainer:
 
 
 def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
-    """Return entries of arrays; the indices are copied once to each device."""
     copies: dict[Any, Any] = {None: numbers}
     places = [(arrays_of(leaf), leaf) for leaf in leaves]
     for namespace, _ in places:

@@ -86,7 +86,6 @@ def _recorded(name: str) -> tuple[str, Site]:
 
 
 def _read(x: Array, params: object) -> Arguments:
-    """Return the arguments of an operation of any kind."""
     named = [params, *[getattr(params, name, None) for name in _ADDRESSES]]
     envelopes = tuple([found for found in named if isinstance(found, Envelope)])
     address = envelopes[0] if envelopes else None

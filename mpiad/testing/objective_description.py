@@ -141,7 +141,6 @@ def _zeros_among(largest: list) -> str:
 
 
 def _classified(values: list, root: int) -> tuple[str, str, dict, str]:
-    """Return kind, objective, factors and text of an `ObjectiveReport`."""
     size = len(values)
     others = [value for rank, value in enumerate(values) if rank != root]
     if all(value is None or value == 0.0 for value in others) and others:  # a single rank has the kind "same"

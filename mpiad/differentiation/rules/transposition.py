@@ -35,7 +35,6 @@ def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
 
 
 def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the tangent of a result, computed from an adjoint rule."""
     # Imported here, since nodes import this module.
     from mpiad.differentiation.backward import run_backward
     from mpiad.differentiation.trace import trace_list

@@ -185,7 +185,7 @@ def _invertible(params: Tree) -> tuple[Array, Array]:
 
 
 def _root(target: Array, wu: Array, b: Array) -> Array:
-    """Solve a + along·tanh(a + b) = target for a by bisection; the left side increases with a."""
+    """Solve a + wu·tanh(a + b) = target for a by bisection; the left side increases with a."""
     # Since |tanh| ≤ 1, the distance of the root from the target is at most |wu|.
     low, high = target - abs(wu) - 1e-9, target + abs(wu) + 1e-9
     for _ in range(_BISECTIONS):

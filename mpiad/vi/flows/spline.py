@@ -118,8 +118,6 @@ class SplineAutoregressive:
 
 
 class _Bin(NamedTuple):
-    """The bin of each point."""
-
     x: Array
     width: Array
     y: Array
