@@ -178,8 +178,8 @@ def _tangent_of_end(dx: None, ans: Array, x: None, begun: Begun, level: int) -> 
     return communicate(_END_OPERATION, None, pending)
 
 
-_BEGIN_OPERATION = Operation(_BEGIN, point_to_point=True, halves=True)
-_END_OPERATION = Operation(_END, point_to_point=True, halves=True)
+_BEGIN_OPERATION = Operation(_BEGIN, point_to_point=True, of_request=True)
+_END_OPERATION = Operation(_END, point_to_point=True, of_request=True)
 _BEGIN_OPERATION.define(_start, _adjoint_of_begin, _tangent_of_begin)
 _END_OPERATION.define(_finish, _adjoint_of_end, _tangent_of_end)
 
