@@ -238,7 +238,7 @@ def _recorded(
 
 def _variable(tape: Any, x: Any) -> Any:
     """Return x as a variable of the tape, or x itself if it can't be a variable; the tape has a node in either case."""
-    node = OrderedNode.variable(tape)
+    node = OrderedNode.on_tape(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
