@@ -216,6 +216,35 @@ def test_the_forcing_term_is_measured_in_the_inner_product(inner: bool, rank: in
     np.testing.assert_allclose(joined(result.x), x, rtol=1e-6)
 
 
+def test_the_forcing_terms_are_those_of_eisenstat_and_walker(rank: int, size: int) -> None:
+    """Their choice 2 with its safeguard, in a loop of NumPy. At first the Hessian is tripled, so that each case occurs."""
+    rng, factors = np.random.default_rng(0), (3.0, 1.0, 1.0)
+    q = np.linalg.qr(rng.standard_normal((30, 30)))[0]
+    a, b = q @ np.diag(np.geomspace(1.0, 1e3, 30)) @ q.T, rng.standard_normal(30)
+    x, forcing, products, points = np.zeros(30), 0.5, [], []
+    for factor in factors:
+        r, step, count = a @ x - b, np.zeros(30), 0
+        before, direction = np.linalg.norm(r), -r
+        while (norm := np.linalg.norm(r)) > forcing * before:
+            product, count = factor * (a @ direction), count + 1
+            length = norm**2 / (direction @ product)
+            step, r = step + length * direction, r + length * product
+            direction = (r @ r) / norm**2 * direction - r
+        x = x + step
+        safeguard, forcing = 0.9 * forcing**2, 0.9 * (np.linalg.norm(a @ x - b) / before) ** 2
+        forcing = min(0.5, max(forcing, safeguard) if safeguard > 0.1 else forcing)
+        products, points = [*products, count], [*points, x]
+
+    def hessp(x: np.ndarray, v: np.ndarray) -> np.ndarray:
+        return piece_of((1.0 if joined(x).any() else 3.0) * (a @ joined(v)), rank, size)
+
+    for k, point in enumerate(points):
+        options = {"maxiter": k + 1, "grtol": 0.0}
+        result = solve(lambda x: 0.5 * x @ a @ x - b @ x, np.zeros(30), rank, size, hessp=hessp, options=options)
+        assert result.nhev == sum(products[: k + 1])
+        np.testing.assert_allclose(joined(result.x), point, rtol=1e-6, atol=1e-9)
+
+
 def test_what_one_object_approximates_is_measured_exactly_near_the_end(rank: int, size: int) -> None:
     """A prior's `precondition` is near its `solve`: the latter runs when the former's norm has about fallen, not always."""
     rng = np.random.default_rng(12)
