@@ -596,6 +596,15 @@ def test_what_ends_a_trajectory():
     assert (sol.retcode, sol.naccept < 100) == ("DtLessThanMin", True)
 
 
+def test_a_condition_with_a_constant_rate_does_not_return_to_its_root():
+    # So soon after the start, a return to the root at once would count as endless.
+    count = Event(lambda u, p, t: u[0], affect=lambda u, p, t: [u[0], u[1] + 1.0])
+    line = ODEProblem(lambda u, p, t: [1.0 + 0 * u[0], 0 * u[0]], np.array([-0.25, 0.0]), (0.0, 1e5))
+    sol = solve(line, events=count)
+    assert sol.retcode == "Success" and len(sol.events) == 1
+    np.testing.assert_allclose(sol.u_end, [1e5 - 0.25, 1.0], rtol=1e-12)
+
+
 def test_a_condition_that_vanishes_at_a_given_time_acts_once_and_first():
     # At the step's end, whose time rounding must not overstep.
     p = np.random.default_rng(1).uniform(0.2, 0.9, (1600, 1))
