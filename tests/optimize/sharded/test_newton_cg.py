@@ -190,6 +190,23 @@ def test_a_regularizer_that_is_not_reduced_is_refused(alike: bool, rank: int, si
         assert found.fun == pytest.approx(np.sum(np.sin(np.arange(12.0)) ** 2) / 4.0)
 
 
+def first_step(a: np.ndarray, p: np.ndarray, represent: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return CG's first iterate with half of the gradient's norm, and all residuals' squared norms in R⁻¹ and in P."""
+    x, r, direction, rz = np.zeros(len(b)), -b, np.zeros(len(b)), np.inf
+    squares = [[b @ represent @ b, b @ p @ b]]
+    while squares[-1][0] > 0.25 * squares[0][0]:
+        z = p @ r
+        direction, rz = (r @ z) / rz * direction - z, r @ z
+        step = rz / (direction @ a @ direction)
+        x, r = x + step * direction, r + step * (a @ direction)
+        squares.append([r @ represent @ r, r @ p @ r])
+    return x, np.array(squares)
+
+
+def on_pieces(matrix: np.ndarray, rank: int, size: int) -> Any:
+    return lambda v: piece_of(matrix @ joined(v), rank, size)
+
+
 @pytest.mark.parametrize("inner", [False, True], ids=["Euclidean", "inner product"])
 def test_the_forcing_term_is_measured_in_the_inner_product(inner: bool, rank: int, size: int) -> None:
     """The first step ends at the first iterate whose residual is half of the gradient in that norm, not in P's."""
@@ -197,20 +214,29 @@ def test_the_forcing_term_is_measured_in_the_inner_product(inner: bool, rank: in
     # P is far from both the Hessian's inverse and the inner product's.
     a, p, b = spd(rng, 20), spd(rng, 20), rng.standard_normal(20)
     represent = spd(rng, 20, 10.0) if inner else np.eye(20)
+    x, squares = first_step(a, p, represent, b)
+    by_p = squares[:, 1]
+    assert len(squares) > 1 + np.argmax(by_p <= 0.25 * by_p[0])  # else the norms agree
+    options: dict[str, Any] = {"preconditioner": on_pieces(p, rank, size), "maxiter": 1}
+    options |= {"inner_product": on_pieces(represent, rank, size)} if inner else {}
+    result = solve(lambda x: 0.5 * x @ a @ x - b @ x, np.zeros(20), rank, size, options=options)
+    assert result.nhev == len(squares) - 1
+    np.testing.assert_allclose(joined(result.x), x, rtol=1e-6)
 
-    def on_pieces(matrix: np.ndarray) -> Any:
-        return lambda v: piece_of(matrix @ joined(v), rank, size)
 
-    x, r, squares, direction, rz = np.zeros(20), -b, [b @ represent @ b], np.zeros(20), np.inf
-    by_p = [b @ p @ b]
-    while squares[-1] > 0.25 * squares[0]:
-        z = p @ r
-        direction, rz = (r @ z) / rz * direction - z, r @ z
-        step = rz / (direction @ a @ direction)
-        x, r = x + step * direction, r + step * (a @ direction)
-        squares, by_p = [*squares, r @ represent @ r], [*by_p, r @ p @ r]
-    assert len(squares) > 1 + next(k for k, square in enumerate(by_p) if square <= 0.25 * by_p[0])  # else the norms agree
-    options = {"preconditioner": on_pieces(p), "maxiter": 1, **({"inner_product": on_pieces(represent)} if inner else {})}
+def test_the_norm_of_a_preconditioner_says_nothing_if_the_inner_product_is_another_objects(rank: int, size: int) -> None:
+    """The residual is half of the gradient in the inner product's norm at an iterate where it isn't nearly so in P's."""
+    rng = np.random.default_rng(17)
+    a, p, b = spd(rng, 20), spd(rng, 20), rng.standard_normal(20)
+    represent = spd(rng, 20, 10.0)
+    x, squares = first_step(a, p, represent, b)
+    assert squares[-1, 1] > 1.7 * 0.25 * squares[0, 1]
+
+    class Prior:
+        def solve(self, g: np.ndarray) -> np.ndarray:
+            return piece_of(represent @ joined(g), rank, size)
+
+    options = {"inner_product": Prior(), "preconditioner": on_pieces(p, rank, size), "maxiter": 1}
     result = solve(lambda x: 0.5 * x @ a @ x - b @ x, np.zeros(20), rank, size, options=options)
     assert result.nhev == len(squares) - 1
     np.testing.assert_allclose(joined(result.x), x, rtol=1e-6)
