@@ -76,6 +76,22 @@ def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> Non
     assert at.counts.of_objective == 2
 
 
+def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
+    """They have left the solve; the same exception is raised if a method has caught it and goes on."""
+
+    def fails():
+        raise ValueError("rank 1 raised it")
+
+    instructions, evaluation = Instructions(), Evaluation()
+    at = Points(evaluation, instructions, False)
+    at.value(np.ones(1))
+    evaluation.agreement = SimpleNamespace(raise_if_failed=fails, end_requested=False)
+    for ask in (at.value, at.gradient, lambda x: at.product(x, x)):
+        with pytest.raises(ValueError, match="rank 1 raised it"):
+            ask(np.zeros(1))
+    assert instructions.given == [VALUE] and sum(at.counts.values()) == 1
+
+
 def test_gradient_of_an_earlier_point_takes_a_new_pass() -> None:
     at, given = points(False)
     x, y = np.array([1.0]), np.array([2.0])
