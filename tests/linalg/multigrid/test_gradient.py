@@ -9,7 +9,7 @@ from scipy.sparse.linalg import spsolve
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.linalg import solve_elliptic
+from mpiad.linalg import Elliptic, solve_elliptic
 from mpiad.testing import check_grads
 
 SHAPE = (9, 8)
@@ -184,3 +184,36 @@ def test_mean_zero(rank_rng):
     np.testing.assert_allclose(
         domain.dot(found[1], of_b[domain.owned]), np.imag(dense(kappa, b + 1e-30j * of_b)) / 1e-30, rtol=1e-8
     )
+
+
+def test_a_product_of_a_solve_is_differentiated_along_another_direction(rank_rng):
+    """With A(κ) linear in κ = exp m, from A u = f follows A u_vw = -(A(κ v) u_w + A(κ w) u_v + A(κ v w) u)."""
+    shape = (5, 4)
+    domain = mpiad.Domain(shape)
+    m, v, w = rank_rng(0).standard_normal((3, *shape))
+    of = lambda field: elliptic_matrix(np.exp(m) * field, 0.0, (1.0, 1.0)).toarray()  # noqa: E731
+    a = of(np.ones(shape))
+    u = np.linalg.solve(a, np.ones(20))
+    u_v, u_w = (-np.linalg.solve(a, of(along) @ u) for along in (v, w))
+    expected = -np.linalg.solve(a, of(v) @ u_w + of(w) @ u_v + of(v * w) @ u)
+
+    def state(m):
+        return solve_elliptic(domain, anp.exp(m), np.ones(domain.local_shape), rtol=1e-12)
+
+    mine = [np.ascontiguousarray(field[domain.owned]) for field in (m, v, w, expected.reshape(shape))]
+    found = mpiad.jvp(lambda m: mpiad.linearize(state)(m).jvp(mine[1]), mine[0], mine[2])
+    np.testing.assert_allclose(found[0], u_v.reshape(shape)[domain.owned], atol=1e-9)
+    np.testing.assert_allclose(found[1], mine[3], atol=1e-8)
+
+
+def test_a_product_of_a_solve_differentiates_the_operator_once(monkeypatch, rank, rank_rng):
+    """With respect to κ, for the first J v; a further one is only a solve."""
+    domain, calls, plain = mpiad.Domain((8, 8)), [], Elliptic.__call__
+    monkeypatch.setattr(Elliptic, "__call__", lambda self, *args: calls.append(1) or plain(self, *args))
+    m, v = rank_rng(rank).standard_normal((2, *domain.local_shape))
+    kept, counts = mpiad.linearize(lambda m: solve_elliptic(domain, anp.exp(m), np.ones(domain.local_shape)))(m), []
+    for _ in range(2):
+        calls.clear()
+        kept.jvp(v)
+        counts.append(len(calls))
+    assert counts == [1, 0]
