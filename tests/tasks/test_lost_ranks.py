@@ -79,6 +79,12 @@ except WorkerError as error:
     assert error.index == 7 and error.rank in (1, 2)
 else:
     raise AssertionError
+try:
+    mpiad.mpi_allreduce(1.0)
+except CommunicatorError as error:
+    assert "rank 3 of 4 has died" in str(error)
+else:
+    raise AssertionError
 done()
 """)  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import autograd.numpy as anp
@@ -15,6 +16,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad import mpi_map
 from mpiad.errors import WorkerError
+from mpiad.tasks.map import WorkerGroup
 
 WORLD = MPI.COMM_WORLD
 
@@ -300,3 +302,15 @@ def test_a_table_of_waits_shows_what_the_root_waits_for():
     assert rows[0][4].startswith("mpi_map(from")
     mpiad.reset(other)
     other.Free()
+
+
+@pytest.mark.serial
+def test_each_rank_that_died_in_a_map_is_marked_as_lost(monkeypatch):
+    """By stand-ins for an MPI that survives it: of four ranks the second and the last are missing at the end."""
+    remaining, lost = SimpleNamespace(Free=lambda: None), []
+    group = object.__new__(WorkerGroup)
+    group._survives, group.comm = True, SimpleNamespace(Shrink=lambda: remaining)
+    group._used = SimpleNamespace(size=4, drop=lambda comm: None, lose=lost.append)
+    monkeypatch.setattr("mpiad.tasks.map.ranks_within", lambda used, comm: {id(remaining): [0, 2]}[id(comm)])
+    group.close()
+    assert lost == [[1, 3]]
