@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from fault_tolerant import with_ulfm
+from mpi4py import MPI
 from shown_programs import programs_of
 
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, _can_revoke
 from mpiad.transport.recovery import interruptible, recoverable
 
 START = """
@@ -77,6 +78,19 @@ def test_nothing_is_paid_where_the_mpi_cannot_revoke():
 
     assert recoverable("minimize")(fun) is fun
     assert interruptible("mpi_send", fun) is fun
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("vendor", ["Open MPI", "MPICH"])
+@pytest.mark.parametrize("asked", ["1", "True", "0", "", None])
+def test_only_an_mpi_that_was_asked_to_can_revoke(asked, vendor, monkeypatch):
+    """Open MPI's launcher tells its ranks by this variable that they outlive one another."""
+    for name in ("MPIAD_RECOVERY", "MPIAD_DEBUG", "OMPI_MCA_mpi_ft_enable"):
+        monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", asked)
+    monkeypatch.setattr(MPI, "get_vendor", lambda: (vendor, (5, 0, 0)))
+    assert _can_revoke() == (vendor == "Open MPI" and asked in ("1", "True"))
 
 
 class TestRecovery:
