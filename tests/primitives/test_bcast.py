@@ -48,7 +48,7 @@ def test_template_of_another_dtype(rngs, rank, size, dtype):
         assert_close(cotangent, sum(gs) if rank == 0 else np.zeros(4), template.dtype)
 
 
-@pytest.mark.parametrize("length", [61, 62, 63, 1000])
+@pytest.mark.parametrize("length", [57, 58, 61, 1000])
 def test_lengths_about_that_of_the_header(rngs, rank, size, length):
     """Short arrays travel with their shape, longer ones in a message of their own."""
     xs, gs = arrays(rngs, (length,)), arrays(rngs, (length,))
