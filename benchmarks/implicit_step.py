@@ -1,0 +1,88 @@
+"""An implicit step of the heat equation: mpiad's matrix-free CG and SciPy with an assembled matrix.
+
+    python benchmarks/implicit_step.py [--cells 18 64 256]
+
+(I - τ Δ) u⁺ = u on n² cells with zero boundary values and τ = 10 cells², one rank, relative residual 1e-8. mpiad solves it by
+`linalg.solve` with CG, interpreted; SciPy by its CG and with an LU factorization that is computed once. The gradient of a
+step, with respect to u, takes a second solve on both sides. The sides alternate, and the smallest time of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import autograd.numpy as np
+import numpy
+import scipy.sparse
+import scipy.sparse.linalg
+from reaches import report
+
+import mpiad
+from mpiad.linalg import solve
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--cells", type=int, nargs="+", default=(18, 64, 256))
+parser.add_argument("--repeats", type=int, default=9)
+TAU, RTOL = 10.0, 1e-8
+
+
+def step_of(n: int):
+    """Return a step with mpiad, as a user writes it."""
+    domain = mpiad.Domain((n, n))
+
+    def operator(u):
+        p = domain.exchange(u)
+        return u + TAU * (4.0 * u - p[2:, 1:-1] - p[:-2, 1:-1] - p[1:-1, 2:] - p[1:-1, :-2])
+
+    return lambda u: solve(operator, u, method="cg", rtol=RTOL)
+
+
+def matrix_of(n: int) -> scipy.sparse.csc_array:
+    second = scipy.sparse.diags_array((-1.0, 2.0, -1.0), offsets=(-1, 0, 1), shape=(n, n))
+    one = scipy.sparse.eye_array(n)
+    laplacian = scipy.sparse.kron(second, one) + scipy.sparse.kron(one, second)
+    return (scipy.sparse.eye_array(n * n) + TAU * laplacian).tocsc()
+
+
+def main() -> None:
+    options = parser.parse_args()
+    print("| cells | side | step, ms | with gradient, ms |\n|---|---|---|---|")
+    for n in options.cells:
+        matrix, step = matrix_of(n), step_of(n)
+        factors = scipy.sparse.linalg.splu(matrix)
+        u = numpy.random.default_rng(n).standard_normal((n, n))
+        gradient = mpiad.value_and_grad(lambda u: np.sum(step(u) ** 2))  # noqa: B023
+
+        def scipy_cg(u):
+            return scipy.sparse.linalg.cg(matrix, u.ravel(), rtol=RTOL)[0].reshape(n, n)  # noqa: B023
+
+        def scipy_lu(u):
+            return factors.solve(u.ravel()).reshape(n, n)  # noqa: B023
+
+        sides = {
+            "mpiad, CG": (lambda: step(u), lambda: gradient(u)[1]),  # noqa: B023
+            "SciPy, CG": (lambda: scipy_cg(u), lambda: scipy_cg(2 * scipy_cg(u))),  # noqa: B023
+            "SciPy, LU kept": (lambda: scipy_lu(u), lambda: scipy_lu(2 * scipy_lu(u))),  # noqa: B023
+        }
+        best = {(side, k): float("inf") for side in sides for k in range(2)}
+        for _ in range(options.repeats):
+            for side, calls in sides.items():
+                for k, call in enumerate(calls):
+                    start = time.perf_counter()
+                    found = call()
+                    best[side, k] = min(best[side, k], time.perf_counter() - start)
+                    reference = sides["SciPy, LU kept"][k]()
+                    assert numpy.abs(found - reference).max() <= 1e-5 * numpy.abs(reference).max(), side
+        for side in sides:
+            print(f"| {n}² | {side} | {1e3 * best[side, 0]:.3g} | {1e3 * best[side, 1]:.3g} |")
+        for side in ("SciPy, CG", "SciPy, LU kept"):
+            for k, name in enumerate(("step", "step and gradient")):
+                report(f"implicit heat {name}, {n}², over {side}", best["mpiad, CG", k] / best[side, k])
+
+
+if __name__ == "__main__":
+    main()
