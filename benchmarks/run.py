@@ -37,7 +37,7 @@ class Job(NamedTuple):
     ranks : int
         1: without mpiexec.
     limit : float
-        Seconds, two to three times what it takes on a quiet machine. All together are half an hour.
+        Seconds, two to three times what it takes on a quiet machine. The whole run takes about half an hour.
     arguments : str
     """
 
@@ -53,6 +53,9 @@ class Job(NamedTuple):
 
 JOBS = (
     Job("primitives.py", 2, 90),
+    Job("gradient_cost.py", 1, 180),
+    Job("gradient_cost.py", 2, 90),
+    Job("implicit_step.py", 1, 40),
     Job("local_adjoints.py", 1, 80),
     Job("beside_peers.py", 1, 180, "--rounds 2"),
     Job("guard.py", 2, 60),
