@@ -84,9 +84,9 @@ def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
 
     instructions, evaluation = Instructions(), Evaluation()
     at = Points(evaluation, instructions, False)
-    at.value(np.ones(1))
+    value_at(at, np.ones(1))
     evaluation.agreement = SimpleNamespace(raise_if_failed=fails, end_requested=False)
-    for ask in (at.value, at.gradient, lambda x: at.product(x, x)):
+    for ask in (lambda x: value_at(at, x), at.gradient, lambda x: at.product(x, x)):
         with pytest.raises(ValueError, match="rank 1 raised it"):
             ask(np.zeros(1))
     assert instructions.given == [VALUE] and sum(at.counts.values()) == 1
