@@ -433,10 +433,11 @@ class Campaign:
                 status, failed = self.pytest(copy, ranks, sorted({mutant.killer for mutant in killed}), "-x")
                 if status in PASSED:
                     break
-                for mutant in killed:
-                    if mutant.killer == failed:
-                        mutant.outcome = "unclear"
-                killed = [mutant for mutant in killed if mutant.killer != failed]
+                # A test that has been renamed or removed since keeps all from running.
+                doubtful = [mutant for mutant in killed if mutant.killer == failed] or killed
+                for mutant in doubtful:
+                    mutant.outcome = "unclear"
+                killed = [mutant for mutant in killed if mutant not in doubtful]
 
     def run(self, count: int, seed: int, jobs: int) -> None:
         """Draw the mutants and run them; a report of the same ones that isn't complete is continued."""
