@@ -83,7 +83,7 @@ class Store:
                 if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                     os.utime(path)
                     return lock
-            except FileNotFoundError:  # it was removed, and may belong to another process
+            except FileNotFoundError:  # the process that held the lock removed the file: try again with a new one
                 pass
             except OSError as error:
                 if not isinstance(error, BlockingIOError):  # a file system without locks
@@ -132,10 +132,11 @@ class Store:
 def _own_file(path: str, flags: int) -> int:
     """Open a regular file; raise a PermissionError if other users can write to it."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
-    facts = os.fstat(descriptor)  # of the open file, since its path may soon refer to another one
-    if not is_private(facts) or not stat.S_ISREG(facts.st_mode):
+    # The status of the open file, not of its path, which may refer to another file by then.
+    status = os.fstat(descriptor)
+    if not is_private(status) or not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise PermissionError(f"{path} isn't a file of this user's alone")
+        raise PermissionError(f"{path} must be a regular file to which no other user can write")
     return descriptor
 
 

@@ -1,7 +1,7 @@
 """Source text of programs, in the kernel language: one assignment to a local scalar per operation.
 
-f itself is computed in the order of operations in which it is written, so its values are those of the vectorized
-implementation. In tangents and adjoints, a product that is added may become part of an `fma`.
+The values of a user's function are computed in the order in which it writes the operations, so they equal those of its
+NumPy implementation. In tangents and adjoints, a product and a sum may become one `fma`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LARGEST_EXPONENT = 64
 
 @lru_cache(32)
 def lowered(program: Program) -> Program:
-    """Return an equivalent program, up to rounding, of operations that have a text in the kernel language."""
+    """Return a program, equivalent up to rounding, whose operations all have a text in the kernel language."""
     builder = Builder()
 
     def call(operation: str, *arguments: int) -> int:

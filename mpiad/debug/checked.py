@@ -67,8 +67,8 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     Raises
     ------
     ReplicationError
-        A ValueError with the ranks whose copies differ from those of most ranks, the path and index of the first
-        difference, and its size; or with the differences of shapes, dtypes and structures.
+        If the copies differ. The message names the ranks whose copies differ from those of most ranks, and the path, index
+        and size of the first difference, or the different shapes, dtypes or structures. It is a ValueError.
     TypeError
         On all ranks, if any rank has a leaf that isn't a number, a string, or an array of these.
 

@@ -106,7 +106,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(channel: Channel) -> Speed | None:
-    """Measure the messages of a communicator; collective, with the same result on all ranks: None for a single rank."""
+    """Measure the messages of a communicator; collective. The result is the same on all ranks, None for a single rank."""
     if channel.size == 1:
         return None
     # A duplicate, so that its messages aren't confused with those of the program.
@@ -206,7 +206,8 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """An error, or a cause of slowness, in the start of a program."""
 
-    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": it may fail elsewhere.
+    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": another start may fail, for
+    # example with more ranks.
     severity: str
     text: str  # a description and the remedy
 
@@ -221,7 +222,7 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
             remedy = ", or with another `srun --mpi=` (`srun --mpi=list` lists them)"
         text = (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
-            f"{library.vendor} {library.version}, which that launcher doesn't start. Start the program with "
+            f"{library.vendor} {library.version}, whose processes that launcher can't connect. Start the program with "
             f"{_mpiexec_of(library)}{'' if mpiexec_beside(library.path) else remedy}."
         )
         mistakes.append(Mistake("error", text))

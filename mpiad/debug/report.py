@@ -95,7 +95,10 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
 
 
 def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
-    """Return the latest start among the ranks that this rank waits for, by event index; `owners` compare the arrivals."""
+    """Return, by event index, the latest start among the ranks that this rank waits for.
+
+    The rank `owners[k]` compares the arrivals of event k.
+    """
     indices: list[list[int]] = [[] for _ in range(comm.size)]
     for k, owner in owners.items():
         indices[owner].append(k)
@@ -125,7 +128,7 @@ _SMALL_MESSAGE = 10_000  # bytes: below, a message takes about as long as an emp
 class Totals(NamedTuple):
     """The numbers on which advice is based."""
 
-    elapsed: np.ndarray  # seconds of each rank, shape (P,), as `communicating` and `waiting`
+    elapsed: np.ndarray  # `elapsed`, `communicating` and `waiting`: seconds of each rank, shape (P,)
     communicating: np.ndarray
     waiting: np.ndarray
     busiest: str  # the operation with the longest transfer, and its line
@@ -151,8 +154,9 @@ def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
     slow, uneven = int(computing.argmax()), over_mean(computing)
     if uneven < _UNEVEN:
         yield (
-            f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for about as "
-            "long: now one rank is late, now another. Bind each rank to a core of its own (check with `python -m mpiad`)."
+            f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for "
+            "about equal times: each time another rank is late. Bind each rank to a core of its own (check with "
+            "`python -m mpiad`)."
         )
         return
     more = max(stretches, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
@@ -214,7 +218,9 @@ def over_mean(values: np.ndarray) -> float:
     return float(values.max() / mean) if mean > 0 else 0.0
 
 
-_NO_RECORDING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into `with mpiad.debug.recorded():`."
+_NO_RECORDING = (
+    "nothing was recorded. Run the program with MPIAD_TRACE=file.json, or a part of it in `with mpiad.debug.recorded():`."
+)
 
 
 class Row(NamedTuple):
@@ -227,7 +233,7 @@ class Row(NamedTuple):
     site : str
         The line of the forward call.
     calls : array of int, shape (P,)
-        Number of calls of the function, or of its communications if it makes several independent ones.
+        Number of calls of the function; a call that makes several independent communications counts once for each.
     messages : array of int, shape (P,)
         Number of point-to-point messages that these calls sent and received.
     nbytes : array of int, shape (P,)
@@ -235,7 +241,7 @@ class Row(NamedTuple):
     seconds : array, shape (P,)
         Time inside the calls.
     waited : array, shape (P,)
-        The part of `seconds` before the ranks on which the call depends had begun the call.
+        The part of `seconds` that a rank waited until the other ranks, on which its call depends, began theirs.
 
     Examples
     --------

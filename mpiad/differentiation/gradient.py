@@ -30,7 +30,8 @@ def value_and_grad(
     Parameters
     ----------
     fun : callable
-        Runs on every rank and returns this rank's L_r, one real number (under "root" others may return None).
+        Runs on every rank r and returns L_r, a real number. With ``objective="root"``, ranks other than root may return
+        None.
     argnum : int or tuple of int
         Positions of the arguments to differentiate with respect to: nested dicts, lists and tuples of arrays and numbers.
     objective : {"root", "sum", "mean"}
@@ -61,7 +62,7 @@ def value_and_grad(
 
     Adjoint
     -------
-    J and the gradient can be differentiated again, by a trace of this library around the call.
+    J and the gradient can be differentiated again: another function passed to `value_and_grad` may call the result.
 
     Examples
     --------
@@ -140,7 +141,10 @@ def _evaluator(
 
 
 def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
-    """Return the position and the cotangent `weight` of the number that a traced run returned; nothing for constants."""
+    """Return the seed of the reverse pass: the position on the tape of the number that a traced run returned, and `weight`.
+
+    The list is empty if the number is a constant.
+    """
     if traced.places[0] < 0 or weight == 0.0:
         return []
     spec = spec_like(traced.values[0])
@@ -157,7 +161,7 @@ def cotangents_of_variables(
 
 
 def several_cotangents_of_variables(traced: Traced, seeds: list[list[tuple[int, Any]]], variables: Variables) -> list[Any]:
-    """Return the same with an additional first axis, for several sets of seeds; keep the record."""
+    """Return the cotangents of the variables for several sets of seeds, stacked along a new first axis; keep the record."""
     found = run_backward_together(traced.recording, seeds, len(variables.places))
     leaves = [variables.leaves[place] for place in variables.places]
     return [stack([_returned(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]

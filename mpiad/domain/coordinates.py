@@ -1,4 +1,4 @@
-"""Coordinates of cells in a grid with equal spacing, and positions of points between them, differentiable functions."""
+"""Coordinates of cells in a grid with equal spacing, and differentiable positions of points between them."""
 
 from __future__ import annotations
 

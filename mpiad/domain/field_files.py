@@ -36,7 +36,7 @@ def load(domain: Decomposition, path: str | PathLike[str]) -> LocalArray:
     """See `Domain.load`."""
     call = "Domain.load"
 
-    def place(layout: Layout) -> tuple[tuple[int, ...], np.ndarray]:
+    def start_and_memory(layout: Layout) -> tuple[tuple[int, ...], np.ndarray]:
         lead = max(0, len(layout.shape) - len(domain.shape))
         if layout.shape[lead:] != domain.shape:
             raise ValueError(f"it holds shape {layout.shape}, but the grid has {domain.shape}")
@@ -44,7 +44,7 @@ def load(domain: Decomposition, path: str | PathLike[str]) -> LocalArray:
 
     with raising_together(domain._channel, Exception):
         file = Path(path)
-    return read_block(domain._channel, file, place, call)
+    return read_block(domain._channel, file, start_and_memory, call)
 
 
 def _starts(domain: Decomposition, lead: int) -> tuple[int, ...]:

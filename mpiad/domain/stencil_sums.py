@@ -1,10 +1,10 @@
-"""The operator S E of a stencil: E exchanges the halo, S computes the sums. It is one node on the tape without arrays.
+"""The operator S E of a stencil: E exchanges the halo, S computes the sums.
 
-Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the
-weights are reversed along each dimension. If each dimension is periodic or has the boundary "zero", Eᵀ Sᵀ is the
-mirrored stencil with the same exchange, so the reverse pass costs as much as the forward pass. With "edge" or "reflect"
-cells beyond the sides are copies of cells inside, to which the values of the mirrored stencil beyond the sides are
-added.
+It is one node on the tape, which keeps no arrays. Communication overlaps with the sums of the interior. The transpose is
+Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights are reversed along each dimension. If each dimension is periodic or
+has the boundary "zero", Eᵀ Sᵀ is the mirrored stencil with the same exchange, so the reverse pass costs as much as the
+forward pass. With "edge" or "reflect", cells beyond a side are copies of cells inside; the transpose computes the sums of
+the mirrored stencil there, too, and adds each to the cell that was copied.
 """
 
 from __future__ import annotations

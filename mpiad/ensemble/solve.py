@@ -58,7 +58,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
     return [pickle.loads(text) for text in everything]
 
 
-class _Place:
+class _Placeholder:
     """Placeholder for a leaf whose numbers are sent together with the numbers of other leaves."""
 
     def __init__(self, leaf: Array):
@@ -70,10 +70,10 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     """Return the pytrees of all ranks; collective, and differentiable with respect to numbers."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
-    places = [_Place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
+    places = [_Placeholder(leaf) if is_variable(leaf) else leaf for leaf in leaves]
     skeletons = _skeletons(used, build(places))
     flat = [flatten(skeleton) for skeleton in skeletons]
-    dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
+    dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     mine = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
     # The empty array sets the dtype on ranks without numbers.
@@ -82,7 +82,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     for parts, make in flat:
         filled = []
         for part in parts:
-            if isinstance(part, _Place):
+            if isinstance(part, _Placeholder):
                 piece, at = everything[at : at + part.size], at + part.size
                 part = conform(anp.reshape(piece, part.shape)[()], part.shape, part.dtype)
             filled.append(part)
@@ -130,9 +130,9 @@ def solve(
     trajectories : int, optional
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
-        Times at which states are saved. A number means its multiples after the start, the start and the end; a list are
-        times for all trajectories, an array times per trajectory. By default the start and the end. Times are in the order
-        of the solve, and not traced.
+        Times at which states are saved. A number is the interval between them, from the start; the end is saved, too. A
+        list holds the same times for all trajectories, an array the times of each. By default the start and the end. Times
+        must be sorted from the start to the end, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
@@ -153,16 +153,17 @@ def solve(
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
         the steps. The default is tangents if a trajectory is differentiated with respect to at most two numbers, tspan
-        isn't differentiated, and there are no events; otherwise the adjoint. Both give the same result. With respect to
-        tspan and with events, tangents come from a replay of the steps, one direction after the other.
+        isn't differentiated, and there are no events; otherwise the adjoint. Both give the same result. With events, or
+        with respect to tspan, "tangent" is slow: it repeats the steps once for each differentiated number.
     checkpoints : int, optional
         For a gradient: keep the states before every `checkpoints`-th step (and the times and sizes of all steps), and
-        recompute the other states, which costs about one more solve. Kernels keep the steps of one in `checkpoints`
-        trajectories at a time. By default all are kept.
+        recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
+        `checkpoints` groups, and keeps all steps of one group at a time. By default all are kept.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
         code. "auto" compiles for ensembles of at least 1,000 trajectories, and always with EnsembleGPU, if f can be
-        compiled and kernels support all options; otherwise True raises. Results agree up to rounding.
+        compiled and kernels support all options; if not, "auto" solves without a kernel, and True raises. Results
+        agree up to rounding.
     progress : bool
         Whether to show on standard error the number of finished trajectories and an estimate of the remaining time; with
         several ranks, those of rank 0.
@@ -178,15 +179,15 @@ def solve(
     NotImplementedError
         If `saveat`, or a value that f closes over, is traced.
     TypeError, ValueError
-        If an argument can't be used, f doesn't return the derivative of columns, or ranks give different arguments.
+        If an argument is invalid, f doesn't return the derivative of each column, or arguments differ between ranks.
     IntegrationError
         With `throw`, if a trajectory fails.
 
     Ranks
     -----
     Each rank solves independently; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and
-    solve together. After the solve they compare the contents of host arrays, and the values, except objects, that functions
-    read in addition to their arguments.
+    solve together. After the solve they compare the contents of host arrays, the code of the problem's functions, and the
+    values that these read in addition to their arguments (objects aren't compared).
 
     Notes
     -----
@@ -217,7 +218,7 @@ def solve(
     else:
         sol = _ensemble(options, compiler, range(1, count + 1), progress)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
-    # The given problem may come from another solution, and have its kernels.
+    # The given problem may come from another solution, and refer to that solution's kernels.
     solved = problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg = solved, alg
     return sol[0] if single else unshared(sol)
@@ -269,9 +270,9 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
             bar.update(count)
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
-        shown = ended if progress and repeat == 1 else None
+        on_end = ended if progress and repeat == 1 else None
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
-        sol = _solved(options, compiler, batch, shown, numbers.start - 1)
+        sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # A rank without trajectories has the same saved times as other ranks, which needn't be gathered.
             sol.t = save_times(options.saveat, typical.plain())
@@ -288,7 +289,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 
 
 def _solved(
-    options: SolveOptions, compiler: Compiler, given: Batch, shown: Progress = None, first: int = 0
+    options: SolveOptions, compiler: Compiler, given: Batch, on_end: Progress = None, first: int = 0
 ) -> EnsembleSolution:
     """Solve a batch, whose first trajectory has the number `first`, counted from 0."""
     record = options.save_everystep or options.dense_output or given.traced
@@ -301,7 +302,7 @@ def _solved(
     # Whether only both ends are saved: steps are then not searched for saved times.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, first)
-    settings = settings_of(options, batch, times, record, ends, shown)
+    settings = settings_of(options, batch, times, record, ends, on_end)
     failed = None
     if settings.mass is not None and not is_on_device(batch):
         given, failed = consistent_start(given, settings.mass, settings.rtol, settings.atol)

@@ -1,4 +1,4 @@
-"""The adjoint of one step, for several columns.
+"""The adjoint of one step, for several trajectories, the columns of all arrays.
 
 In a Runge-Kutta step, y_i = u + h Σ_{j<i} a_ij k_j and k_i = f(y_i), and the new state is y_s, given by the same formula.
 The cotangent λ of the new state is propagated from the last stage to the first (k̄ and ȳ are the cotangents of k and y):
@@ -34,7 +34,7 @@ from mpiad.ensemble.step_sweep import Columns, Visit
 
 
 def over_slots(x: Array, ndim: int = 2) -> Array:
-    """Return the sum over the first axis (several values per column, on devices) of an array with more than `ndim` axes."""
+    """Sum an array with more than `ndim` axes over the first one, the slots: on devices, a column may have several."""
     return x if x.ndim == ndim else np.sum(x, axis=0)
 
 
@@ -93,11 +93,11 @@ class TransposedStep:
         if len(self.k) == self.last:
             self._evaluate(self.argument(self.last), self.last)
 
-    def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
+    def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
         """Return the cotangent of the state before the step, shape (d, n); may be called only once.
 
-        `cotangent`: of the state after the step; overwritten. ``gains(j, parts, y_bar)`` is called for each stage j with
-        the cotangents of the leaves (and of time) and of the argument.
+        `cotangent`: of the state after the step; overwritten. ``note_stage(j, parts, y_bar)`` is called for each stage j
+        with the cotangents of the leaves (and of time) and of the argument.
         """
         total, last = cotangent, self.last
         bars, scratch = self._coefficients.bars(total), np.empty_like(total)
@@ -109,8 +109,8 @@ class TransposedStep:
             _add_arrivals(k_bar, j, arrivals)
             # `pop` releases the memory of the stage's trace.
             y_bar, *parts = self._pulls.pop()(k_bar)
-            gains(j, parts, y_bar)
-            # Each argument contains u.
+            note_stage(j, parts, y_bar)
+            # Each argument is u plus an increment, so its cotangent is added to that of u.
             if y_bar is not None:
                 total += y_bar
             if j == last:
@@ -126,7 +126,7 @@ class _TransposedRosenbrockStep(TransposedStep):
     def __init__(self, run: Run, tracing: Tracing, systems: StageSystems, visit: Visit, leaves: Sequence[Any]):
         self._systems, self._table, real = systems, systems.table, run.coefficients.real
         h, self._time = (x.astype(real, copy=False) for x in (visit.h, visit.t))
-        self._jacobian, self._rise, self._lu = systems.at(visit.u, leaves, self._time, h)
+        self._jacobian, self._time_derivative, self._lu = systems.at(visit.u, leaves, self._time, h)
         super().__init__(run.coefficients, tracing, visit, leaves)
         # f at the new state isn't used in the step.
         self.k.append(np.zeros_like(visit.u))
@@ -139,8 +139,8 @@ class _TransposedRosenbrockStep(TransposedStep):
         super()._evaluate(y, i)
         k, slope = self._stages[i], self._table.slopes[i - 1]
         self._systems.add_stages(k, i, self.k)
-        if self._rise is not None and slope:
-            k += slope * self.h * self._rise
+        if self._time_derivative is not None and slope:
+            k += slope * self.h * self._time_derivative
         self._lu.solve(k)
 
     def argument(self, i: int) -> Array:
@@ -152,7 +152,7 @@ class _TransposedRosenbrockStep(TransposedStep):
     def add_last_stage(self) -> None:
         """Do nothing: no state inside a step depends on f at its end."""
 
-    def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
+    def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
         """Return the cotangent of the state before the step: see `TransposedStep.pull`."""
         total, h, slopes = cotangent, self.h, self._table.slopes
         bars, scratch = self._coefficients.bars(total), np.empty_like(total)
@@ -167,7 +167,7 @@ class _TransposedRosenbrockStep(TransposedStep):
             self._lu.solve_transposed(right)
             rights[j] = right
             y_bar, *parts = self._pulls.pop()(right)
-            gains(j, parts, y_bar)
+            note_stage(j, parts, y_bar)
             if y_bar is not None:
                 total += y_bar
                 bars[j] = y_bar * h
@@ -176,18 +176,18 @@ class _TransposedRosenbrockStep(TransposedStep):
         dt = np.stack([h.dtype.type(slope) * h for slope in slopes])
         by_u, *parts = self._systems.pull(self.y[0], self._leaves, self._time, right, du, dt)
         total += by_u
-        gains(0, parts, by_u)
-        self.by_size = self._moved_by_size(rights)
+        note_stage(0, parts, by_u)
+        self.by_size = self._derivative_by_size(rights)
         return total
 
-    def _moved_by_size(self, rights: dict[int, Array]) -> Array:
+    def _derivative_by_size(self, rights: dict[int, Array]) -> Array:
         """Return the derivative of φ with respect to the size of the step."""
         total = np.zeros_like(self.h, dtype=float)
         for j, right in rights.items():
-            moved = (self._jacobian * self.k[j]).sum(axis=1)
-            if self._rise is not None:
-                moved = moved + self._table.slopes[j - 1] * self._rise
-            total += (right * moved).sum(axis=0)
+            rate = (self._jacobian * self.k[j]).sum(axis=1)
+            if self._time_derivative is not None:
+                rate = rate + self._table.slopes[j - 1] * self._time_derivative
+            total += (right * rate).sum(axis=0)
         return total
 
 
@@ -222,7 +222,8 @@ class StepCotangents:
     """Accumulates the contributions of one step to cotangents.
 
     - `parts`: the cotangents of leaves by their indices; updated.
-    - `timed`: whether to differentiate with respect to times. `width`: the number of columns without duplicates.
+    - `timed`: whether to differentiate with respect to times. `width`: the number of columns, without
+      the duplicate of a single one (see `Run.doubled`).
     - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 

@@ -1,4 +1,4 @@
-"""A Matérn field whose inverse covariance is the square of an elliptic operator: two solves per product."""
+"""A Matérn field whose inverse covariance is the square of an elliptic operator: its covariance takes two solves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mpiad.linalg import Multigrid
 class Bilaplacian(GaussianPrior):
     """The Gaussian field with covariance D A⁻² D, A = 1 - ∇·(Θ∇)/κ², without flux through the sides.
 
-    A⁻² is the covariance of the Matérn family with smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) / correlation
-    length. Near the sides of the domain, the variance of A⁻² is up to 2ᵈ times as large as inside. The diagonal matrix D
-    corrects this: the discrete field has the given standard deviation in every cell, without a margin around the domain.
+    Θ is the diagonal matrix of the squared factors `anisotropy`. A⁻² is the covariance of the Matérn family with
+    smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) / correlation length. Near the sides of the domain, the variance of
+    A⁻² is up to 2ᵈ times as large as inside. The diagonal matrix D corrects this: the discrete field has the given
+    standard deviation in every cell, without a margin around the domain.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A prior that penalizes gradients. Its samples are rougher than those of `Bilaplacian`; a product takes one solve."""
+"""A prior that penalizes gradients: rougher samples than those of `Bilaplacian`, and one solve for its covariance."""
 
 from __future__ import annotations
 

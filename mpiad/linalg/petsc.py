@@ -157,7 +157,7 @@ def _method(
             for norm in history[1:]:
                 system.note(np.array([norm]))
             if reason < 0:
-                system.settle()  # raises if a NaN has signaled an exception
+                system.settle()  # raises an exception of the operator on any rank, which PETSc sees as NaN
                 names = [
                     name for name, value in vars(petsc.KSP.ConvergedReason).items() if value == reason and name[0] != "_"
                 ]

@@ -259,7 +259,7 @@ def test_rank_0_prints(rank, capsys):
 def test_where_nothing_was_recorded(rank, capsys, monkeypatch):
     monkeypatch.setattr(recording, "_latest", None)
     found = report()
-    assert found.rows == [] and ("nothing was recorded. Run it" in capsys.readouterr().out) == (rank == 0)
+    assert found.rows == [] and ("nothing was recorded. Run the program" in capsys.readouterr().out) == (rank == 0)
 
 
 @pytest.mark.launches

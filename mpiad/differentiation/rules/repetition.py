@@ -19,7 +19,9 @@ def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     given = bound(anp.repeat, "a repeats axis", args, kwargs)
     shape, axis = anp.shape(given["a"]), given.get("axis")
     if np.size(given["repeats"]) != 1 or argnums != (0,):
-        raise refusal(anp.repeat, "with a number of copies for each element: index with a list of places")
+        raise refusal(
+            anp.repeat, "with a separate number of copies for each element: index with an array of indices instead"
+        )
     before = shape[: axis % max(len(shape), 1) + 1] if axis is not None else (math.prod(shape),)
     split = (*before, int(np.sum(given["repeats"])), *(shape[len(before) :] if axis is not None else ()))
     return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=len(before)), shape),)

@@ -12,7 +12,7 @@ from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 class RK4(Algorithm):
     """The classical method of order 4, with fixed steps: `solve` takes their size as `dt`.
 
-    States between steps are Hermite's cubic.
+    States between steps are computed by cubic Hermite interpolation.
 
     References
     ----------

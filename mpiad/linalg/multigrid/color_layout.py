@@ -57,7 +57,7 @@ class Box:
 class Distribution:
     """Blocks and their owners."""
 
-    cuts: tuple[tuple[int, ...], ...]  # per dimension the first points of blocks, and the number of points at the end
+    cuts: tuple[tuple[int, ...], ...]  # per dimension: the first point of each block, then the number of points
     # The owner of a block is the sum of the entries at its position along each dimension.
     ranks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]

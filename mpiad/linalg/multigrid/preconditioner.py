@@ -43,7 +43,7 @@ def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tu
             if wraps and n % 2:
                 raise ValueError(
                     f"{_CALL}: a periodic dimension must have an even number of points, but dimension {axis} has {n}. "
-                    "Multiples of a power of two coarsen furthest."
+                    "Multiples of a high power of two can be coarsened most often."
                 )
     return fields[0], fields[1]
 
@@ -184,12 +184,12 @@ class Multigrid:
             distribution = distribution_of(Partition(self.domain.shape, self.domain.dims, self.domain.periodic))
             self._layout = layout_of(distribution.box(self.domain.position))
             self._level = self._levels(distribution)
-        self._medium, self._copies = Constants(self.kappa, self.c), dict[ArrayModule, Level]()
+        self._coefficients, self._copies = Constants(self.kappa, self.c), dict[ArrayModule, Level]()
         self.history: list[float] = []
 
     def matvec(self, u: LocalArray) -> LocalArray:
         """Return this rank's block of the product of the operator with `u`; differentiable with respect to `u`."""
-        return self.operator(u, *self._medium.on(arrays_of(stop_gradient(u))))
+        return self.operator(u, *self._coefficients.on(arrays_of(stop_gradient(u))))
 
     def __call__(self, r: LocalArray) -> LocalArray:
         """Return an approximate solution for a right-hand side, by one symmetric V-cycle.
@@ -222,8 +222,8 @@ class Multigrid:
             for start in range(0, len(systems), _BATCH):
                 some = slice(start, start + _BATCH)
                 # Right-hand sides with mean zero have solutions, of which the one with mean zero is returned.
-                split = self._layout.split(self._centred(systems[some]))
-                out[some] = self._centred(self._layout.join(level.cycle(split)))
+                split = self._layout.split(self._without_mean(systems[some]))
+                out[some] = self._without_mean(self._layout.join(level.cycle(split)))
             return out.reshape(r.shape)
 
     @property
@@ -292,14 +292,14 @@ class Multigrid:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
             # The solve is in double precision, since single precision doesn't resolve a relative residual of 1e-8.
-            wide = self._centred(self._systems(b).astype(np.float64))
-            start = None if x0 is None else self._centred(self._systems(x0).astype(np.float64))
-            r = wide if start is None else self._centred(wide - self.matvec(start))
+            wide = self._without_mean(self._systems(b).astype(np.float64))
+            start = None if x0 is None else self._without_mean(self._systems(x0).astype(np.float64))
+            r = wide if start is None else self._without_mean(wide - self.matvec(start))
             tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._remark)
             split = self._layout.split(r)
             whole, level = None if start is None else wide, self._level_for(b)
             x, self.history = conjugate(level, split, self._used, tolerance, whole)
-            u = self._centred(self._layout.join(x))
+            u = self._without_mean(self._layout.join(x))
             return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
 
     def _remark(self) -> str:
@@ -307,7 +307,7 @@ class Multigrid:
         found = contrast(self.kappa, self._used)
         if found < _EXTREME:
             return "very different spacings need more iterations"
-        return f"kappa varies by a factor of {found:.0e}, an extreme contrast, whereas double precision resolves 5e+15"
+        return f"kappa varies by a factor of {found:.0e}, an extreme contrast (double precision resolves up to 5e+15)"
 
     def refusal(self, r: LocalArray) -> Exception | None:
         """Return why this rank's block can't be preconditioned, None if it can."""
@@ -330,10 +330,10 @@ class Multigrid:
         return r
 
     def _systems(self, block: LocalArray) -> LocalArray:
-        """Return blocks of shape (..., *local_shape) with one leading axis."""
+        """Return blocks of shape (..., *local_shape) with the leading axes merged into one."""
         return block.reshape(-1, *self.domain.local_shape)
 
-    def _centred(self, blocks: LocalArray) -> LocalArray:
+    def _without_mean(self, blocks: LocalArray) -> LocalArray:
         """Return blocks of several systems, with their means over the grid subtracted if constants are in the kernel."""
         if not self.mean_zero:
             return blocks
