@@ -98,7 +98,7 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
     Parameters
     ----------
     operator : Communicating
-        As for `defvjp`, with the same exception.
+        A result of `custom_operator`; a TypeError is raised for another object.
     maker : callable
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns a sequence with the cotangent of each argument
         (None for those without one).
@@ -128,7 +128,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     Parameters
     ----------
     operator : Communicating
-        As for `defvjp`, with the same exception.
+        A result of `custom_operator`; a TypeError is raised for another object.
     *rules : callable or None
         ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; None
         for arguments without one. All rules run on every rank, in this order, with zeros if an argument isn't traced.
@@ -162,7 +162,7 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     Parameters
     ----------
     operator : Communicating
-        As for `defvjp`, with the same exception.
+        A result of `custom_operator`; a TypeError is raised for another object.
     rule : callable
         ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` has the tangent of each argument, None
         if it isn't traced on this rank. It runs on every rank.

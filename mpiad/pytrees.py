@@ -184,8 +184,9 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
     because a call of NumPy costs as much as a few thousand entries. Long ones are processed in pieces, so that temporaries
     stay in the cache.
 
-    `columns`: the leaves of the pytrees. `results`: for each result, the index of the column with the same shapes and
-    dtypes. If a leaf of the first column isn't a float or an array of floats, that of the result is the one of this column.
+    `columns`: the lists of leaves of the pytrees. `results`: for each result, the index of the column with the same shapes
+    and dtypes. The formula is applied where the leaf of the first column is a float or an array of floats; other leaves of
+    a result are those of its column.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
     for place, leaf in enumerate(columns[0]):

@@ -42,7 +42,7 @@ class Instructions:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return the root's next instruction, on another rank; the caller may keep or overwrite the variables."""
+        """Receive the root's next instruction on one of the other ranks; the caller may keep or overwrite the variables."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
         kind, vector = int(self._kind[0]), self._pool.vector()
         direction = self._direction if kind in _WITH_DIRECTION else None
@@ -54,7 +54,7 @@ class Instructions:
         return kind, vector, direction
 
     def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
-        """Return the root's outcome on all ranks; raise the exception of a `Refusal`, on the root from its `cause`."""
+        """Return the root's outcome on all ranks; if it is a `Refusal`, raise its exception (on the root, from `cause`)."""
         outcome = self.comm.bcast(outcome, self.root)
         if isinstance(outcome, Refusal):
             raise outcome.error(self.root) from cause
@@ -87,7 +87,8 @@ def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.n
 
 
 def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> bool:
-    """Execute the root's next instruction; return whether others follow. No reference to the variables may remain."""
+    """Execute the root's next instruction; return whether others follow."""
+    # In a function of its own, whose references to the variables end with it: `BufferPool` then uses their memory again.
     kind, vector, direction = instructions.await_next()
     if kind != FINISH:
         carry_out(kind, vector, direction)

@@ -56,7 +56,8 @@ class Plan:
             stops = np.cumsum([0] + [math.prod(specs[index].shape) for index in indices]).tolist()
             shapes = [None if len(specs[index].shape) == 1 else specs[index].shape for index in indices]
             self.buckets.append(Bucket(indices, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
-        # Device numbers and Python's hashes would differ between ranks. Sums of squares over 10⁵ ranks are exact below 2¹⁸.
+        # All ranks must get the same digest, so it contains no device numbers, and isn't computed by Python's `hash`. It is
+        # below 2¹⁸, so that sums of its squares over 10⁵ ranks, with which the ranks compare it, are exact in doubles.
         described = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((described, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
@@ -144,5 +145,6 @@ class Sums:
 
 class _SumChannel:
     def __init__(self, channel: Channel):
-        # The channel itself keeps track of active requests, which it completes at its end.
+        # Operations use the separate communicator, but their requests are registered with `channel`, which completes them
+        # when it ends.
         self.data, self.begin, self.release = channel.separate(), channel.begin, channel.release

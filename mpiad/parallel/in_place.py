@@ -36,7 +36,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     Raises
     ------
     TypeError
-        On all ranks, if a leaf isn't a writable array; if the operation isn't supported for it.
+        On all ranks, if a leaf isn't a writable array, or the operation isn't supported for its dtype.
 
     Ranks
     -----
@@ -50,7 +50,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     """
     arrays = _writable(x, "parallel.allreduce_", comm)
     with restoring_state(), suspended():
-        # All results are computed before one is written, since an array may occur twice in the pytree.
+        # All results are computed before any of them is written, since an array may occur twice in the pytree.
         for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
             array[...] = total
     return x

@@ -25,8 +25,8 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Returns
     -------
     array
-        A new array with the shape and dtype of the root's `x`, equal on all ranks. It is on the host or device of this
-        rank's `x`, or, if that is None, of the kind of the root's.
+        A new array with the shape and dtype of the root's `x`, equal on all ranks. It is on the host if this rank's `x` is,
+        or on the device of `x`. If `x` is None, it is on the host or on a device, as the root's `x`.
 
     Raises
     ------

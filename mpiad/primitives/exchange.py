@@ -31,7 +31,7 @@ def mpi_exchange(
         Template with the shape and dtype of the received array; `x` by default.
     tag : int
     comm : mpi4py intracommunicator, optional
-        Prepared by a collective or by `mpi_init(comm)`.
+        Its first use must be a collective call, for example `mpi_init(comm)`.
 
     Returns
     -------

@@ -26,7 +26,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
         The sender, not a wildcard: only `mpi_recv` receives from any rank. None or `MPI.PROC_NULL` for none.
     tag : int
     comm : mpi4py intracommunicator, optional
-        Prepared by a collective or by `mpi_init(comm)`.
+        Its first use must be a collective call, for example `mpi_init(comm)`.
 
     Returns
     -------

@@ -26,7 +26,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     tag : int
         `MPI.ANY_TAG` for any.
     comm : mpi4py intracommunicator, optional
-        Prepared by a collective or by `mpi_init(comm)`.
+        Its first use must be a collective call, for example `mpi_init(comm)`.
 
     Returns
     -------

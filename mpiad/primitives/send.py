@@ -24,7 +24,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
         The receiver; None or `MPI.PROC_NULL` for none.
     tag : int
     comm : mpi4py intracommunicator, optional
-        Prepared by a collective or by `mpi_init(comm)`.
+        Its first use must be a collective call, for example `mpi_init(comm)`.
 
     Returns
     -------

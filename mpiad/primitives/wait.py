@@ -39,7 +39,7 @@ def mpi_wait(request: Request) -> Array:
 
     Adjoint
     -------
-    Starts the communication of the cotangent, which the adjoint of the start completes.
+    Starts the communication of the cotangent; the adjoint of the call that started the request completes it.
 
     Examples
     --------
@@ -67,9 +67,8 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
 
 def _forward(x: None, request: Request) -> Any:
-    # `claim` isn't called for requests of adjoints and tangents.
     handle: Any = request.handle
-    request.done = True
+    request.done = True  # for requests of adjoints and tangents, too, on which `claim` isn't called
     request.handle = None  # frees the buffers even if the user keeps the request
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
@@ -81,7 +80,7 @@ def _forward(x: None, request: Request) -> Any:
 
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the function that starts to communicate the cotangent; the adjoint of the start completes it."""
+    """Return the function that starts to communicate the cotangent; the adjoint of the starting call completes it."""
     cell, return_address = request.cell(level), request.envelope and request.envelope.back()
     # No reference to the request, which would keep its value in memory until the reverse pass.
     kind, spec = request.call, request.spec
@@ -91,7 +90,8 @@ def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
         if kind == "mpi_irecv":
             cell.request = return_address and communicate(ISEND, g, return_address)
             return
-        # The adjoint of a sum is computed by that of its start, since ranks may wait in different orders.
+        # Ranks may wait for sums in different orders, but they start them in one order. So the adjoint of a sum
+        # communicates in the adjoint of the starting call, not here.
         cell.cotangent = g
         if return_address is not None:
             cell.request = communicate(IRECV, None, Receiving(spec, return_address))

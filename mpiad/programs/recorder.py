@@ -59,7 +59,7 @@ def _reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) 
     if has_out or kwargs.get("copy") is False or getattr(fun, "__name__", "") in _WRITING:
         return "which writes into an array that it is given: take its result, or set entries by x[i] = ..."
     if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AK" for x in further):
-        return "in the order in which entries lie in memory, which programs choose: write order='C' or 'F'"
+        return "whose result depends on the order of entries in memory: write order='C' or 'F'"
     return ""
 
 
@@ -74,9 +74,9 @@ def _place_of_out(fun: Callable) -> int | None:
 
 
 _COMPILED_PACKAGES = ("", "domain")
-_BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
+_UNRECORDED = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Functions that look up a channel, and communicate by recorded operations only.
-_NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_THEMSELVES | set(
+_NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNRECORDED | set(
     "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
 
@@ -89,7 +89,7 @@ class Recorder:
     def __init__(self) -> None:
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
         self.constants: list[Array] = []  # arrays that aren't traced, as copies if they can change
-        # Pending requests and records of tapes, which steps pass on to later steps, with their numbers, by identity.
+        # By identity: objects that steps pass on to later steps (pending requests, records of tapes), with their numbers.
         self._objects: dict[int, tuple[Any, int]] = {}
         self._constant_of: dict[int, tuple[Any, int]] = {}
         self._holders: dict[int, WeakSet[Any]] = {}
@@ -104,7 +104,8 @@ class Recorder:
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
         self.failed: BaseException | None = None  # the exception that a communication has raised
         self.log: list[Any] = []  # the results of communications and other untraced functions, for playback
-        self.asked: int | None = None  # number of the integer on which the function branches, if the trace failed thereby
+        # If the trace failed because the function branches on an integer, the number of this integer.
+        self.asked: int | None = None
         self.channels: set[Used] = set()
         self._inside = False
         self._any_sender = self._any_within = False
@@ -130,7 +131,7 @@ class Recorder:
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
         if call not in _NOTED:
-            self.refuse(f"it calls {call}, which communicates by itself and isn't compiled yet")
+            self.refuse(f"it calls {call}, whose communication can't be recorded, and which isn't compiled yet")
 
     def entered_body(self) -> None:
         """Handle the beginning of an operator's body, which can't be traced: end the trace."""
@@ -217,8 +218,8 @@ class Recorder:
         reason = _reason_against(fun, args, kwargs)
         if reason:
             self.refuse(f"it calls {fun.__name__}, {reason}")
-        noted = self._referenced(tuple(args)), self._referenced(kwargs)
-        return self._recorded("call", fun, *noted, self._computed(fun, plain(tuple(args)), plain(kwargs)))
+        references = self._referenced(tuple(args)), self._referenced(kwargs)
+        return self._recorded("call", fun, *references, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and record it."""
@@ -227,24 +228,25 @@ class Recorder:
         self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
         if envelopes and self._any_sender and rule is not None and rule[0] == "tangent":
             self.refuse(
-                f"{operation.__name__} sends or receives a tangent, which isn't compiled after a message from any rank"
+                f"{operation.__name__} sends or receives a tangent, and the function has received from any rank or with "
+                "any tag before; this combination isn't compiled"
             )
-        noted = self._referenced(x), params
+        references = self._referenced(x), params
         if isinstance(params, Request):
             begun = self._objects.pop(id(params), None)
             if begun is None:
                 params.done = False  # the function will run again, and wait for the request again
                 self.refuse("it waits for a request that was started outside of the jitted function")
-            noted = noted[0], Ref(begun[1])
+            references = references[0], Ref(begun[1])
         made = self._communicated(operation, plain(x), params)
         self.channels |= channels_of(params)
         if made is not None and made is plain(x):  # the result is the sent array
-            self._step("communicate", operation, noted, ())
+            self._step("communicate", operation, references, ())
             return x
         if isinstance(made, Request):
-            self._step("communicate", operation, noted, (self._number_of_object(made),))
+            self._step("communicate", operation, references, (self._number_of_object(made),))
             return made
-        return self._recorded("communicate", operation, noted, {}, made)
+        return self._recorded("communicate", operation, references, {}, made)
 
     def check_requests(self) -> None:
         """End the trace in failure if a request is pending at its end."""
@@ -254,14 +256,14 @@ class Recorder:
 
     def settle(self, fun: Callable, args: tuple) -> Any:
         """Run and record a function whose result determines how a call continues; replays compare their result with it."""
-        noted = self._referenced(args)
+        references = self._referenced(args)
         made = self._run(fun, *plain(args))
-        self._step("settle", fun, noted, (), {"expected": made})
+        self._step("settle", fun, references, (), {"expected": made})
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
         """Run and record a function that isn't traced, and that returns arrays followed by one other object."""
-        noted, start = self._referenced(args), next(communications)
+        references, start = self._referenced(args), next(communications)
         *arrays, rest = self._run(fun, *plain(args))
         self._any_within |= next(communications) > start + 1
         for x in arrays:
@@ -269,7 +271,7 @@ class Recorder:
                 self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__} instead of an array")
         results = [self._wrapped(x) for x in arrays]
         outs = *[x.number for x in results], self._number_of_object(rest)
-        self._step("opaque", fun, noted, outs, {"expected": [(x.shape, x.dtype) for x in arrays]})
+        self._step("opaque", fun, references, outs, {"expected": [(x.shape, x.dtype) for x in arrays]})
         return *results, rest
 
     call_as_it_is = opaque_call
@@ -285,8 +287,8 @@ class Recorder:
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
         self.channels |= self._channels_of(plain(args), operator.__name__)
-        noted = self._referenced(args), self._referenced(kwargs)
-        return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
+        references = self._referenced(args), self._referenced(kwargs)
+        return self._recorded("operate", operator, *references, self._operated(operator, plain(args), plain(kwargs)))
 
     def _channels_of(self, args: tuple, call: str) -> set[Used]:
         """Return the channels that an operator uses: those of its arguments that have a communicator."""
@@ -410,13 +412,13 @@ class Recorder:
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
-        noted = self._referenced(tuple(args))
+        references = self._referenced(tuple(args))
         self._check_writing(target)
         if fun(*[np.zeros((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
         self._written_into(fun, plain(tuple(args)), target.value)
         number = self._number(target.value)
-        self._step("call", fun, noted, (number,))
+        self._step("call", fun, references, (number,))
         self._written(target, number)
         return target
 
@@ -431,12 +433,12 @@ class Recorder:
         is_written = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
         if is_written:
             target.stale = None
-        noted = self._referenced(target), self._referenced(key), self._referenced(value)
+        references = self._referenced(target), self._referenced(key), self._referenced(value)
         self._check_writing(target)
         if not is_written:
             self._put(target.value, place, new)
         number = self._number(target.value)
-        self._step("call", with_entries, noted, (number,))
+        self._step("call", with_entries, references, (number,))
         self._written(target, number, value if is_written else None)
 
 

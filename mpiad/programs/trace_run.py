@@ -97,7 +97,10 @@ class TraceRun:
         self.counts = message_counts()
 
     def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
-        """Call the function on a tape; `boxed`: its variables among the leaves. By default the leaves are traced arrays."""
+        """Call the function on a tape; `boxed`: the indices of the variables among the leaves.
+
+        By default the leaves are the result of the method `leaves`, with traced arrays.
+        """
         variables = Variables(self.leaves() if leaves is None else leaves, list(boxed), self.given.build)
         return trace_backwards(lambda given: fun(*given[0], **given[1]), variables)
 

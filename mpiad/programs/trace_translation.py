@@ -1,7 +1,8 @@
 """Translation of the steps of a trace to a program of arrays.
 
-A `_Translation` appends the nodes of each step to the program. `RULES` has a rule for each function of NumPy that loops can
-compute; a rule returns the number of a node. Other functions, and other arguments, become calls of NumPy on whole arrays.
+A `_Translation` appends the nodes of each step to the program. `RULES` has a rule for each NumPy function that compiled
+loops can compute; a rule returns the number of a node. Other functions, and arguments that a rule doesn't support, become
+calls of NumPy on whole arrays.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Translation:
         args, kwargs = mapped(step.args, self._value), mapped(step.kwargs, self._value)
         specs = [self.recorder.specs[out] for out in step.outs]
         try:
-            made = self._taken_apart(step, args, kwargs, specs)
+            made = self._translated_by_rule(step, args, kwargs, specs)
         except Opaque:
             made = self._called(step, args, kwargs, specs)
         for out, number, (shape, dtype) in zip(step.outs, made, specs, strict=True):
@@ -79,7 +80,7 @@ class _Translation:
             if out in self.recorder.weak:
                 program.weak.add(number)
 
-    def _taken_apart(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
+    def _translated_by_rule(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
         # Loops don't compute complex or integer arrays.
         if any(dtype not in COMPUTED for _, dtype in specs):
             raise Opaque
@@ -131,7 +132,7 @@ class _Translation:
         return x
 
     def of(self, x: Any, dtype: np.dtype) -> Value:
-        """Return an argument as a node that loops can read; `dtype`: that of a Python number."""
+        """Return an argument as a node that loops can read; a Python number gets the given dtype, if it is a float's."""
         if isinstance(x, Value):
             node = self.program.nodes[x.number]
             if node.dtype.kind in "iu" and node.kind == "constant":
@@ -301,10 +302,11 @@ def _in_full(key: Index, ndim: int) -> list[Any]:
 
 # Contractions over a few components, such as a 3 x 3 matrix times the components of a field at each point.
 #
-# For a product of NumPy's, operands and results must be in memory. Short contractions are unrolled instead: a sum over a
-# short axis becomes a sum of terms, and if the result has an axis that the fields (the large operands) don't have, its
-# entries along this axis become separate arrays, which are joined. Thus one loop over the points of the fields computes all
-# components. Long contractions remain calls, since BLAS is faster.
+# A call of NumPy reads its operands from memory, and writes its result to memory. Short contractions are unrolled instead,
+# so that loops can compute them together with other operations: a sum over a short axis becomes a sum of terms, and if the
+# result has an axis that the fields (the large operands) don't have, its entries along this axis become separate arrays,
+# which are joined. Thus one loop over the points of the fields computes all components. Long contractions remain calls,
+# since BLAS is faster.
 
 _MOST_TERMS = 64  # maximum number of terms of an unrolled contraction
 _SMALL = 64  # maximum size of an operand that isn't a field
@@ -379,10 +381,10 @@ class _Contraction:
         for x, found in zip(self.operands, labels):
             for label, n in zip(found, x.shape):
                 self.lengths[label] = max(n, self.lengths.get(label, 1))
-        self.written, self.folded = self._parted([math.prod(x.shape) for x in self.operands])
+        self.unrolled, self.folded = self._classified_labels([math.prod(x.shape) for x in self.operands])
 
-    def _parted(self, sizes: Sequence[int]) -> tuple[set[Hashable], list[Hashable]]:
-        """Return the labels of unrolled axes, and the labels of axes along which loops sum; loops run over the others."""
+    def _classified_labels(self, sizes: Sequence[int]) -> tuple[set[Hashable], list[Hashable]]:
+        """Return the labels of unrolled axes, and those of axes that loops sum over; all fields have the other axes."""
         lengths = self.lengths
         fields = [set(found) for found, size in zip(self.labels, sizes) if size > _SMALL]
         of_fields = set(lengths).intersection(*fields)
@@ -391,11 +393,11 @@ class _Contraction:
         if max((lengths[label] for label in folded), default=0) <= SHORT:
             folded = []
         loops = {label for label in self.out if label in of_fields}
-        written = lengths.keys() - loops - set(folded)
-        terms = [lengths[label] for label in written]
+        unrolled = lengths.keys() - loops - set(folded)
+        terms = [lengths[label] for label in unrolled]
         if folded and loops or 0 in sizes or max(terms, default=0) > SHORT or math.prod(terms) > _MOST_TERMS:
             raise Opaque
-        return written, folded
+        return unrolled, folded
 
     def made(self) -> int:
         self.t.program.contracts = True
@@ -406,14 +408,14 @@ class _Contraction:
         if axis == len(self.out):
             return self._summed(at)
         label = self.out[axis]
-        if label not in self.written:
+        if label not in self.unrolled:
             return self._assembled(axis + 1, at)
         parts = [self._assembled(axis + 1, {**at, label: k}) for k in range(self.lengths[label])]
         return self.t.program.components(parts, axis)
 
     def _summed(self, at: dict[Hashable, int]) -> int:
         """Return the sum of products at given indices of the unrolled axes of the result."""
-        labels = [label for label in self.lengths if label in self.written and label not in self.out]
+        labels = [label for label in self.lengths if label in self.unrolled and label not in self.out]
         places = product(*[range(self.lengths[label]) for label in labels])
         terms = [self._product(at | dict(zip(labels, place))) for place in places]
         total = reduce(partial(self._combined, np.add), terms)
@@ -426,7 +428,7 @@ class _Contraction:
         return reduce(partial(self._combined, np.multiply), factors)
 
     def _part(self, x: Value, labels: Sequence[Hashable], at: dict[Hashable, int]) -> Value:
-        """Return an operand at the given indices, with the axes of the result and the summed axes in order."""
+        """Return an operand at the given indices, with the axes of the result followed by the axes that loops sum over."""
         axes = [*self.out, *self.folded]
         map, shape = [], [1] * len(axes)
         for label, n in zip(labels, x.shape):
@@ -511,7 +513,7 @@ def _reshape(t: _Translation, shape: Shape, dtype: np.dtype, x: Value, *args: An
 def _permuted(function: Callable) -> _Rule:
     def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
         ndim = len(x.shape)
-        # The strides number the axes.
+        # In this array the stride of each axis is its number, so the strides of the result are its axes' former numbers.
         order = function(as_strided(np.empty(1), (1,) * ndim, range(ndim)), *args, **kwargs).strides
         return t.program.view(x.number, tuple([Axis(order.index(k), 1, 0) for k in range(ndim)]), shape)
 

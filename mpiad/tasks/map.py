@@ -155,7 +155,8 @@ class WorkerGroup:
         self._known: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # Recovery handles the first loss of a process; later communicators exclude the lost ranks.
+        # While no process is known to be lost, a loss in `derive` is found by recovery. The communicator then has the
+        # surviving ranks, as in all later calls.
         user_channel = self._used
         if self._survives and not user_channel.lost:
             try:
@@ -240,11 +241,11 @@ class Scheduler:
                 self._show()
                 return
             if not self._batches:
-                # The root evaluates items itself; only batches that were sent to a lost rank are packed.
+                # The root evaluates items itself. Batches in `_resend` were sent to a rank that died, so they are packed.
                 batch = self._resend.popleft().parcel.opened() if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
-            elif self.failed is None:  # if the items raised, no batch was sent
+            elif self.failed is None:  # otherwise no batch may be active, because the iteration over the items raised
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
@@ -457,11 +458,11 @@ def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items:
         wrong = error
     # The user's communicator doesn't work after a process has died, so this is the group's.
     found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
-    for name, (other, said) in zip(group.names, found):
-        if said is not None or other != found[0][0]:
+    for name, (other, problem) in zip(group.names, found):
+        if problem is not None or other != found[0][0]:
             group.close()
-            if said is not None:
-                kind, text = said
+            if problem is not None:
+                kind, text = problem
                 raise wrong or kind(f"{text} (raised on rank {name})")
             raise wrong or ValueError(
                 "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
@@ -489,7 +490,7 @@ def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tupl
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return an iterator that raises at its first item: then all ranks are in the map, and all raise."""
+    """Return an iterator that raises at its first item, when all ranks are in the map, so that all of them raise."""
     yield from ()
     raise error
 

@@ -51,7 +51,8 @@ class RankGroups:
         The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
         The ranks that have the same position in their groups as this rank. If a variable is divided among all ranks,
-        ``mpi_allgather(piece, axis=0, comm=groups.across)`` returns the part of a division among the ranks of one group.
+        ``mpi_allgather(piece, axis=0, comm=groups.across)`` joins their pieces: the ranks of each group then hold the whole
+        variable together.
 
     Raises
     ------
@@ -74,8 +75,8 @@ class RankGroups:
         require_alike(whole, _problem_with(count, whole.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
         self.index, place = divmod(whole.rank, whole.size // self.count)
-        # Split from the user's communicator, since the user's functions get the result; the library's duplicate may be
-        # guarded.
+        # Split from the user's communicator, since the user's functions get the result. The library's duplicate may be a
+        # wrapper of `transport.guarded`.
         self.comm: Any = make_communicator(whole.user.Split, self.index, place)
         self.across: Any = make_communicator(whole.user.Split, place, self.index)
         for division in (self.comm, self.across):
@@ -258,7 +259,7 @@ def _run(
 def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return this rank's term of its value, or the failure on all its ranks."""
+    """Evaluate an item on this rank's group; return this rank's term of its value, or on the whole group the failure."""
     own: BaseException | None = None
 
     def stage() -> Any:

@@ -145,8 +145,8 @@ def _classified(values: list, root: int) -> tuple[str, str, dict, str]:
     others = [value for rank, value in enumerate(values) if rank != root]
     if all(value is None or value == 0.0 for value in others) and others:  # a single rank has the kind "same"
         factors = {"root": 1.0, "sum": 1.0, "mean": 1.0 / size}
-        sentence = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide by {size}"
-        return "root", "root", factors, f"{sentence} the gradient."
+        sentence = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide the gradient"
+        return "root", "root", factors, f"{sentence} by {size}."
     if all(value == values[root] for value in others):
         factors = {"root": 1.0, "sum": float(size), "mean": 1.0}
         sentence = f"all ranks return the same value. objective='root' fits; 'sum' would multiply the gradient by {size}."

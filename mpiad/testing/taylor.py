@@ -133,7 +133,10 @@ def check_grads(
     ['fwd 1', 'fwd 2', 'rev 1', 'rev 2']
     """
     if order not in (1, 2) or not modes or any(mode not in ("rev", "fwd") for mode in modes):
-        raise ValueError(f"check_grads: order must be 1 or 2 and modes of 'rev', 'fwd', but got {order!r}, {modes!r}.")
+        raise ValueError(
+            "check_grads: order must be 1 or 2, and modes must contain 'rev', 'fwd' or both, but got "
+            f"order={order!r}, modes={modes!r}."
+        )
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
     value, gradient = line.gradient(line.x)
     steps = [step / 2**k for k in range(_HALVINGS)]
@@ -156,7 +159,8 @@ def check_grads(
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
         return line.along(line.product(line.x, line.v))
-    # Reverse over reverse: the gradient of the sum of g·v over the ranks. For a shared g all terms are the same one.
+    # Reverse over reverse: the gradient of the sum of g·v over the ranks. If g is shared, every rank has the same g·v, so
+    # each gets the weight 1 / size.
     weight = 1.0 / line.used.size if line.shared else 1.0
 
     def slope(x: Array) -> Any:

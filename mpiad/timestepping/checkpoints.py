@@ -65,7 +65,7 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
             if not stack or stack[-1] != at:
                 yield Keep(at, on_disk[len(stack)])
                 stack.append(at)
-            first, at = at, at + _farthest(end - at, len(on_disk) - len(stack) + 1)
+            first, at = at, at + _steps_to_next_state(end - at, len(on_disk) - len(stack) + 1)
             yield Advance(first, at)
         yield Reverse(end - 1, end)
         if stack:
@@ -76,8 +76,12 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
                 stack.pop()
 
 
-def _farthest(steps: int, states: int) -> int:
-    """Return the optimal number of steps, of `steps` >= 2 left, from a stored state to the next of `states` >= 1 states."""
+def _steps_to_next_state(steps: int, states: int) -> int:
+    """Return the optimal number of steps from a stored state to the next one.
+
+    `steps`: the number of steps from the stored state to the end, at least 2. `states`: the number of states that may be
+    stored from here on, including this one, at least 1.
+    """
     # With n steps left and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is
     # optimal: the first m steps run at most r - 1 more times, and the others at most r more times, with s - 1 states.
     # The value that is returned stores the fewest states; r is the smallest number of repetitions with which s states
@@ -173,7 +177,9 @@ def schedule_of(given: Any) -> CheckpointSchedule | None:
         if not isinstance(switch, bool):
             raise TypeError(f"{call}: {name} must be True or False, but got {type(switch).__name__} {switch!r:.40}.")
     if schedule.compress and schedule.dtype is not None:
-        raise ValueError(f"{call}: compress=True stores 16 bits per entry, dtype={schedule.dtype!r} 32: give one of them.")
+        raise ValueError(
+            f"{call}: compress=True stores 16 bits per entry, but dtype={schedule.dtype!r} stores 32: give one of them."
+        )
     if schedule.memory + schedule.disk < 1:
         raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs at least the first one.")
     if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):

@@ -1,9 +1,9 @@
-"""Compiled loops for fields stored in 16 bits per entry, each of which reads the field once.
+"""Compiled loops that convert fields to 16 bits per entry and back.
 
-NumPy would read a field a dozen times, which takes as long as one or two time steps of the wave equation. The loops are
-written in the kernel language (see `mpiad.compiling.translation`), and compiled from this file's source. They
-process a field, rows of `width` entries, in blocks of columns: the last eight rounded rows, from which differences are
-computed, stay in the cache, in a ring buffer.
+Each loop reads the field once. NumPy would read it a dozen times, which takes as long as one or two time steps of the wave
+equation. The loops are written in the kernel language (see `mpiad.compiling.translation`), and compiled from this file's
+source. A field consists of rows of `width` entries. The loops process it in blocks of columns: the last eight rounded rows
+of a block, from which differences are computed, are in a ring buffer that fits into the cache.
 
 Integers are represented by doubles, exactly. Adding 1.5 * 2^52 rounds a double to the nearest integer, ties to even as
 in NumPy, and leaves it in the last bits of the sum: vector instructions for conversions to integers are rare.

@@ -88,7 +88,7 @@ class UserStepping:
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether several of the `length` steps that the loop records at once may become one program.
+        # Whether several steps may become one program. (`length`: the number of steps that the loop records at once.)
         self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
@@ -161,7 +161,7 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
         f"{spec.shape}, but step {number} returned {found}."
     )
     if getattr(leaf, "shape", None) == spec.shape:
-        return TypeError(f"{text} Convert it in the step, or start from that dtype.")
+        return TypeError(f"{text} Convert it in step, or pass an initial state of the dtype that step returns.")
     return ValueError(text)
 
 
@@ -190,8 +190,8 @@ class TangentStepping(NamedTuple):
         def called(leaves: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
-        (state, observed), (moved, noted) = trace_forwards(called, Variables(leaves, places, list), tangents)
-        return [*state, *moved], [[*each, *along] for each, along in zip(observed, noted)]
+        (state, observed), (along, observed_along) = trace_forwards(called, Variables(leaves, places, list), tangents)
+        return [*state, *along], [[*values, *changes] for values, changes in zip(observed, observed_along)]
 
 
 def _steps(advance: Function, observe: Function | None, has_inputs: bool, count: int) -> Function:

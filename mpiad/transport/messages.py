@@ -17,13 +17,13 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.staging import Staged, Transfer, transfer_of
 
 # MPI matches forward messages, which have the user's tags, in the order of their start. The messages of adjoints may be
-# started in another order on either side, since requests are waited for in any order. Therefore their tag combines the
-# user's tag, times the golden section of the number of tags, and the message's number. Two messages in flight between the
-# same ranks have different tags if the product of the differences of their user tags and numbers is below 0.38 times the
-# number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
+# started in another order on either side, since requests are waited for in any order. Therefore their tag is computed from
+# the user's tag t and the message's number k: it is t·s + k modulo N, where N is half the number of MPI's tags (10⁸ with
+# MPICH and more with Open MPI), and s is N times the golden section, 0.618. Two messages in flight between the same ranks
+# have different tags if the differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
 #
-# A large device array is sent in chunks. Their tags have the same form in the other half of MPI's tags, a quarter for each
-# direction, so they differ from the tags of other messages.
+# A large device array is sent in chunks. Their tags have the same form in the other half of MPI's tags, so they differ from
+# the tags of other messages. Chunks of forward messages use one quarter of MPI's tags, chunks of adjoints another one.
 
 
 class Envelope:
@@ -115,8 +115,8 @@ class Announcement(list):
     """The buffer of a message that announces an array in chunks, with the array's shape and dtype."""
 
     def __init__(self, array: Array, chunk: int):
-        said = np.frombuffer(_ANNOUNCEMENT + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
-        super().__init__([said, MPI.BYTE])
+        content = np.frombuffer(_ANNOUNCEMENT + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
+        super().__init__([content, MPI.BYTE])
         self.shape: Shape = array.shape
         self.dtype, self.nbytes = array.dtype, array.nbytes
 
@@ -144,10 +144,10 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
     # The first entries are copied to the host; the message may end inside the last of them.
     if type(buffer) is not np.ndarray:
         buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
-    said = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
-    if not said.startswith(_ANNOUNCEMENT):
+    content = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
+    if not content.startswith(_ANNOUNCEMENT):
         return None
-    total, chunk = np.frombuffer(said[len(_ANNOUNCEMENT) :], np.int64).tolist()
+    total, chunk = np.frombuffer(content[len(_ANNOUNCEMENT) :], np.int64).tolist()
     return total, chunk
 
 
@@ -210,7 +210,7 @@ def finish_send(requests: list[Request], envelope: Envelope) -> None:
 
 
 def send(array: Array, envelope: Envelope) -> None:
-    """Send without waiting for the receiver; the user mustn't be able to change a host array."""
+    """Send without waiting for the receiver; a host array must be a private copy, which the user can't change."""
     envelope.channel.leave(post_send(array, envelope, "blocking send"))
 
 
@@ -219,7 +219,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     status = MPI.Status()
     try:
         _await(receipt, status, call)
-    # After other exceptions, as an interrupt, MPI may still write to the buffer, so it isn't released.
+    # After another exception, such as an interrupt, MPI may still write to the buffer. So the buffer isn't released then.
     except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
         receipt.envelope.channel.release(receipt.requests)
         raise
@@ -240,7 +240,7 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
 
 
 def _answered(envelope: Envelope, status: Status) -> None:
-    # Also for a message of another size, since its sender has counted it.
+    # A message of another size than expected is counted here, too, since its sender has counted it.
     if envelope.number is None and status.source >= 0:
         envelope.answered_from(status.source, status.tag)
 
@@ -326,7 +326,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
 
 
 def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:
-    """Return the array whose chunks a message announces; a ValueError without an announcement or for another array."""
+    """Receive the array whose chunks a message announces; raise a ValueError if there are none, or if its size differs."""
     announced = read_announcement(buffer, got, spec)
     if announced is None:
         raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))

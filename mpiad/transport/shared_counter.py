@@ -18,7 +18,7 @@ from mpiad.transport.channels import make_communicator
 from mpiad.transport.polling import wait_gently
 
 _ASK, _ANSWER = 1, 2
-_NAP = 5e-4  # seconds
+_POLL_INTERVAL = 5e-4  # seconds
 
 
 class SharedCounter:
@@ -44,7 +44,7 @@ class SharedCounter:
 
     def _answer(self) -> None:
         number, status = np.empty((), np.int64), MPI.Status()
-        while not self._ended.wait(_NAP):
+        while not self._ended.wait(_POLL_INTERVAL):
             # Polled, since MPI's own wait would occupy a core.
             while self._comm.Iprobe(MPI.ANY_SOURCE, _ASK, status):
                 self._comm.Recv(number, status.source, _ASK)

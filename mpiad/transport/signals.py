@@ -1,4 +1,4 @@
-"""End the job, with the rank's line in the program, after SIGTERM, or after a SIGINT that Python can't raise.
+"""End the job after SIGTERM, or after a SIGINT that Python can't raise, and report which line the rank was executing.
 
 Python runs signal handlers only between instructions of the main thread, not while it waits inside MPI. But Python's wakeup
 file notifies a second thread, which finds the line and ends the job. A process has one such file, and asyncio uses it: so
@@ -50,7 +50,7 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
     If it hasn't returned after `patience`, in seconds, the job ends.
     """
     _patience.append(patience)
-    # A job of one rank has no handler yet, nor one with MPIAD_ABORT=0.
+    # In a job of one rank, or with MPIAD_ABORT=0, `install_signal_handlers` hasn't been called.
     alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if alone:
         signal.signal(signal.SIGTERM, _on_sigterm)
@@ -63,7 +63,7 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
 
 
 def install_signal_handlers() -> bool:
-    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130; return whether this is installed.
+    """Make SIGTERM end all ranks with exit code 143, and SIGINT during a wait with 130; return whether this is installed.
 
     Python allows it in the main thread only.
     """
@@ -72,7 +72,7 @@ def install_signal_handlers() -> bool:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
     _listen()
-    os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_forget)
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
     return True
 
 
@@ -100,22 +100,22 @@ def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
     return before
 
 
-def _hold_back() -> None:
+def _block_signals() -> None:
     # Until a child of a fork closes the wakeup file, its signals would be read by the parent.
     _mask.held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
-def _let_come() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask.held)
 
 
-def _forget() -> None:
+def _forget_in_child() -> None:
     global _write_end
     _write_end, signal.set_wakeup_fd = -1, _set_wakeup_fd
     _set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _let_come()
+    _unblock_signals()
 
 
 def _read_signals(read_end: int, main: int) -> None:

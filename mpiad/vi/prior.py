@@ -30,9 +30,10 @@ class Prior:
     Parameters
     ----------
     distribution : frozen distribution of scipy.stats, (name, *arguments), or a sequence of them
-        The distribution of each parameter, which are independent; or a sequence of one per parameter. Arguments of a
-        distribution may be arrays with an entry per parameter. A frozen `scipy.stats.multivariate_normal` is the joint
-        distribution. A name is that of a distribution in scipy.stats, for example ``("norm", -2.0, 1.0)``.
+        The distribution of every parameter, or a sequence with one distribution per parameter; the parameters are
+        independent. Arguments of a distribution may be arrays with an entry per parameter. A frozen
+        `scipy.stats.multivariate_normal` is the joint distribution of all parameters. A name is that of a distribution in
+        scipy.stats, for example ``("norm", -2.0, 1.0)``.
     dim : int
 
     Raises

@@ -111,5 +111,5 @@ def test_float32_is_measured_above_its_own_rounding(rng):
 
 @pytest.mark.parametrize("wrong", [{"order": 3}, {"modes": ("reverse",)}, {"modes": ()}])
 def test_wrong_arguments(wrong):
-    with pytest.raises(ValueError, match="order must be 1 or 2 and modes of 'rev', 'fwd'"):
+    with pytest.raises(ValueError, match="order must be 1 or 2, and modes must contain 'rev', 'fwd' or both"):
         check_grads(program, np.ones(3), **wrong)

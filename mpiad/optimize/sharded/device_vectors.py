@@ -15,7 +15,7 @@ from mpiad.optimize.sharded.host_vectors import Parts, Ring
 from mpiad.transport.device_arrays import ArrayModule
 
 # Columns per operation. Temporary arrays then take a few tens of megabytes.
-_STRETCH = 1 << 18
+_MAX_COLUMNS = 1 << 18
 
 
 class DeviceVectors:
@@ -30,8 +30,8 @@ class DeviceVectors:
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:
         """Yield ranges of columns, and these columns of all rows."""
-        for start in range(0, self.size, _STRETCH):
-            part = slice(start, min(start + _STRETCH, self.size))
+        for start in range(0, self.size, _MAX_COLUMNS):
+            part = slice(start, min(start + _MAX_COLUMNS, self.size))
             yield part, self.memory[:, part]
 
     def new(self) -> Array:
@@ -56,7 +56,10 @@ class DeviceVectors:
         self.memory[row] = vector
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the products of the ring's rows with the newest change and the gradient, and the gradient's square."""
+        """Return the inner products of the ring's rows with the newest change y of the gradient, and with the gradient g.
+
+        The third result is g·g. For the parameters see `HostVectors.products`.
+        """
         here, vectors = self.memory[ring.gradient], []
         square = np.sum(here * here)
         if change:
@@ -112,7 +115,7 @@ class DeviceVectors:
         return moved
 
     def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
-        """Return the products of the ring's rows over free variables, and the slope along held ones, by one copy."""
+        """Return the numbers of `HostVectors.products_of_free`, by one copy to the host."""
         count = 2 * ring.count + 1
         if not self.size:
             return np.zeros((count, count)), 0.0
@@ -122,7 +125,7 @@ class DeviceVectors:
             np.subtract(x, before, out=rows[ring.newest + 1])  # the step after projection
         free, projected = self.box.free_and_step(x, gradient, norm, slice(None))  # type: ignore[union-attr]
         of_held = np.sum(gradient * np.where(free, 0.0, projected))
-        # A selection of used rows would copy them.
+        # All rows, since an array of the used rows only would be a copy.
         products = functools.reduce(operator.add, ((tile * free[part]) @ tile.T for part, tile in self))
         found = self.to_host(np.concatenate([products.reshape(-1), of_held.reshape(1)]))
         return found[:-1].reshape(self.height, self.height)[np.ix_(ring.rows(), ring.rows())], found[-1]

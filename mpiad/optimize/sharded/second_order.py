@@ -78,7 +78,7 @@ class SecondOrderEvaluation:
 
         def multiply(v: Array) -> Array:
             if not kept:
-                # Points that the line search rejects need no products.
+                # Only at the first product: at points that the line search rejects, the Hessian isn't needed.
                 kept.append(self._evaluation.hessian(x))
             return kept[0](v).copy()
 

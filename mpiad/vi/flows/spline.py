@@ -133,37 +133,40 @@ def numbers_per_spline(bins: int) -> int:
 
 
 def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return values and logarithms of slopes at x of splines with the parameters `numbers` (`numbers_per_spline` each)."""
+    """Return the values of splines at x, and the logarithms of their slopes.
+
+    `numbers`: the unconstrained parameters of the splines, `numbers_per_spline` of them along the last axis.
+    """
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
     # The formula must be finite outside of the bins, too, since 0 · NaN in the adjoint of `where` is NaN.
-    part = np.where(b.inside, (x - b.x) / b.width, 0.5)
-    both = part * (1 - part)
-    below = slope + (b.left + b.right - 2 * slope) * both
-    y = b.y + b.height * (slope * part**2 + b.left * both) / below
-    return np.where(b.inside, y, x), np.where(b.inside, _log_slope(slope, part, b, below), 0.0)
+    fraction = np.where(b.inside, (x - b.x) / b.width, 0.5)
+    both = fraction * (1 - fraction)
+    denominator = slope + (b.left + b.right - 2 * slope) * both
+    y = b.y + b.height * (slope * fraction**2 + b.left * both) / denominator
+    return np.where(b.inside, y, x), np.where(b.inside, _log_slope(slope, fraction, b, denominator), 0.0)
 
 
 def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
     """Return the points at which the spline has these values, and the logarithms of the inverse's slopes."""
     b = _bin_of(y, numbers, bins, bound, of_values=True)
     slope = b.height / b.width
-    above = np.where(b.inside, y - b.y, b.height / 2)
-    curve = above * (b.left + b.right - 2 * slope)
+    offset = np.where(b.inside, y - b.y, b.height / 2)
+    curve = offset * (b.left + b.right - 2 * slope)
     a2 = b.height * (slope - b.left) + curve
     a1 = b.height * b.left - curve
-    a0 = -slope * above
+    a0 = -slope * offset
     # The root between 0 and 1, in the form without cancellation.
-    part = 2 * a0 / (-a1 - np.sqrt(a1**2 - 4 * a2 * a0))
-    below = slope + (b.left + b.right - 2 * slope) * part * (1 - part)
-    x = b.x + part * b.width
-    return np.where(b.inside, x, y), np.where(b.inside, -_log_slope(slope, part, b, below), 0.0)
+    fraction = 2 * a0 / (-a1 - np.sqrt(a1**2 - 4 * a2 * a0))
+    denominator = slope + (b.left + b.right - 2 * slope) * fraction * (1 - fraction)
+    x = b.x + fraction * b.width
+    return np.where(b.inside, x, y), np.where(b.inside, -_log_slope(slope, fraction, b, denominator), 0.0)
 
 
-def _log_slope(slope: Array, part: Array, b: _Bin, below: Array) -> Array:
-    rest = 1 - part
-    above = b.right * part**2 + 2 * slope * part * rest + b.left * rest**2
-    return 2 * np.log(slope) + np.log(above) - 2 * np.log(below)
+def _log_slope(slope: Array, fraction: Array, b: _Bin, denominator: Array) -> Array:
+    rest = 1 - fraction
+    numerator = b.right * fraction**2 + 2 * slope * fraction * rest + b.left * rest**2
+    return 2 * np.log(slope) + np.log(numerator) - 2 * np.log(denominator)
 
 
 def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) -> _Bin:
