@@ -3,13 +3,13 @@
     python benchmarks/gradient_cost.py
     mpiexec -n 2 python benchmarks/gradient_cost.py
 
-Each row is one program: a short loss with one reduction (interpreted, and its whole gradient compiled), a wave on 512² cells
-(interpreted, compiled, and compiled with checkpoints), a Poisson problem on 512² cells with multigrid, and 10⁴ Lorenz systems
-(arrays, compiled kernel). The forward run and the gradient alternate, and the smallest time of each counts, that of the
-slowest rank. The first call of the gradient, after a forward run, is timed with an empty cache of kernels and, in a second
-process, with the kernels on disk. Memory is the growth of the resident memory's peak in the latter, in units of the
-program's variable. `benchmarks/shallow_water.py` and `benchmarks/wave.py` measure compiled programs and checkpoints in more
-detail.
+Each row is one program: a short loss with one reduction (interpreted, and its whole gradient compiled), a wave on
+512² cells (interpreted, compiled, and compiled with checkpoints), a Poisson problem on 512² cells with multigrid, and
+10⁴ Lorenz systems (arrays, compiled kernel). The forward run and the gradient alternate, and the smallest time of
+each counts, that of the slowest rank. The first call of the gradient, after a forward run, is timed with an empty
+cache of kernels and, in a second process, with the kernels on disk. Memory is the growth of the resident memory's
+peak in the latter, in units of the program's variable. `benchmarks/shallow_water.py` and `benchmarks/wave.py` measure
+compiled programs and checkpoints in more detail.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/implicit_step.py [--cells 18 64 256]
 
-(I - τ Δ) u⁺ = u on n² cells with zero boundary values and τ = 10 cells², one rank, relative residual 1e-8. mpiad solves it
-by `linalg.solve` with CG, interpreted; SciPy by its CG and with an LU factorization that is computed once. The gradient of a
-step, with respect to u, takes a second solve on both sides. The sides alternate, and the smallest time of each counts.
+(I - τ Δ) u⁺ = u on n² cells with zero boundary values and τ = 10 cells², one rank, relative residual 1e-8. mpiad
+solves it by `linalg.solve` with CG, interpreted; SciPy by its CG and with an LU factorization that is computed once.
+The gradient of a step, with respect to u, takes a second solve on both sides. The sides alternate, and the smallest
+time of each counts.
 """
 
 from __future__ import annotations
