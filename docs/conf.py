@@ -26,6 +26,7 @@ extensions = [
     "sphinx_design",
     "sphinx-mathjax-offline",  # formulas without a network, as on a cluster
     "linked_names",
+    "reference_pages",
 ]
 exclude_patterns = ["_build"]
 # Short inventories of what the pages name, kept here: pages are built, and are the same, without a network.
@@ -56,9 +57,11 @@ napoleon_custom_sections = ["Ranks", "Adjoint"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-# Without this they would all be shown as what they stand for, Any.
-_ALIASES = "Array Comm Function LocalArray Op Rank ReplicatedArray RootArray Scalar Shape Tree Boundary Argnums"
-autodoc_type_aliases = {name: name for name in _ALIASES.split()}
+autodoc_preserve_defaults = True  # `op=SUM`, not its representation
+# Signatures show the names of aliases, not their definitions (Any). reference/types.md describes each of them.
+_TYPES = (Path(__file__).parent / "reference" / "types.md").read_text(encoding="utf-8")
+autodoc_type_aliases = {name: name for name in re.findall(r"^\.\. py:type:: (\w+)$", _TYPES, re.MULTILINE)}
+autodoc_type_aliases["DTypeLike"] = "DTypeLike"
 
 _LITERAL_OR_MARK = re.compile(r"^ *>>> .*?(?=\n *\n|\Z)|``.*?``|`.*?`|([*|])", re.DOTALL | re.MULTILINE)
 
@@ -73,7 +76,3 @@ def setup(app):
     """Register the above, before napoleon sees the docstrings; show an alias that is part of a union by its name."""
     TypeAliasForwardRef.__repr__ = lambda alias: alias.name
     app.connect("autodoc-process-docstring", take_literally, priority=100)
-
-
-# "path" as the type of a parameter is also the name of two attributes.
-suppress_warnings = ["ref.python"]
