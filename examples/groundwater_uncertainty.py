@@ -138,26 +138,29 @@ def draw_picture(path, aquifer, elevation, fields, values, heads):
 
     panel(axes[0, 0], "truth", "true m = log(transmissivity / T)")
     axes[0, 0].contour(elevation, 4, colors="k", linewidths=0.4, alpha=0.6, extent=(0, width, 0, height))
-    panel(axes[0, 1], "mean", "most probable m")
-    panel(axes[0, 2], "deviation", "standard deviation of m; 1 before the data", "magma", 0, 1)
+    panel(axes[0, 1], "mean", "MAP estimate of m")
+    panel(axes[0, 2], "deviation", "standard deviation of m; prior: 1", "magma", 0, 1)
     y, x = aquifer.places.T / 1000
-    axes[0, 2].plot(x[~aquifer.left_out], y[~aquifer.left_out], "c.", markersize=4, label="borehole")
-    axes[0, 2].plot(x[aquifer.left_out], y[aquifer.left_out], "w+", markersize=6, label="left out")
-    axes[0, 2].legend(loc="upper left", framealpha=0.8)
-    panel(axes[1, 0], "prior sample", "a sample before the data")
+    for chosen, marker, colour, label in (
+        (~aquifer.left_out, "o", "cyan", "used"),
+        (aquifer.left_out, "^", "white", "held out"),
+    ):
+        axes[0, 2].plot(x[chosen], y[chosen], marker, color=colour, markeredgecolor="black", markersize=5, label=label)
+    axes[0, 2].legend(loc="upper left", title="boreholes")
+    panel(axes[1, 0], "prior sample", "a sample of the prior")
     panel(axes[1, 1], "sample", "a sample of the posterior")
-    panel(axes[1, 2], "other sample", "another one")
+    panel(axes[1, 2], "other sample", "another sample of the posterior")
 
     axes[0, 3].semilogy(1 + numpy.arange(len(values)), values, "C0.-")
-    axes[0, 3].axhline(1, color="0.5", linestyle=":", label="data tell as much as the prior")
-    axes[0, 3].set(title="what the data tell: eigenvalues", xlabel="number")
+    axes[0, 3].axhline(1, color="0.5", linestyle=":", label="as informative as the prior")
+    axes[0, 3].set(title="eigenvalues of the data's Hessian", xlabel="number")
     axes[0, 3].legend()
 
     order = numpy.argsort(heads.mean)
     centre, place = heads.mean[order], numpy.arange(len(order))
-    axes[1, 3].errorbar(place, 0 * centre, BAND * heads.deviation[order], fmt="none", color="C0", label="band of 95 %")
+    axes[1, 3].errorbar(place, 0 * centre, BAND * heads.deviation[order], fmt="none", color="C0", label="95 % interval")
     axes[1, 3].plot(place, heads.measured[order] - centre, "k.", label="measured")
-    axes[1, 3].set(title="heads left out, less the predicted mean", xlabel="borehole, by its head", ylabel="m")
+    axes[1, 3].set(title="held-out heads minus their predicted mean", xlabel="borehole, by its head", ylabel="m")
     axes[1, 3].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

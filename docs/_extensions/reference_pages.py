@@ -48,7 +48,7 @@ def as_users_write(
         shown = [one for one in each if not (what == "class" and one.startswith("_"))]
         names = getattr(obj, "__globals__", None) or vars(sys.modules[getattr(obj, "__module__", None) or "mpiad"])
         text = ", ".join(DEFAULT.sub(lambda found: f"= {_value(found[1], names)}", one) for one in shown)
-        signature = f"({text.replace('=<factory>', ' = ...')})"
+        signature = f"({re.sub(' *= *<factory>', ' = ...', text)})"
     return signature, returned
 
 
