@@ -91,7 +91,7 @@ def add_tables(app: Sphinx, document: nodes.document) -> None:
 
 def _row(described: addnodes.desc) -> tuple[nodes.Node, nodes.Node] | None:
     signature = described[0]
-    if not signature["ids"]:
+    if not signature["ids"] or described["objtype"] == "type":  # a type's description is no longer than its first sentence
         return None
     name = signature["fullname"]
     link = nodes.reference("", "", nodes.literal(name, name), internal=True, refid=signature["ids"][0])

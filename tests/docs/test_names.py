@@ -53,7 +53,7 @@ def test_modules_are_in_the_list(module):
 @pytest.mark.parametrize("module", [mpiad.testing, mpiad.debug, mpiad.ensemble])
 def test_packages_with_names_of_their_own_are_in_the_list(module):
     parts = reference().split(f"currentmodule:: {module.__name__}\n")[1:]
-    listed = "".join(part.partition("currentmodule")[0] for part in parts)
+    listed = "\n".join(part.partition("currentmodule")[0] for part in parts)
     assert set(module.__all__) <= set(AUTOMATIC.findall(listed))
 
 
