@@ -1,6 +1,7 @@
 """The pages of the reference: a table of their contents, signatures as users write calls, and types that link rightly.
 
-- Before the first description in a section with several, a table lists each name with the first sentence of its docstring.
+- Before the first description in a section or class with several, a table lists each name with the first paragraph of its
+  docstring.
 - Signatures leave out parameters of classes whose names begin with an underscore, which only the library fills in, and show
   the values of constants instead of their names.
 - The words of a type in a docstring ("array, shape (n,)") become links only if they name a class or an alias of a type.
@@ -18,6 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 FEWEST = 3  # names in a section that has a table
+FEWEST_METHODS = 6  # methods of a class that has one
 DEFAULT = re.compile(r"= (_?[A-Z][A-Z0-9_]+)$")  # a constant
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
@@ -80,20 +82,26 @@ def add_tables(app: Sphinx, document: nodes.document) -> None:
     if not app.env.docname.startswith("reference/"):
         return
     for section in list(document.findall(nodes.section)):
-        described = [child for child in section.children if isinstance(child, addnodes.desc)]
-        rows = [row for each in described if (row := _row(each))]
-        if len(rows) >= FEWEST:
-            first = section.index(described[0])
-            while first and isinstance(section[first - 1], addnodes.index):
-                first -= 1
-            section.insert(first, _table(rows))
+        _insert_table(section, FEWEST)
+    for content in list(document.findall(addnodes.desc_content)):
+        _insert_table(content, FEWEST_METHODS)
+
+
+def _insert_table(parent: nodes.Element, fewest: int) -> None:
+    described = [child for child in parent.children if isinstance(child, addnodes.desc)]
+    rows = [row for each in described if (row := _row(each))]
+    if len(rows) >= fewest:
+        first = parent.index(described[0])
+        while first and isinstance(parent[first - 1], addnodes.index):
+            first -= 1
+        parent.insert(first, _table(rows))
 
 
 def _row(described: addnodes.desc) -> tuple[nodes.Node, nodes.Node] | None:
     signature = described[0]
-    if not signature["ids"] or described["objtype"] == "type":  # a type's description is no longer than its first sentence
+    if not signature["ids"] or described["objtype"] in {"type", "attribute"}:  # these descriptions are short
         return None
-    name = signature["fullname"]
+    name = signature["fullname"].rpartition(".")[2]
     link = nodes.reference("", "", nodes.literal(name, name), internal=True, refid=signature["ids"][0])
     docstring = next((child for child in described[-1].children if isinstance(child, nodes.paragraph)), None)
     summary = nodes.paragraph("", "", *([child.deepcopy() for child in docstring.children] if docstring else []))
