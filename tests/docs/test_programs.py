@@ -121,6 +121,20 @@ def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
     run(program, mpirun, tmp_path)
 
 
+@pytest.mark.launches
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_pde_tutorial_prints_the_same_on_any_number_of_ranks(ranks, mpirun, tmp_path):
+    programs, _ = SHOWN["docs/start/pde_tutorial.md"]
+    paths = [tmp_path / program.name for program in programs]
+    for program, path in zip(programs, paths):
+        path.write_text(program.text)
+    job = mpirun(ranks, "tests/run_in_turn.py", *paths, timeout=100)
+    for program, path in zip(programs, paths):
+        compare(program, Path(f"{path}.stdout").read_text(), Path(f"{path}.stderr").read_text())
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
 def test_snippets_are_python():
     for page, text in SNIPPETS:
         compile(text, page, "exec")
