@@ -150,7 +150,7 @@ class _BackwardSweep:
         found, ids, varies = self._found, sweep.ids, self._run.batch.p.varies
         self._sweep, self._leaves = sweep, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        # Cotangents of the times at which the steps begin that come next in the backward sweep.
+        # Cotangents of the start time of the steps processed so far: a change of this time shifts all of them.
         self._start, self._end = found.start[ids], self._run.numbers(len(ids))
         self._cotangent = found.u0[:, ids]
         for visit in sweep.backwards():
@@ -211,7 +211,7 @@ class _BackwardSweep:
     def _saved(self, visit: Visit, step: TransposedStep, cotangent: Array) -> tuple[list[Inside], list[Arrival]]:
         """Add the cotangents of values saved at the end of a step; return those of values saved inside it.
 
-        Also return contributions to the first stage of values saved in the step before, of which it is the last stage.
+        Also return the contributions of values saved in the previous step to its last stage, the first stage of this step.
         """
         saved, inside = self._seeds.saved, []
         if saved is None:

@@ -29,7 +29,7 @@ class EnsembleAlgorithm:
 
 @dataclass(frozen=True)
 class EnsembleSerial(EnsembleAlgorithm):
-    """One trajectory after the other: the reference, and for an f that can't be called with many columns at once.
+    """Solve one trajectory after the other: for comparison, and if f can't be called with many columns at once.
 
     Examples
     --------
@@ -48,7 +48,7 @@ class EnsembleSerial(EnsembleAlgorithm):
 
 @dataclass(frozen=True)
 class EnsembleVectorized(EnsembleAlgorithm):
-    """All trajectories together, each with its own time, step and error control: the default.
+    """Solve all trajectories together, each with its own time, step and error control: the default.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class EnsembleVectorized(EnsembleAlgorithm):
 
 @dataclass(frozen=True)
 class EnsembleThreads(EnsembleAlgorithm):
-    """Contiguous shares, each run like EnsembleVectorized in its own thread; f must be thread-safe.
+    """Solve contiguous shares of the trajectories in threads, each like `EnsembleVectorized`; f must be thread-safe.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 
 @dataclass(frozen=True)
 class EnsembleGPU(EnsembleVectorized):
-    """All trajectories on a GPU, each in a thread that runs its whole solve in registers.
+    """Solve all trajectories on a GPU, each in a thread that runs its whole solve in registers.
 
     The kernel is generated from f and compiled at the first solve. If f can't be traced, `EnsembleVectorized` computes with
     arrays on the device, and the reason is logged once. If initial states or parameters are on a device, the results are on
@@ -130,7 +130,7 @@ class EnsembleGPU(EnsembleVectorized):
     contract : bool
         Whether products and sums may be contracted to one operation with one rounding, as on CPUs with FMA.
     fast_math : bool
-        Whether to allow functions and divisions that are less exact than their dtype, which changes values.
+        Whether to allow less exact functions and divisions, by the option ``--use_fast_math`` of NVRTC.
 
     Raises
     ------
@@ -162,7 +162,7 @@ class EnsembleGPU(EnsembleVectorized):
 
 
 def device_for(batch: Batch, together: bool) -> ArrayModule:
-    """Return the device of a batch's arrays; for host arrays this rank's, if ranks solve `together`, else the current one.
+    """Return the device of a batch's arrays; for host arrays this rank's device if `together`, else the current one.
 
     Raises an ImportError without CuPy, and a RuntimeError without a GPU.
     """

@@ -86,7 +86,7 @@ class Batch(NamedTuple):
 
     @property
     def traced(self) -> bool:
-        """Whether any part of it is traced."""
+        """Whether any array of the batch is traced."""
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
 
     def own(self) -> Batch:
@@ -110,8 +110,8 @@ class Batch(NamedTuple):
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
     """Return the times of `saveat`, shape (n_saved,) or (N, n_saved); `first` is the index of the first trajectory.
 
-    A number means multiples of this interval, and the end; None means both ends. Raises a TypeError or ValueError if a time
-    lies outside tspan, or times aren't in the order of the solve.
+    A number means multiples of this interval after the start, and the end; None means the start and the end. Raises a
+    TypeError or ValueError if a time lies outside tspan, or times aren't in the order of the solve.
     """
     if saveat is None:
         return batch.both_ends()

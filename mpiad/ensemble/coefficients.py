@@ -24,14 +24,14 @@ Bars: TypeAlias = dict[int, Array] | Array
 class Coefficients:
     """The table of a method in the precision of the states `like`.
 
-    - `last`: the index of the last stage. `real`: the dtype of times and step sizes as f sees them.
+    - `last`: the index of the last stage. `real`: the dtype of times and step sizes as passed to f.
     - `dense`: shape (stages, degree); the interpolant's table in double precision, on the device of the states.
     """
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
         self.dense = tableau.dense
-        # Ufuncs process arrays without axes fastest, and preserve float32 with them.
+        # Weights are arrays without axes, which ufuncs process fastest and without promoting float32.
         table = [(), *tableau.a]
         self._rows: list[Weights] = [[(j, np.array(w, self.real)) for j, w in enumerate(row) if w] for row in table]
         self._columns: list[Weights] = [
@@ -125,7 +125,7 @@ class DeviceCoefficients(Coefficients):
         return [(t + c * h).astype(self.real) for c in self.tableau.c]
 
     def time(self, i: int, t: Array, h: Array, t_new: Array, sign: Array | None) -> Array:
-        """Return the times of stage i as f sees them, for a step in the direction of the solve that ends at `t_new`."""
+        """Return the times of stage i as passed to f, for a step in the direction of the solve that ends at `t_new`."""
         times = t_new if self.tableau.c[i] == 1 else t + self.tableau.c[i] * h
         return (times if sign is None else times * sign).astype(self.real)
 

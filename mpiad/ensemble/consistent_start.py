@@ -24,7 +24,7 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
 
 _MOST_STEPS, _TRACED_STEPS = 30, 2
-# The iteration ends when a correction is at most this fraction of the tolerance; the next one would be much smaller.
+# The iteration ends when a correction is at most this fraction of the tolerance; the next correction would be much smaller.
 _CLOSE = 1e-3
 
 

@@ -25,7 +25,7 @@ _FEW = 16
 
 @cache
 def _constant(x: float) -> Array:
-    """Return a number as an array without axes, which ufuncs process faster, for float64 arrays."""
+    """Return a float64 number as an array without axes, which ufuncs process faster than a float."""
     return np.array(float(x))
 
 

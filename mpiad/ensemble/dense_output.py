@@ -85,7 +85,7 @@ class DenseOutput:
         number = np.empty(count, np.int64)
         values = np.full((count, len(batch.u0)), np.nan, batch.u0.dtype)
         width = max(2, _BLOCK // max(1, len(batch.u0)))
-        # Steps are recorded in groups of trajectories, of which `first` is the first.
+        # Steps are recorded for groups of trajectories; `first` is the first trajectory of a group.
         for first, steps in self._outcome.recorded():
             mine = np.flatnonzero((each >= first) & (each < first + len(steps.counts)))
             number[mine] = self._numbers(steps, each[mine] - first, each[mine], due[mine])
@@ -93,9 +93,9 @@ class DenseOutput:
             for start in range(0, len(moved), width):
                 chosen = moved[start : start + width]
                 values[chosen] = self._inside(steps, each[chosen] - first, each[chosen], number[chosen], due[chosen]).T
-        still = number == INITIAL
+        at_start = number == INITIAL
         # Times at the start are in no step.
-        values[still] = batch.u0.T[each[still]]
+        values[at_start] = batch.u0.T[each[at_start]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:

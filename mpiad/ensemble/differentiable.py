@@ -60,11 +60,11 @@ class DifferentiableSolve(Protocol):
         ...
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-        """As `pull`, by traceable functions."""
+        """Return the cotangents of arguments, computed by traceable functions."""
         ...
 
     def push_traced(self, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-        """As `push`, by traceable functions."""
+        """Return the tangent of the vector, computed by traceable functions."""
         ...
 
 
@@ -99,7 +99,7 @@ defjvp_argnums(solve_operator, _jvp)
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
-    """Return a solution whose states and times are functions of the traced `batch`, given the plain one."""
+    """Return a solution whose states and times are functions of the traced `batch`, given the plain solution `sol`."""
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
     u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch)
@@ -130,7 +130,7 @@ class _SolvedRun:
     """A run, and its results as one vector: saved states, final states, and with events the final times and event times."""
 
     def __init__(self, run: Run, u: Array, u_end: Array):
-        self._run, self._asked = run, run.settings
+        self._run, self._settings = run, run.settings
         values = [u, u_end, *((run.reached, run.crossed) if run.settings.events else ())]
         self.layout = Concatenation([spec_like(value) for value in values])
         self.vector = self.layout.vector(values)
@@ -145,7 +145,7 @@ class _SolvedRun:
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if self._untraced and self._asked.gradient != "tangent":
+        if self._untraced and self._settings.gradient != "tangent":
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
         timed = not {START, END, DUE}.isdisjoint(argnums)
@@ -167,9 +167,9 @@ class _SolvedRun:
         return pull_compiled(solver, self._run, seeds, places, timed)
 
     def _by_tangent(self, by_u0: bool, timed: bool, places: Sequence[int]) -> bool:
-        asked, run = self._asked, self._run
-        if asked.gradient is not None:
-            return asked.gradient == "tangent"
+        settings, run = self._settings, self._run
+        if settings.gradient is not None:
+            return settings.gradient == "tangent"
         # Whether events occurred doesn't matter, since results mustn't depend on other trajectories. If the times of steps
         # depend on the inputs, tangents need a replay per direction, which is slow.
         if timed or run.settings.events:
@@ -179,7 +179,7 @@ class _SolvedRun:
         return len(numbers_of(run, by_u0, places)) <= run.few
 
     def _carried(self, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return the same as `pushed`, if a kernel has propagated the tangents, else None."""
+        """Return the numbers and derivatives of `pushed` if a kernel has propagated the tangents, else None."""
         run, solver = self._run, self._run.outcome.solver
         found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
         if found is None:
@@ -236,7 +236,7 @@ class _SolvedRun:
 
 
 def _padded(cotangents: Array, due: Array) -> Array:
-    """Return the cotangents of all given times: those of an adjoint without the last row, padded with zeros."""
+    """Return the cotangents of all given times: the rows of an adjoint without the last, unused one, padded with zeros."""
     found = np.zeros_like(due)
     if len(cotangents):
         found[: len(cotangents) - 1] = cotangents[:-1]

@@ -56,7 +56,7 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
 
 
 def affect_field(event: Event, batch: Batch) -> Field:
-    """Return the affect as a function of traced columns."""
+    """Return the affect as a function that can be traced."""
     return Field(batch._replace(f=event.affect))  # type: ignore[arg-type]
 
 
@@ -67,13 +67,13 @@ class Event:
     Parameters
     ----------
     condition : callable, optional
-        ``condition(u, p, t)`` returns a real number per column, with arguments as those of f. Booleans raise a TypeError.
+        ``condition(u, p, t)`` returns a real number per column; its arguments are those of f. Booleans raise a TypeError.
     terminal : bool, optional
         Whether the trajectory ends at the event, with the return code Terminated; by default True without an `affect`.
     direction : int
         Positive: only sign changes from negative to positive; negative: only from positive to negative; 0: both.
     affect : callable, optional
-        ``affect(u, p, t)`` returns the state after the event, one entry per component of u, with arguments as those of f.
+        ``affect(u, p, t)`` returns the state after the event, one entry per component of u; its arguments are those of f.
         The trajectory continues from this state. It is also the saved state if a saved time coincides with the event.
     times : list of numbers, or callable, optional
         Instead of a condition: the times at which `affect` acts, in any order; ``times(p)`` returns them as functions of
@@ -121,7 +121,7 @@ class Event:
     def _given_times(self) -> Any:
         """Return the times as a tuple of numbers, or as the user's function."""
         if self.condition is not None:
-            raise ValueError("Event: give either a condition or times, not both. Make two events of it.")
+            raise ValueError("Event: give either a condition or times, not both. Define two events.")
         if self.affect is None:
             raise ValueError(
                 f"Event: times={self.times!r:.60}, but no affect. Give affect=, or save states at these times by saveat."
@@ -140,7 +140,7 @@ class Event:
         return tuple(times.astype(float).tolist())
 
     def due(self, p: Tree) -> list[Any]:
-        """Return the given times, one number or one entry per column each; parameters may be traced."""
+        """Return the list of given times, each a number or an array with one entry per column; p may be traced."""
         given: Any = self.times(p) if callable(self.times) else self.times
         return list(given) if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]
 
@@ -151,7 +151,7 @@ class Event:
 
     @property
     def stops(self) -> bool:
-        """Whether a step ends at the event: it changes the state, or ends the trajectory."""
+        """Whether a step ends at the event, because the event changes the state or ends the trajectory."""
         return self.acts or self.terminal
 
     def for_states(self, shape: Shape) -> Event:
@@ -171,18 +171,18 @@ class Event:
         return self.condition.written if isinstance(self.condition, _OfNumbers) else self.condition
 
     def value(self, u: Array, p: Tree, t: Array) -> Array:
-        """Return the value of the condition for each column, shape (n,); raise as in `_require_numbers`."""
+        """Return the value of the condition for each column, shape (n,); raise the errors of `_require_numbers`."""
         value = self.condition(locked(u), p, locked(t.copy()))
         _require_numbers(value, t.shape)
         return (value if is_device_array(value) else np.asarray(value)).astype(float)
 
     @property
     def sided(self) -> bool:
-        """Whether the event acts in both directions: the side on which the condition leaves its root must be stored."""
+        """Whether the event acts in both directions, so that the sign with which its condition leaves a root is stored."""
         return self.acts and not self.direction
 
     def crossed(self, before: Array, after: Array, side: Array | None = None) -> Array:
-        """Return per column whether the condition changed its sign in the event's direction; `side`: its earlier sign."""
+        """Return per column whether the condition changed sign as `direction` requires; `side`: its sign after a root."""
         up, down = (before <= 0) & (after >= 0), (before >= 0) & (after <= 0)
         # A root at the start of a step belongs to the previous step.
         moved = before != 0

@@ -23,7 +23,7 @@ class EventColumns:
     - `slots`: int, shape (N,); for all trajectories the index of the next given time; updated.
     - `jumps`: list to which jumps are appended; None if they aren't recorded.
     - `u`: shape (d, n); updated. `t`: shape (n,); actual times.
-    - `number`: int, shape (n,); the number of steps that each trajectory has made.
+    - `number`: int, shape (n,); the number of accepted steps of each trajectory.
     - `codes`: int, shape (n,); the return codes of ended trajectories, otherwise MOVING.
     - `left`: per event that acts in both directions: the sign with which its condition left the root, otherwise 0.
     """
@@ -78,7 +78,7 @@ class EventColumns:
         return (rates_of_change(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
-        """Apply the affect of event e to some columns, at the given times `slot` or roots; return which results are finite.
+        """Apply the affect of event e to some columns, at roots or given times `slot`; return which results are finite.
 
         A trajectory whose new state isn't finite ends in the state before the event.
         """

@@ -159,16 +159,16 @@ class EventWatch:
             x = _projected(low, high, before, after, 0.5**evaluation) if hosted else 0.5 * (low + high)
             value = event.value(states_at(terms, x.astype(real, copy=False)), p, step.actual(step.t + x * step.h))
             same = np.sign(value) == signs
-            rise, fall = wide & same, wide & ~same
-            low, high = np.where(rise, x, low), np.where(fall, x, high)
+            moves_low, moves_high = wide & same, wide & ~same
+            low, high = np.where(moves_low, x, low), np.where(moves_high, x, high)
             if hosted:
-                before, after = np.where(rise, value, before), np.where(fall, value, after)
+                before, after = np.where(moves_low, value, before), np.where(moves_high, value, after)
         return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
     def _entered(
         self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
     ) -> LocatedEvent | None:
-        """Write an event to the table; return it without columns that have ended before."""
+        """Write an event to the table; return it without the columns in which another event ended the step before."""
         # Rounding mustn't move an event beyond the end of the step.
         time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]

@@ -132,7 +132,7 @@ _CALLED = (
 
 
 class Residuals:
-    """The residuals ``fun(u, p, data)`` of some trajectories; `shape` is that of a state, `count` their number."""
+    """The residuals ``fun(u, p, data)`` of some trajectories; `shape`: of a state; `count`: residuals per trajectory."""
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):
         self._fun, self._shape, self.count = fun, shape, 0
@@ -189,7 +189,7 @@ class Residuals:
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
         """Check that columns don't depend on each other, by calls with all columns, and with copies of the first."""
-        # The number of columns differs in the two calls, since all columns may be equal.
+        # The two calls have different numbers of columns: otherwise, if all columns are equal, they would always agree.
         copies = np.zeros(3 if len(columns) == 2 else 2, int)
         first = self._plain(x[columns], u, ids[columns])[:, 0]
         alone = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
@@ -394,10 +394,10 @@ def fit(
         Lower and upper bounds, each a number or an array of shape (m,) or (N, m).
     ftol, xtol, gtol : float
         Tolerances for termination. A fit ends if the actual and the predicted change of the cost are at most
-        ``ftol * cost``; if a step is shorter than ``xtol`` times x, both scaled; or if all entries of the gradient, except
-        for variables held by a bound, are at most `gtol`.
+        ``ftol * cost``. It also ends if the scaled step is shorter than `xtol` times the scaled x, or if all entries of the
+        gradient, except for variables held by a bound, are at most `gtol`.
     x_scale : array or "jac"
-        Scales of the variables, a number or of shape (m,) or (N, m); by default from the columns of the Jacobian.
+        Scales of the variables: a number or an array of shape (m,) or (N, m); by default, norms of the Jacobian's columns.
     max_nfev : int, optional
         Maximum number of solves per trajectory; 100 m by default.
     rtol, atol, dt, dtmax, max_steps
@@ -423,7 +423,7 @@ def fit(
     -----
     The derivatives are those of the accepted steps of the solves, exact up to rounding. A step of a fit minimizes the
     damped quadratic model within the bounds. If the solve fails at the new point, the step is rejected and the next one is
-    shorter. Under the conditions of `solve`, the results of a fit don't depend on other fits or ranks, bit for bit.
+    shorter. If f computes each column independently, the results of a fit don't depend on other fits or ranks, bit for bit.
 
     Examples
     --------
@@ -449,7 +449,7 @@ def fit(
 
 def _compiler(plan: FitPlan, together: bool = False) -> Compiler:
     count, m = plan.start.shape
-    # From this number, of columns of states and their m tangents, "auto" decides whether to compile.
+    # "auto" compiles if the number of columns, of states and their m tangents, is large enough.
     return Compiler(plan.options, count * (1 + m), together)
 
 

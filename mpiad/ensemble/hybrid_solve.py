@@ -2,9 +2,9 @@
 
 Events at the start act before the first step. Later events act during the solve, in NumPy (`step_observers`) or in a kernel
 (`compiled.jump_text`): a step ends at an event, and the trajectory continues from the state after it. For derivatives all
-steps form one record, with jumps between steps (`jumps`), which is differentiated as that of any solve (`differentiable`),
-also with respect to given times. The time at which a condition vanishes depends on the trajectory, and so do all later
-times (the saltation term). Trajectories that fail contribute no derivatives, not even by the steps before an event.
+steps form one record, with jumps between steps (`jumps`). It is differentiated like the record of any solve
+(`differentiable`), also with respect to given times. The time at which a condition vanishes depends on the trajectory, and
+so do all later times (the saltation term). Trajectories that fail contribute no derivatives, not even before an event.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Entrants(NamedTuple):
     k: Array  # derivatives, shape (d, n)
 
 
-# ``joined(old, new)`` returns an array of the next working set, given that of the current one and that of the entrants.
+# ``joined(old, new)`` returns an array of the next working set, given the arrays of the current one and of the entrants.
 Joint: TypeAlias = Callable[[Array, Array], Array]
 
 
@@ -51,7 +51,7 @@ class Initialization:
         self.rtol, self.atol = np.array(settings.rtol, real), np.array(settings.atol, real)
 
     def sign(self, ids: Array) -> Array | None:
-        """Return -1 for trajectories that are integrated backwards in time, else 1; None if the batch has none."""
+        """Return -1 for trajectories integrated backwards in time, else 1; None if the batch has no such trajectories."""
         return self.signs[ids] if self._backward else None
 
     def parameters(self, ids: Array) -> Tree:

@@ -23,8 +23,8 @@ from mpiad.ensemble.step_sweep import Columns
 # Its sign is determined from its values a little later, after one step of Euler's and one of Heun's method. These values
 # define a parabola, whose second root is the time at which the condition vanishes again.
 
-# A condition is at its root if it is smaller than these multiples of its value before the affect, or of its change along
-# the trajectory.
+# A condition is considered to be at its root if its absolute value is at most the first multiple of its value before the
+# affect, or the second multiple of its change along the trajectory.
 AT_ROOT, OF_WAY = 1e3, 1e-12
 # Bounds on the step of both methods: two fractions of the time since the last event, and a fraction of tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
@@ -59,14 +59,14 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
     `values`: the condition before and after the affect, and after steps of Euler's and Heun's methods, each shape (n,).
     """
     before, now, euler, heun = values
-    ahead, rise, bend = distance_ahead(elapsed, span), euler - now, heun - euler
-    at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(rise * elapsed / ahead))
+    ahead, change, curvature = distance_ahead(elapsed, span), euler - now, heun - euler
+    at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(change * elapsed / ahead))
     # If the slope is zero, the sign is that of the curvature.
-    side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
-    returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
-    back = np.where(returns, -ahead * rise / bend, np.inf)
+    side = np.where(change != 0, np.sign(change), -np.sign(curvature))
+    returns = at_root & (side * curvature < 0) & ((direction == 0) | (side * direction < 0))
+    back = np.where(returns, -ahead * change / curvature, np.inf)
     # For stiff systems the parabola predicts the return only if all times are short.
-    endless = (back <= AT_ONCE * span) & ((rise == 0) | (elapsed <= SHORT_PIECE * span))
+    endless = (back <= AT_ONCE * span) & ((change == 0) | (elapsed <= SHORT_PIECE * span))
     return Departure(np.where(at_root, side, 0.0), back, endless)
 
 
@@ -90,21 +90,21 @@ def rates_of_change(batch: Batch, mass: Array | None, u: Array, leaves: Sequence
     plain, p = getval(u), batch.p.of_columns([getval(leaf) for leaf in leaves], len(batch.shape) > 1)
     jacobian = np.zeros_like(plain, shape=(len(plain), *plain.shape))
     jacobian_of(batch).write(jacobian, plain, p, getval(t))
-    gain, still = gains(jacobian, free, null_vectors(mass.T)), np.zeros_like(getval(t))
+    gain, zeros = gains(jacobian, free, null_vectors(mass.T)), np.zeros_like(getval(t))
     for _ in range(_STEPS):
-        along = jvp(lambda s, rate=rate: field.array(u + s * rate, leaves, t + s), still, still + 1)[1]
+        along = jvp(lambda s, rate=rate: field.array(u + s * rate, leaves, t + s), zeros, zeros + 1)[1]
         rate = rate - applied(gain, along)
     return rate
 
 
-FOUND = -1
+FOUND = -1  # the `slot` of jumps at roots of conditions
 
 
 class Jump(NamedTuple):
     """The effect of one event on several trajectories."""
 
     ids: Array  # int, shape (n,); the trajectories
-    number: Array  # int, shape (n,); the number of steps that each had made
+    number: Array  # int, shape (n,); the number of steps before the jump
     event: int | Array
     slot: Array  # int, shape (n,); the index of the given time; FOUND for the root of a condition
     time: Array  # shape (n,)

@@ -30,11 +30,11 @@ _LEAST_RATIO = 1e-4
 # Relative threshold of singular values for scaled columns; linearly dependent columns have about 1e-14.
 _SINGULAR = 1e-12
 # A short step is a sign of convergence if its damping is below this fraction of the damping of the last failed step.
-_NEAR_WALL = 0.01
+_NEAR_FAILURE = 0.01
 # Maximum number of active sets per step and variable; two or three are enough.
 _TURNS = 10
 
-_UNDER_WAY = -1
+_ACTIVE = -1
 
 
 class Evaluation(NamedTuple):
@@ -82,7 +82,7 @@ def minimize_each(
     (N, m), by default the inverse of the largest norm so far of each column of J.
     """
     problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping)
-    while problems.under_way.size:
+    while problems.active.size:
         problems.try_step()
     return problems.minima()
 
@@ -103,7 +103,7 @@ class _Problems:
         self._evaluate, self._lower, self._upper, self._stopping = evaluate, lower, upper, stopping
         self._x, self._given_scale = x, scale
         self._nfev, self._njev = np.ones(count, int), np.ones(count, int)
-        self._codes = np.full(count, _UNDER_WAY)
+        self._codes = np.full(count, _ACTIVE)
         self._cost, self._factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
         self._gradient = _gradient(self._factor)
         self._codes[~np.isfinite(self._cost)] = ConvergenceCode.InitialFailure.code
@@ -112,16 +112,16 @@ class _Problems:
         norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._scale
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step to a point without a finite value.
-        self._wall = np.full(count, np.inf)
-        self._set_code(self.under_way, self._optimality(self.under_way) <= stopping.gtol)
-        self._set_code(self.under_way, self._nfev[self.under_way] >= stopping.max_nfev, ConvergenceCode.MaxIters)
+        self._failed_damping = np.full(count, np.inf)
+        self._set_code(self.active, self._optimality(self.active) <= stopping.gtol)
+        self._set_code(self.active, self._nfev[self.active] >= stopping.max_nfev, ConvergenceCode.MaxIters)
 
     @property
-    def under_way(self) -> Array:
-        return np.flatnonzero(self._codes == _UNDER_WAY)
+    def active(self) -> Array:
+        return np.flatnonzero(self._codes == _ACTIVE)
 
     def try_step(self) -> None:
-        ids = self.under_way
+        ids = self.active
         x, cost, factor, scale = self._x[ids], self._cost[ids], self._factor[ids], self._scale[ids]
         step, trial = _step_in_box(
             factor, np.sqrt(self._damping[ids])[:, None] * scale, x, self._lower[ids], self._upper[ids], self._held(ids)
@@ -134,9 +134,9 @@ class _Problems:
         with np.errstate(all="ignore"):
             ratio = np.where(predicted > 0, actual / predicted, -1.0)
         better = (actual > 0) & (ratio > _LEAST_RATIO)
-        lost = ~np.isfinite(found.cost)
-        self._wall[ids[lost]] = self._damping[ids[lost]]
-        walled = self._damping[ids] >= _NEAR_WALL * self._wall[ids]
+        failed = ~np.isfinite(found.cost)
+        self._failed_damping[ids[failed]] = self._damping[ids[failed]]
+        near_failure = self._damping[ids] >= _NEAR_FAILURE * self._failed_damping[ids]
         self._take(ids[better], trial[better], found.rows(better))
         shrinkage = np.maximum(_LEAST_SHRINKAGE, 1 - (2 * np.minimum(ratio, 1.0) - 1) ** 3)
         self._damping[ids] *= np.where(better, shrinkage, self._growth[ids])
@@ -146,9 +146,9 @@ class _Problems:
         flat = (np.abs(actual) <= stop.ftol * cost) & (np.abs(predicted) <= stop.ftol * cost) & (ratio <= 2)
         lengths = np.sqrt(_squared(scale * step)), np.sqrt(_squared(scale * x))
         short = (lengths[0] <= stop.xtol * (stop.xtol + lengths[1])) | (trial == x).all(axis=1)
-        level = self._optimality(ids) <= stop.gtol
-        self._set_code(ids, (flat | short) & ~level & walled, ConvergenceCode.ConvergenceFailure)
-        self._set_code(ids, flat | short | level)
+        stationary = self._optimality(ids) <= stop.gtol
+        self._set_code(ids, (flat | short) & ~stationary & near_failure, ConvergenceCode.ConvergenceFailure)
+        self._set_code(ids, flat | short | stationary)
         self._set_code(ids, self._nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
 
     def minima(self) -> Minima:
@@ -190,7 +190,7 @@ class _Problems:
     def _set_code(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
         """Set the code of the problems in the mask `done` that don't have a code yet."""
         chosen = ids[done]
-        self._codes[chosen[self._codes[chosen] == _UNDER_WAY]] = code.code
+        self._codes[chosen[self._codes[chosen] == _ACTIVE]] = code.code
 
 
 def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, held: Array) -> tuple[Array, Array]:
@@ -212,25 +212,25 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
         end[todo] = np.where(hit, bound, np.clip(start + np.minimum(reach, 1.0) * step, low, high))
         arrived = ~hit.any(axis=1)
         fixed[todo] |= hit
-        loose = _loosest(factor[todo], damping[todo], end[todo] - x[todo], fixed[todo], end[todo] <= low, end[todo] >= high)
+        freed = _to_free(factor[todo], damping[todo], end[todo] - x[todo], fixed[todo], end[todo] <= low, end[todo] >= high)
         # Multipliers are meaningful only at a minimum, not if a bound has cut the step short.
-        loose[~arrived] = False
-        fixed[todo] &= ~loose
-        todo = todo[~arrived | loose.any(axis=1)]
+        freed[~arrived] = False
+        fixed[todo] &= ~freed
+        todo = todo[~arrived | freed.any(axis=1)]
         if not todo.size:
             break
     return end - x, end
 
 
-def _loosest(factor: Array, damping: Array, step: Array, fixed: Array, at_lower: Array, at_upper: Array) -> Array:
+def _to_free(factor: Array, damping: Array, step: Array, fixed: Array, at_lower: Array, at_upper: Array) -> Array:
     """Return a mask, shape (n, m), of the fixed variable, if any, that lowers the model most when it leaves its bound."""
     reached = factor[:, :, -1] + _apply(factor, step)
     slope = (np.swapaxes(factor[:, :, :-1], 1, 2) @ reached[..., None])[..., 0] + damping**2 * step
-    pull = np.where(at_lower, -slope, slope) / damping
+    multiplier = np.where(at_lower, -slope, slope) / damping
     # Multipliers of the size of rounding errors don't count.
     least = 1e-13 * np.sqrt(_squared(factor[:, :, -1]))[:, None]
-    pull = np.where(fixed & (at_lower != at_upper) & (pull > least), pull, 0.0)
-    return (pull > 0) & (np.arange(pull.shape[1]) == pull.argmax(axis=1)[:, None])
+    multiplier = np.where(fixed & (at_lower != at_upper) & (multiplier > least), multiplier, 0.0)
+    return (multiplier > 0) & (np.arange(multiplier.shape[1]) == multiplier.argmax(axis=1)[:, None])
 
 
 def _damped(factor: Array, damping: Array, free: Array, step: Array) -> Array:

@@ -39,7 +39,7 @@ class LinearJumps:
         # The last row is for jumps that aren't at a given time.
         self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
-        # Nonzero entries: real or imaginary part, components of the states after and before, factors of all jumps.
+        # Nonzero entries: 0 (real) or 1 (imaginary part), components of the states after and before, factors of all jumps.
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
         self._rates: Array = None

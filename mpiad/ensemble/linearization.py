@@ -68,8 +68,8 @@ class Tracing:
     ) -> Callable[[Array, Array, Array], None]:
         """Return a function ``write(out, u, t)`` that writes f and its tangents to `out`.
 
-        u and `out`, shape (1 + directions, d, n), hold the values and then the tangents. `tangents` are those of each leaf,
-        None for zeros; `bundle` is an open trace.
+        u and `out`, shape (1 + directions, d, n), hold the values and then the tangents. `tangents`: the tangents of each
+        leaf, where None means zeros; `bundle`: an open trace.
         """
         variable, parts = bundle.variable, bundle.parts
         # Parameters are the same for all stages.
@@ -108,7 +108,7 @@ class Tracing:
 def transposed_columns(
     field: Field, places: Sequence[int], timed: bool, out: Array, u: Array, leaves: Sequence[Any], t: Array
 ) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of a function of columns, as `Tracing.transposed`, which may be called repeatedly.
+    """Return the transposed derivative of a function of columns (see `Tracing.transposed`); it may be called repeatedly.
 
     A single column is duplicated, and its copy gets a zero cotangent. The cotangent of t is zero if not `timed`.
     """
@@ -138,7 +138,7 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
 
 
 def _seed(part: Array, spec: Spec) -> Any:
-    """Return the cotangent of a component; if that is one number for all columns, the sum over the columns."""
+    """Return the cotangent of a component, summed over the columns if the component is one number for all of them."""
     if part.shape != spec.shape:
         part = part.sum()
     return part if part.dtype == spec.dtype else conform(part, *spec)

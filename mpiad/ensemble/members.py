@@ -49,7 +49,7 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and those from which it knows shapes and dtypes: the first one if it has none."""
+    """Return a rank's trajectories, and trajectories that determine shapes and dtypes: number 1 if the rank has none."""
     without = not len(numbers) and count > 0
     typical = members(ensemble, range(1, 2) if without else numbers, repeat, seed, count)
     return typical.share(slice(0, 0)) if without else typical, typical

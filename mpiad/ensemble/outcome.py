@@ -54,7 +54,7 @@ class ReturnCode(NamedCode):
     Success = "Success"
     """The end of tspan was reached."""
     Terminated = "Terminated"
-    """A terminal event came first."""
+    """A terminal event ended the trajectory before the end of tspan."""
     MaxIters = "MaxIters"
     """max_steps steps were tried. Raise max_steps, or take `Rodas5P` if the problem is stiff."""
     DtLessThanMin = "DtLessThanMin"
@@ -85,9 +85,9 @@ class ConvergenceCode(NamedCode):
     """
 
     Success = "Success"
-    """It converged."""
+    """The fit or the search converged."""
     MaxIters = "MaxIters"
-    """It didn't converge within the maximum number of evaluations or steps."""
+    """The fit or the search didn't converge within the maximum number of evaluations or steps."""
     Singular = "Singular"
     """The data don't determine all variables, or the Jacobian at the steady state is singular."""
     InitialFailure = "InitialFailure"
@@ -121,7 +121,7 @@ class Outcome:
     nreject: Array  # int, shape (N,)
     saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
     save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved time, from 0, or INITIAL, NOWHERE
-    # For a solve with events that act, shape (N,): the index of the next given time, and the number of resumptions.
+    # For a solve with events that act, shape (N,): the index of the next given time, and the number of continuations.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
     # Shape (5, m), sorted by trajectory and time: trajectory, event, step (from 0), fraction of the step, and time.
@@ -210,7 +210,7 @@ def _join(arrays: list[Any]) -> Any:
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
     """Return the number of calls of f per trajectory; `given`: whether the user gave the size of the first step."""
     tries = naccept + nreject
-    at_start = np.where(given, 1, 2)  # the second one is a probe for the size of the first step
+    at_start = np.where(given, 1, 2)  # the second call serves to choose the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 
@@ -234,7 +234,7 @@ class FactorizationCounts:
 
 
 def failures(kinds: type[NamedCode], retcode: Array, failed: Array, predicate: str) -> str:
-    """Return a text with the number of failures, their codes and the first; `predicate` is "trajectories failed", say."""
+    """Return the number of failures, their codes and the first, as text; `predicate`: for example "trajectories failed"."""
     counts = [f"{count} {kind}" for kind in kinds if (count := np.count_nonzero(retcode[failed] == kind))]
     return f"{len(failed)} of {len(retcode)} {predicate} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
@@ -247,7 +247,7 @@ def report(call: str, what: str, retcode: Array) -> None:
 
 
 def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
-    """Add the jumps at the start to an outcome, and number events as the user gave them."""
+    """Add the jumps at the start to an outcome, and number events by their positions in the user's list."""
     outcome.jumps = [*acting.started, *outcome.jumps]
     ended, still = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]

@@ -24,7 +24,7 @@ _NO_NUMBER = np.empty(1)
 
 
 class Readable:
-    """A problem; as an attribute of a solution it has the sources of the kernels of the solve."""
+    """Base class of problems. The problem of a solution holds the sources of the kernels that the solve compiled."""
 
     _kernels: ClassVar[Mapping[str, str]] = {}
 
@@ -34,7 +34,7 @@ class Readable:
         Parameters
         ----------
         name : {"forward", "reverse"}
-            The solve, or, after an adjoint gradient, the backward sweep over its steps.
+            The kernel of the solve, or, after an adjoint gradient, the kernel of the backward sweep over the steps.
 
         Raises
         ------
@@ -67,7 +67,7 @@ class ODEProblem(Readable):
         trajectory (``u[0] * u[1]``) and called with columns: u of shape (d, n), p of shape (m, n) or as given, t of shape
         (n,). It must not write into its arguments.
     u0 : array or number
-        Initial state of shape (d,). With shape (d, n): n states that are solved as one, with one step size (f is called
+        Initial state of shape (d,). With shape (d, n), the matrix is one state, solved with one step size (f is called
         with exactly this shape, and t is a number). Integers become float64. float32 and complex numbers keep their dtype.
     tspan : tuple of two float
         Start and end times; the end may lie before the start.
@@ -105,9 +105,9 @@ class ODEProblem(Readable):
             _check_derivative(self.f)
         for name in ("u0", "p"):
             value = getattr(self, name)
-            # As arrays, prob_func can compute with them: 0.5 + prob.u0.
+            # Lists become arrays, so that prob_func can compute with them: 0.5 + prob.u0.
             if type(value) is list and value and all(map(_is_number, value)):
-                # autograd's function takes eight times as long.
+                # autograd's `array` takes eight times as long as NumPy's.
                 object.__setattr__(self, name, (anp if any(map(isbox, value)) else np).array(value))
 
     def changed(self, changes: dict[str, Any]) -> ODEProblem:
@@ -126,8 +126,8 @@ class EnsembleProblem(Readable):
     ----------
     problem : ODEProblem
     prob_func : callable, optional
-        ``prob_func(problem, i, repeat)`` returns the problem of trajectory i, counted from 1; `repeat` is counted from 1,
-        too. With a parameter named ``rng`` it also gets this trajectory's own random generator.
+        ``prob_func(problem, i, repeat)`` returns the problem of trajectory i, counted from 1; `repeat` is 1 for the first
+        solve of the trajectory. A parameter named ``rng`` receives this trajectory's own random generator.
     output_func : callable, optional
         ``output_func(sol, i)`` returns the output of a trajectory, and whether to solve it again (with `repeat` increased
         by 1).
@@ -182,8 +182,8 @@ class EnsembleProblem(Readable):
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
     """Return digests of the parts of a problem and of events, which ranks compare.
 
-    They depend on the code of functions, the values that functions read, and the entries of host arrays; for arrays on a
-    device only on shape and dtype.
+    They depend on the code of functions, the values that functions read, and the entries of host arrays. For arrays on a
+    device they depend only on shape and dtype.
     """
     one = problem.problem if isinstance(problem, EnsembleProblem) else problem
     parts = {"f": one.f, "u0 of the problem": one.u0, "tspan": one.tspan, "p of the problem": one.p}

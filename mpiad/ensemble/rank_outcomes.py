@@ -24,7 +24,7 @@ class _Share(NamedTuple):
 
     count: int
     kind: tuple[Shape, np.dtype]  # of a state
-    times: int  # a fingerprint of the saved times if all trajectories have the same, else 0
+    times: int  # a fingerprint of the saved times if they are the same for all trajectories, else 0
     accepted: Array  # numbers of steps, in as few bytes as possible
     rejected: Array
     calls: Array | None  # numbers of calls of f if there were events, after which f is called again

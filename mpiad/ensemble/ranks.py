@@ -104,7 +104,7 @@ class ShardedSolution(EnsembleSolution):
 
     @property
     def _over(self) -> Comm:
-        return present(self.comm, "EnsembleSolution", "Set sol.comm to one of the same ranks, on all of them.")
+        return present(self.comm, "EnsembleSolution", "Set sol.comm to a communicator of the same ranks, on all of them.")
 
     def _sum(self, values: Array) -> Array:
         return mpi_allreduce(super()._sum(values), comm=self._over)
@@ -135,13 +135,13 @@ def sharded(
     return sol
 
 
-# The cost of an iteration of the step loop in addition to its columns, measured for small f in numbers (columns times
-# components): without and with tangents; and the number of lanes of a kernel, all of which it computes.
+# The measured cost of an iteration of the step loop in addition to its columns, for small f, in units of one component of
+# one column: without tangents, and with tangents. For kernels this cost is the number of lanes.
 _TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
 # The measured cost of entering and leaving the working set or a kernel's lane, in steps: without kernels, with kernels, and
 # with tangents in kernels.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
-# Trajectories are divided in blocks, this number per share, so shares deviate by at most 0.1 % from their targets.
+# Trajectories are divided into blocks, this number per share, so shares deviate by at most 0.1 % from their targets.
 _BLOCKS = 1024
 _TRIES = 8
 
@@ -154,8 +154,8 @@ class EnsembleMPI(EnsembleAlgorithm):
     inner : EnsembleAlgorithm
         How a rank runs its share; vectorized by default.
     gather : bool
-        Whether every rank gets all N solutions. Otherwise it gets its share, with ``sol.indices``; mean, standard
-        deviation, quantiles and summary are still over all N. A single problem's solution is returned on every rank.
+        Whether every rank gets all N solutions. Otherwise a rank gets its share, with ``sol.indices``; mean, standard
+        deviation, quantiles and summary are computed over all N. A single problem's solution is returned on every rank.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -214,7 +214,7 @@ class EnsembleMPI(EnsembleAlgorithm):
 class _LoadBalance:
     """The division of N trajectories into `size` shares; all costs are relative to a step of one trajectory.
 
-    `steps` are those of each trajectory, `entry` the further cost of a trajectory, `turn` that of an iteration.
+    `steps`: the numbers of steps; `entry`: the additional cost of a trajectory; `turn`: the cost of an iteration.
     """
 
     def __init__(self, steps: Array, entry: float, turn: float, size: int):

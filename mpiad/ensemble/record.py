@@ -1,9 +1,9 @@
 """The accepted steps of a solve, in the order that a reverse sweep needs.
 
-During the solve the accepted columns of each turn are stored as a chunk. At the end they are sorted into *sweeps*: sweep s
-contains the (s+1)-th step from the end of every trajectory with more than s steps. Trajectories are sorted by their numbers
-of steps, in descending order, so sweep s consists of the first ``widths[s]`` trajectories. The states of a sweep are one
-contiguous block of shape (d, width). A reverse pass visits the sweeps s = 0, 1, …, a forward pass the opposite order.
+In each turn of a solve every active trajectory, a column, tries a step. The accepted steps of a turn are stored as a chunk.
+At the end they are sorted into *sweeps*: sweep s has the (s+1)-th last step of every trajectory with more than s steps.
+Trajectories are sorted by their numbers of steps, in descending order, so sweep s has the first ``widths[s]`` trajectories.
+Its states form a contiguous block of shape (d, width). Reverse passes visit s = 0, 1, …, forward passes the opposite order.
 
 The record takes (d + 2) numbers per accepted step.
 """
@@ -64,11 +64,11 @@ class Sweep(NamedTuple):
 
 
 class Steps:
-    """All accepted steps, by sweeps; `counts`, shape (N,), are their numbers.
+    """All accepted steps, by sweeps; `counts`, shape (N,): the number of steps per trajectory.
 
-    If `every` is given, only the states before every `every`-th step are stored, in `kept`. `order` are the trajectories,
-    those with the most steps first; `rank` is the inverse of this permutation; `widths` are the numbers of trajectories in
-    the sweeps.
+    If `every` is given, only the states before every `every`-th step are stored, in `kept`. `order` are the trajectories
+    in descending order of their numbers of steps; `rank` is the inverse of this permutation; `widths` are the numbers of
+    trajectories in the sweeps.
     """
 
     def __init__(self, counts: Array, d: int, dtype: np.dtype, every: int | None = None):
@@ -108,12 +108,12 @@ class Steps:
     def states(self, ids: Array, numbers: Array) -> Array:
         """Return the states before steps of the trajectories `ids`, shape (d, len(ids)), by their numbers from 0."""
         sweeps = self.counts[ids] - numbers - 1
-        # In the block of a sweep, each component is stored `width` entries after the one before.
+        # In the block of a sweep, each component is stored `width` entries after the previous component.
         rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self.widths[sweeps] + self.rank[ids]
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
-        """Return the steps with no steps of the trajectories outside a mask."""
+        """Return a copy without the steps of trajectories outside a mask."""
         if keep.all():
             return self
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)

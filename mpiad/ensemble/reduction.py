@@ -93,7 +93,7 @@ def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
 
 
 def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, Any]:
-    """Return the events of several groups of trajectories, by their numbers among all."""
+    """Return the events of several groups of trajectories, by the numbers of the trajectories in all groups."""
     starts = accumulate(counts, initial=0)
     return {i + start: met for found, start in zip(events, starts) for i, met in found.items()}
 

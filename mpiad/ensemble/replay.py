@@ -71,7 +71,7 @@ class StepReplay:
             t = self.t[columns] + x * self.h[columns]
             return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
 
-        # A Newton step with a slope of its own doubles the order up to which derivatives are correct.
+        # Each Newton step with a newly computed slope doubles the order up to which derivatives are correct.
         for _ in range(_ROOT_STEPS):
             found, slope = jvp(value, x, np.ones_like(getval(x)))
             x = x - (found - getval(found)) / slope
@@ -85,12 +85,12 @@ class RosenbrockReplay(StepReplay):
         table: Any = self._run.tableau
         rate = self._rate(i) if i != 1 else self._k[0]
         if i == 0:
-            self._matrices, self._rise = self._linearized(table.gamma)
+            self._matrices, self._time_term = self._linearized(table.gamma)
         if 0 < i < table.stages - 1:
             before = [weight * k for weight, k in zip(table.coupling[i - 1], self._k) if weight]
             coupled = sum(before[1:], before[0]) if before else 0.0
             coupled = coupled if self._mass is None or not before else anp.dot(self._mass, coupled)
-            rate = rate + table.slopes[i - 1] * self._rise + coupled
+            rate = rate + table.slopes[i - 1] * self._time_term + coupled
             rate = anp.transpose(anp.linalg.solve(self._matrices, anp.transpose(rate)[..., None])[..., 0])
         self._k.append(rate)
 
@@ -104,10 +104,10 @@ class RosenbrockReplay(StepReplay):
             )
         ones, units = np.ones_like(getval(u)[0]), np.eye(len(u), dtype=u.dtype)
         columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
-        rise = jvp(lambda t: field.array(u, leaves, t), t, ones)[1]
+        time_term = h * jvp(lambda t: field.array(u, leaves, t), t, ones)[1]
         jacobian = anp.transpose(anp.stack(columns), (2, 1, 0))
         self._mass = self._run.settings.mass
-        return (units if self._mass is None else self._mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, h * rise
+        return (units if self._mass is None else self._mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, time_term
 
 
 def _polynomial(row: Sequence[float], x: Array) -> Array:
@@ -152,7 +152,7 @@ class _Replay:
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
         self._timed = any(map(isbox, (start, end, due))) or run.times_move
         if self._timed:
-            # Zeros with the derivatives of both ends of tspan, to be added to the constant times of steps. After an event,
+            # Traced zeros, which add the derivatives of both ends of tspan to the constant times of steps. After an event,
             # `_shift` has the derivatives of the time of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
         # The saved values as rows, and the number of rows. Row 0 stands for values that weren't reached.
@@ -248,7 +248,7 @@ class _Replay:
         ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
         if self._timed:
             moved = self._moved(rows)
-            # Only these columns, since f may not be finite in others, whose derivatives would become NaN.
+            # Only these columns are advanced: in others f may be infinite, and derivatives would become NaN.
             still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
             if still.size:
                 u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], moved[still]))

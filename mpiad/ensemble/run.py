@@ -37,7 +37,7 @@ def starts_of_runs(*keys: Array) -> Array:
 
 
 def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
-    """Return for each visit its entries along the last axis of arrays, grouped by kind.
+    """Return for each visit of a sweep (see below) its entries along the last axis of arrays, grouped by kind.
 
     `rows` are the entries to which `visits` and `kinds` refer, by default all.
     """
@@ -114,11 +114,11 @@ def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> di
     return grouped(v, turn, *arrays, rows=order)
 
 
-# Sweeps over the steps of trajectories on the host.
+# Sweeps on the host over the steps of a block of trajectories, each of which is a column of the arrays.
 #
-# The columns of a block are sorted by their numbers of steps, in descending order. Visit v contains the (v+1)-th step from
-# the end of each column with more than v steps. If only some states were kept, all steps of a visit have the same number
-# instead, so that all columns reach kept states in the same visits.
+# The columns are sorted by their numbers of steps, in descending order. A visit of the sweep contains one step of several
+# columns: visit v contains the (v+1)-th step from the end of each column with more than v steps. If only some states were
+# kept, all steps of a visit have the same number instead, so that all columns reach kept states in the same visits.
 
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
@@ -143,7 +143,7 @@ class Crossings(NamedTuple):
 class SortedSweep(StepSweep):
     """The visits of a block of trajectories on the host: from `start` to `stop` in their sorted order.
 
-    `first` is the first trajectory of the steps. If `every` is given, only every `every`-th state was kept.
+    `first` is the number of the first trajectory of `steps`. If `every` is given, only every `every`-th state was kept.
     """
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
@@ -183,7 +183,7 @@ class SortedSweep(StepSweep):
     def _starts(self) -> range:
         return range(0, len(self), self._every or 1)
 
-    def _stretch(self, begin: int) -> Iterator[Visit]:
+    def _segment(self, begin: int) -> Iterator[Visit]:
         stop = min(begin + (self._every or 1), len(self))
         width = self._width(begin)
         kept: Any = self._steps.kept
@@ -219,7 +219,7 @@ class SortedSweep(StepSweep):
         return self._schedule.at_visit(visit.number)
 
     def _by_visits(self, crossings: Crossings) -> dict[int, list[tuple[Array, Array]]]:
-        """Return, by visit, the crossings and their columns, event by event."""
+        """Return for each visit the crossings and their columns, grouped by event."""
         mine, columns = columns_of(self, crossings.ids)
         return grouped(self.visit_of(columns, crossings.number[mine]), crossings.event[mine], mine, columns)
 
@@ -246,7 +246,7 @@ class SortedSweep(StepSweep):
 
     @cached_property
     def _jumps(self) -> dict[int, list[tuple[Array, Array]]]:
-        """The jumps after the step of each visit, in groups with at most one per column, and their columns."""
+        """The jumps (state changes by events) after the step of each visit, at most one per column in each group."""
         jumps = self._run.jumps
         if jumps is None:
             return {}
@@ -290,7 +290,7 @@ class Run:
 
     @cached_property
     def counts(self) -> Array:
-        """Steps to differentiate, array of int, shape (N,)."""
+        """The number of steps to differentiate per trajectory: array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
     few = 2  # up to this number of directions, tangents are at most as expensive as the adjoint
@@ -368,7 +368,7 @@ class Run:
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
     def doubled(self, width: int) -> Columns:
-        """Return the columns with which f is called: all, or on the host a single one twice."""
+        """Return the columns with which f is called: all of them, or, if there is only one on the host, this one twice."""
         single = width == 1 and self.xp is None and not self.field.one_by_one
         return np.zeros(2, int) if single else slice(0, width)
 
@@ -378,7 +378,7 @@ class Run:
 
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:
-        """The first trajectory of each share, and the steps of its trajectories that didn't fail."""
+        """For each thread's share: its first trajectory, and the steps of its trajectories that didn't fail."""
         recorded = self.outcome.recorded()
         return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
@@ -481,7 +481,7 @@ class Run:
 
     @cached_property
     def crossings(self) -> Crossings:
-        """The events of trajectories that didn't fail, without events that are terminal or act."""
+        """The events, neither terminal nor acting, of trajectories that didn't fail."""
         return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
 
     @cached_property

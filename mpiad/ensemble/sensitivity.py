@@ -144,7 +144,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
     def constant(leaf: Array) -> Any:
-        # Traced without tangents, to recognize the results, which have an axis of trajectories.
+        # Constants are traced without tangents: values computed from them, which have an axis of trajectories, are traced.
         return bundle.variable(leaf, [None] * len(x))
 
     # If all trajectories have one tspan, it is a pair of numbers, as in the problem of the user.

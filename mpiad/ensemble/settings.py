@@ -69,7 +69,7 @@ class Settings(NamedTuple):
     progress: Progress = None
     ends: bool = False  # whether only initial and final states are saved; `saveat` then has no times
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
-    gradient: str | None = None  # {"tangent", "adjoint"}; None: chosen from the number of directions
+    gradient: str | None = None  # {"tangent", "adjoint"}; if None, chosen from the number of directions
     acting: Acting | None = None  # of a solve with events that act
 
     def share(self, rows: slice) -> Settings:

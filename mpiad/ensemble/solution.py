@@ -32,7 +32,7 @@ def _squared_distance(u: Array, center: Array) -> Array:
 def _root(x: Array) -> Array:
     """Return the square root, with derivative 0 at x = 0, where all trajectories are equal."""
     zero = getval(x) == 0
-    # The root of 1 replaces that of 0, whose infinite derivative, times zero, would be NaN.
+    # The root of 1 replaces the root of 0, whose infinite derivative would give NaN when multiplied by zero.
     return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, x)))
 
 
@@ -158,7 +158,7 @@ class ODESolution(FactorizationCounts):
     alg: Any = field(default=None, repr=False)
 
     def __call__(self, t: float | Array) -> Array:
-        """Return the states at any times of tspan, interpolated in the steps; see `EnsembleSolution`.
+        """Return the states at any times of tspan, interpolated in the steps, as described for `EnsembleSolution`.
 
         Parameters
         ----------
@@ -190,7 +190,7 @@ class EnsembleSolution(FactorizationCounts):
         Numbers of accepted and rejected steps and calls of f; for Rosenbrock methods also of Jacobians and factorizations,
         one per try.
     events : dict
-        From trajectories (from 0) to lists of (index in the `events` of the solve, time); times are traced if `u` is.
+        Maps trajectories, numbered from 0, to lists of (index in `events` of the solve, time); times are traced if `u` is.
     converged : bool
         Whether the reduction ended the solve early.
     problem : EnsembleProblem
@@ -273,7 +273,7 @@ class EnsembleSolution(FactorizationCounts):
 
         Adjoint
         -------
-        As with ``saveat=t`` in the solve.
+        Cotangents of these states flow back in the same way as cotangents of states saved with ``saveat=t``.
         """
         states = _interpolants(self.dense)(times_of(t, len(self)))
         return states[:, 0] if np.ndim(t) == 0 else states
@@ -406,10 +406,10 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         saved: Any = outcome.saved
         # A copy, since a gradient needs the times after the user may have changed sol.t.
         times, u = settings.saveat.copy(), saved
-        # Trajectories with an empty tspan don't enter the working set, which saves the states of others.
-        still = batch.start == batch.end
+        # The solve saves no states for trajectories with an empty tspan.
+        empty = batch.start == batch.end
         if type(u) is np.ndarray:  # on a device these states are saved already
-            u[still] = batch.u0.T[still][:, None]
+            u[empty] = batch.u0.T[empty][:, None]
     return EnsembleSolution.lazy(later, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **made)
 
 

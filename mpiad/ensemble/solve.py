@@ -131,8 +131,8 @@ def solve(
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
         Times at which states are saved. A number is the interval between them, from the start; the end is saved, too. A
-        list holds the same times for all trajectories, an array the times of each. By default the start and the end. Times
-        must be sorted from the start to the end, and not traced.
+        list holds the same times for all trajectories, an array one row of times per trajectory. By default the initial and
+        final states are saved. Times must be sorted from the start to the end, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
@@ -158,17 +158,17 @@ def solve(
     checkpoints : int, optional
         For a gradient: keep the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
-        `checkpoints` groups, and keeps all steps of one group at a time. By default all are kept.
+        `checkpoints` groups, and keeps all steps of one group at a time. By default all states are kept.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
         code. "auto" compiles for ensembles of at least 1,000 trajectories, and always with EnsembleGPU, if f can be
         compiled and kernels support all options; if not, "auto" solves without a kernel, and True raises. Results
         agree up to rounding.
     progress : bool
-        Whether to show on standard error the number of finished trajectories and an estimate of the remaining time; with
-        several ranks, those of rank 0.
+        Whether to show on standard error the number of finished trajectories and an estimate of the remaining time. With
+        several ranks, rank 0 shows the values of its own trajectories.
     throw : bool
-        Whether to raise if a trajectory fails. By default it has a return code, and one line is logged for all.
+        Whether to raise if a trajectory fails. By default failures are only logged, and named by return codes.
 
     Returns
     -------
@@ -187,12 +187,12 @@ def solve(
     -----
     Each rank solves independently; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and
     solve together. After the solve they compare the contents of host arrays, the code of the problem's functions, and the
-    values that these read in addition to their arguments (objects aren't compared).
+    values that these functions read in addition to their arguments (objects aren't compared).
 
     Notes
     -----
     A trajectory's results depend neither on the other trajectories or their number nor on the backend, bit for bit, if f
-    computes each column independently (a matrix product in f agrees up to rounding).
+    computes each column independently (with a matrix product in f, the results agree up to rounding).
 
     Examples
     --------
@@ -246,18 +246,18 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     # From these numbers of steps all ranks compute the same shares for the next solve.
     components = int(np.prod(share.u_end.shape[1:]))
     mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
-    makes = problem.output_func is not None or problem.reduction is not None
+    has_outputs = problem.output_func is not None or problem.reduction is not None
     if not mpi.gather:
-        return sharded(share, outcomes, mpi.comm, np.arange(first, last), makes)
-    made = None
-    if makes:
+        return sharded(share, outcomes, mpi.comm, np.arange(first, last), has_outputs)
+    outputs = None
+    if has_outputs:
         trees = trees_of_all(used, mpi.comm, share.u)
         with raising_together(used, Exception):
             parts = [tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0]
-            made = combined(problem, parts, count)
+            outputs = combined(problem, parts, count)
     # If there is no prob_func, each rank knows the initial states of all trajectories.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
-    return gathered(used, share, outcomes, start, bool(options.events), made)
+    return gathered(used, share, outcomes, start, bool(options.events), outputs)
 
 
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:
@@ -274,7 +274,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
         sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
-            # A rank without trajectories has the same saved times as other ranks, which needn't be gathered.
+            # Saved times aren't gathered, so a rank without trajectories computes them from a trajectory of another rank.
             sol.t = save_times(options.saveat, typical.plain())
         return sol
 
@@ -299,7 +299,7 @@ def _solved(
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
     check_place_of(options, hosted)
-    # Whether only both ends are saved: steps are then not searched for saved times.
+    # Whether only initial and final states are saved: steps are then not searched for saved times.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, first)
     settings = settings_of(options, batch, times, record, ends, on_end)

@@ -25,7 +25,7 @@ class System(NamedTuple):
     """The systems of one step of several columns."""
 
     jacobian: Array  # shape (d, d, n)
-    rise: Array | None  # shape (d, n), or None if it is zero; ∂f/∂t
+    time_derivative: Array | None  # ∂f/∂t, shape (d, n), or None if it is zero
     lu: ColumnLU  # LU factors of W
 
 
@@ -62,10 +62,10 @@ class StageSystems:
     def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> System:
         """Return the systems of steps of sizes h from states u."""
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
-        rise = self.jacobian(jacobian, u, leaves, t)
+        time_derivative = self.jacobian(jacobian, u, leaves, t)
         matrices = jacobian * -h
         self.mass.add_to(matrices)
-        return System(jacobian, rise, ColumnLU(matrices))
+        return System(jacobian, time_derivative, ColumnLU(matrices))
 
     def add_stages(self, right: Array, i: int, stages: Sequence[Array]) -> None:
         """Add the coupling terms of the earlier stages to the right-hand side of stage i."""

@@ -26,7 +26,7 @@ from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
 from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
-# They are called with `out` as a positional argument, which is faster.
+# The functions are called with `out` as a positional argument, which is faster than a keyword.
 _multiply, _add = np.multiply, np.add
 # Sums take two calls for arrays of up to this number of entries, if they have at least this number of terms.
 _FEW = 512
@@ -42,8 +42,8 @@ class Stages:
     def __init__(self, tableau: Tableau, derivative: Derivative, like: Array, many: bool):
         self.tableau, self._write, shape, dtype = tableau, derivative.write, like.shape, like.dtype
         self._real = like.real.dtype
-        # Ufuncs process arrays without axes fastest, and preserve float32 with them. Zero weights are omitted: a stage that
-        # isn't finite mustn't affect sums in which it has weight zero.
+        # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
+        # omitted: a stage that isn't finite mustn't affect sums in which it has weight zero.
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
@@ -93,7 +93,7 @@ class Stages:
         return mean_square(e)
 
     def advance(self, u: Array, accepted: Array | None) -> Array:
-        """Return the states after the step in accepted columns (None: all), and before the step in other columns."""
+        """Return the states after the step in accepted columns (None for all columns), and before it in other columns."""
         k = self.k
         if accepted is None:
             # The last stage is the first stage of the next step. Large buffers are swapped, and small ones copied.
@@ -192,10 +192,10 @@ class RosenbrockStages(Stages):
         tableau, k = self.tableau, self.k
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
-        rise = self._differentiate(self._jacobian, u, p, self._locked_time[1])
+        time_derivative = self._differentiate(self._jacobian, u, p, self._locked_time[1])
         self._factor(sign)
-        if rise is not None:
-            rise *= self._h
+        if time_derivative is not None:
+            time_derivative *= self._h
         count = len(tableau.coupling)
         for i in range(1, count + 1):
             if i == 1:
@@ -206,8 +206,8 @@ class RosenbrockStages(Stages):
                 if at_end:
                     np.copyto(k[-1], k[i])
                 k[i] += self._mass.times(self._sum(count + i, self._argument))
-            if rise is not None and tableau.slopes[i - 1]:
-                k[i] += rise * self._slopes[i - 1]
+            if time_derivative is not None and tableau.slopes[i - 1]:
+                k[i] += time_derivative * self._slopes[i - 1]
             self._lu.solve(k[i])
         if tableau.ends_at_new_state:
             return

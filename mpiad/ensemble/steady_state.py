@@ -53,7 +53,7 @@ _FIRST = 0.1
 # Scaled matrices count as singular up to this ratio of the smallest to the largest singular value.
 _SINGULAR = 1e-13
 
-_UNDER_WAY = -1
+_ACTIVE = -1
 _LARGEST = 1e200  # limit of 1/τ
 
 
@@ -101,7 +101,7 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
     """
     search = _Search(equations, u0, rtol, atol)
     for _ in range(max_iters):
-        if not search.under_way.size:
+        if not search.active.size:
             break
         search.try_step()
     return search.roots()
@@ -109,7 +109,7 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
 
 def solved_each(matrices: Array, right: Array) -> Array:
     """Return the solutions of n small systems, shape (n, d); for singular systems minimum-norm least-squares solutions."""
-    # In reaction networks, for example, rows differ by powers of ten.
+    # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
     rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
     rows[rows == 0] = 1.0
     matrices, right = matrices / rows, right[..., None] / rows
@@ -133,22 +133,22 @@ class _Search:
     def __init__(self, equations: Equations, u0: Array, rtol: float, atol: Array | float):
         (d, count), self._equations = u0.shape, equations
         self._u, self._rtol, self._atol = u0.copy(), rtol, atol
-        self._codes, self._niter = np.full(count, _UNDER_WAY), np.zeros(count, int)
+        self._codes, self._niter = np.full(count, _ACTIVE), np.zeros(count, int)
         self._jacobian = np.full((count, d, d), np.nan, u0.dtype)
         self._f, self._rate = np.zeros_like(u0), np.zeros(count)
         self._codes[~np.isfinite(u0).all(axis=0)] = ConvergenceCode.InitialFailure.code
-        self._linearize(self.under_way, ConvergenceCode.InitialFailure)
-        ids = self.under_way
-        size, rise = (np.abs(x[:, ids]).max(axis=0, initial=0.0).astype(float) for x in (u0, self._f))
+        self._linearize(self.active, ConvergenceCode.InitialFailure)
+        ids = self.active
+        size, change = (np.abs(x[:, ids]).max(axis=0, initial=0.0).astype(float) for x in (u0, self._f))
         size[size == 0] = 1.0
-        self._rate[ids] = np.minimum(rise / (_FIRST * size), _LARGEST)
+        self._rate[ids] = np.minimum(change / (_FIRST * size), _LARGEST)
 
     @property
-    def under_way(self) -> Array:
-        return np.flatnonzero(self._codes == _UNDER_WAY)
+    def active(self) -> Array:
+        return np.flatnonzero(self._codes == _ACTIVE)
 
     def try_step(self) -> None:
-        ids = self.under_way
+        ids = self.active
         u, f, rate = self._u[:, ids], self._f[:, ids], self._rate[ids]
         with np.errstate(all="ignore"):
             # Pseudo-transient continuation: an implicit Euler step of length 1 / rate.
@@ -170,7 +170,7 @@ class _Search:
 
     def roots(self) -> Roots:
         """Return the results; the code of trajectories that haven't ended is MaxIters."""
-        codes = np.where(self._codes == _UNDER_WAY, ConvergenceCode.MaxIters.code, self._codes)
+        codes = np.where(self._codes == _ACTIVE, ConvergenceCode.MaxIters.code, self._codes)
         found = np.flatnonzero(codes == ConvergenceCode.Success.code)
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
         if found.size:
@@ -355,7 +355,7 @@ def steady_state(
     """Find the steady state of each trajectory, f(u, p, t) = 0.
 
     Each trajectory is solved to the end of its tspan. Newton's method continues from there, with damping and termination
-    per trajectory. With a longer tspan it begins closer to the steady state that the trajectory approaches; with
+    per trajectory. With a longer tspan Newton's method begins closer to the steady state; with
     ``tspan=(t, t)`` it begins at u0.
 
     Parameters
@@ -392,7 +392,7 @@ def steady_state(
 
     Adjoint
     -------
-    By the implicit function theorem: one solve with the transposed Jacobian per trajectory.
+    By the implicit function theorem, a cotangent takes one solve with the transposed Jacobian per trajectory.
 
     Examples
     --------

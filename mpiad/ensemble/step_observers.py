@@ -54,7 +54,7 @@ class _Suspended(NamedTuple):
 
 
 class ActingEvents:
-    """The events that act on the columns of a working set; `watch` evaluates conditions, None if there are none."""
+    """The events that act on the columns of a working set; `watch` evaluates the conditions, or is None without them."""
 
     def __init__(
         self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
@@ -64,13 +64,13 @@ class ActingEvents:
         self._jumps = outcome.jumps if settings.record else None
         self._slots, self._resumed = outcome.slots, outcome.resumed
         self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
-        # At given times (False) and at roots of conditions (True).
+        # The columns suspended at given times (False) and at roots of conditions (True).
         self._suspended: dict[bool, list[_Suspended]] = {False: [], True: []}
-        # Per column: the time at which it began or each event last acted; the time of the last root of a condition; the
-        # number of successive short intervals between roots.
+        # Per column: for each event, the time at which it last acted, or the start; the time of the last root of a
+        # condition; the number of successive short intervals between roots.
         self._begun = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
         self._met, self._short = np.empty(0), np.empty(0, int)
-        self._limit = np.empty(0)  # upper bound on the end of the next step, if that lies ahead
+        self._limit = np.empty(0)  # upper bound on the end of the next step, unless it has passed
         # The signs of conditions of events that act in both directions.
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
@@ -114,7 +114,7 @@ class ActingEvents:
     def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
         """Store the steps of some columns, which end at given times or, with `at_roots`, at roots of conditions.
 
-        h, the sizes of the next steps, and the sign changes `crossed` are those of all columns.
+        `h` (the sizes of the next steps) and `crossed` (the sign changes) contain all columns.
         """
         if self._watch is None:
             nothing = np.empty((0, len(columns)))
@@ -143,13 +143,13 @@ class ActingEvents:
         # Values for conditions that affects leave near their roots; NaN for other conditions.
         signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
-        decreed = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
+        assigned = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
         if found is None:  # an event that doesn't act has been stored
-            decreed = np.where(kept.crossed, -LEAST * signs, decreed)
+            assigned = np.where(kept.crossed, -LEAST * signs, assigned)
         else:
             happened = self._happened(columns, kept, found, reached, unresolved & resting)
             for e, rows in happened:
-                decreed[e, rows] = -LEAST * signs[e, rows]
+                assigned[e, rows] = -LEAST * signs[e, rows]
                 if e in self.sides:
                     self.sides[e][columns[rows]] = -signs[e, rows]
             self._meet_conditions(at_event, columns, happened, span)
@@ -160,7 +160,7 @@ class ActingEvents:
         codes[moving & ~going] = ReturnCode.Success.code
         rows, k = np.flatnonzero(going), np.zeros_like(step.new)
         k[:, rows] = at_event.rate(rows)
-        self._continue_from(at_event, columns, rows, reached, decreed)
+        self._continue_from(at_event, columns, rows, reached, assigned)
         limit = self._limit[columns] - step.t_new
         h = np.maximum(np.where(limit > 0, np.minimum(h, limit), h), least_step(step.t_new))
         end = self._acting.until(goal, self._slots, step.ids, directions)
@@ -215,7 +215,7 @@ class ActingEvents:
     def _look_ahead(
         self, at_event: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
     ) -> None:
-        """Determine how the condition of event e leaves the root at which its affect has left it, and when it returns."""
+        """Determine to which side the condition of event e leaves its root after the affect, and when it returns."""
         if not rows.size:
             return
         event, (u, t), own, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
@@ -234,15 +234,15 @@ class ActingEvents:
             at_event.left[e][rows] = found.side
         at_event.codes[rows[found.endless]] = ReturnCode.Zeno.code
 
-    def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, decreed: Array) -> None:
+    def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, assigned: Array) -> None:
         """Store the values and sides of conditions in the states from which some rows continue.
 
-        A condition whose value `reached` events haven't changed gets the value `decreed`, unless that is NaN.
+        A condition whose value `reached` events haven't changed gets the value `assigned`, unless that is NaN.
         """
         own = columns[rows]
         self._resumed[at_event.ids[rows]] += 1
         for e, event in enumerate(self._events):
-            value, instead = at_event.condition(event, rows), decreed[e, rows]
+            value, instead = at_event.condition(event, rows), assigned[e, rows]
             stays = (value == reached[e, rows]) & ~np.isnan(instead)
             value = np.where(stays, instead, value)
             self._watch.values[e][own] = value  # type: ignore[union-attr]
@@ -255,7 +255,7 @@ class ActingEvents:
 class Stopped(NamedTuple):
     """The columns whose steps end at an event: int, shape (m,)."""
 
-    terminated: Array = NONE  # trajectories that end there
+    terminated: Array = NONE  # columns whose trajectories end there
     at_roots: Array = NONE  # columns suspended at roots of conditions, until `StepObservers.resume`
     at_times: Array = NONE  # columns suspended at given times
 

@@ -32,7 +32,7 @@ class Visit(NamedTuple):
     h: Array  # shape (width,); signed step sizes, zero for columns without a step
     u: Array  # shape (d, width); states before the step
     about: Any  # on the host the columns for which it is the last step, on a device the `Round`
-    made: Array | None = None  # bool, shape (width,); which columns have a step; None: all
+    made: Array | None = None  # bool, shape (width,); which columns have a step; None for all columns
 
     def of(self, columns: Columns) -> Visit:
         """Return the visit of some columns."""
@@ -86,24 +86,24 @@ class StepSweep:
     """The visits of a block."""
 
     ids: Array  # int, shape (n,); the trajectories, on the device of their states
-    leaves: list[Any]  # of the parameters of these columns
+    leaves: list[Any]  # the leaves of the parameters of these columns
 
     def backwards(self) -> Iterator[Visit]:
         """Return the visits from the last step to the first."""
         for begin in reversed(self._starts()):
-            yield from reversed(list(self._stretch(begin)))
+            yield from reversed(list(self._segment(begin)))
 
     def forwards(self) -> Iterator[Visit]:
         """Return the visits from the first step to the last."""
         for begin in self._starts():
-            yield from self._stretch(begin)
+            yield from self._segment(begin)
 
     @abstractmethod
     def _starts(self) -> range:
         """Return the first steps of the segments."""
 
     @abstractmethod
-    def _stretch(self, begin: int) -> Iterator[Visit]:
+    def _segment(self, begin: int) -> Iterator[Visit]:
         """Return the visits of one segment, from its first step to its last."""
 
     @abstractmethod

@@ -78,7 +78,7 @@ def explicit(
     - `error`: `b` minus the weights of the embedded solution, with one more weight if that uses f at the new state
       (first-same-as-last); None for fixed steps.
     - `dense`: shape (stages, degree), including f at the new state; the coefficients of x, x², … in the weights of the
-      stages at the fraction x of the step; by default Hermite's cubic, of order 3.
+      stages at the fraction x of the step; by default those of cubic Hermite interpolation, of order 3.
 
     Raises ValueError if numbers are missing, or sums of weights violate the consistency conditions.
     """
@@ -120,8 +120,8 @@ class Algorithm:
 #
 # In this form (Hairer and Wanner, Solving Ordinary Differential Equations II, IV.7, with u_i = h k_i) no product with J is
 # needed, and a step of size zero is no special case. For M u' = f, W is M/γ - h J, and the sum of C_ij k_j is multiplied
-# by M. In the table the stages k_i are preceded by f at the current state, and followed by f at the new state, as those of
-# Runge-Kutta methods. The error estimate and the interpolant are sums over all these stages.
+# by M. In the table the stages k_i are preceded by f at the current state, and followed by f at the new state, like the
+# stages of Runge-Kutta methods. The error estimate and the interpolant are sums over all these stages.
 
 
 @dataclass(frozen=True, eq=False)

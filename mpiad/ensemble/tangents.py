@@ -1,6 +1,6 @@
 """Forward mode of a solve: tangents propagated along its accepted steps, from the first to the last.
 
-One array of shape (1 + directions, d, n) holds the values and tangents of a block, so sums over stages include both.
+One array of shape (1 + directions, d, n) holds the values and tangents of n trajectories, so sums over stages include both.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class TangentRosenbrockStep(TangentStep):
         self._write(k, y, self._times[i])
         self._systems.add_stages(k, i, self.k)
         slope, system = self._systems.table.slopes[i - 1], self._system
-        if system.rise is not None and slope:
-            k[0] += slope * self._size * system.rise
+        if system.time_derivative is not None and slope:
+            k[0] += slope * self._size * system.time_derivative
         system.lu.solve(k[0])
         moved = self._systems.push(
             self.u[0], self._leaves, self._time, k[0] * self._size, slope * self._size, self.u[1:], self._rows
@@ -140,7 +140,7 @@ class SavedTangents:
 
 
 def push_run(run: Run, directions: Directions, taker: SavedTangents | None = None) -> Array:
-    """Return the tangents of the final states, shape (m, d, N), and pass those of saved states to `taker`, if given."""
+    """Return the tangents of the final states, shape (m, d, N), and pass tangents of saved states to `taker`, if given."""
     begin = run.masked(directions.u0)
     end = begin.copy()
     with np.errstate(all="ignore"), restoring_state(), Bundle() as bundle:

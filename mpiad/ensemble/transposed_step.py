@@ -34,7 +34,7 @@ from mpiad.ensemble.step_sweep import Columns, Visit
 
 
 def over_slots(x: Array, ndim: int = 2) -> Array:
-    """Sum an array with more than `ndim` axes over the first one, the slots: on devices, a column may have several."""
+    """Sum an array with more than `ndim` axes over the first axis, the values (slots) of a column on devices."""
     return x if x.ndim == ndim else np.sum(x, axis=0)
 
 
@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
     """Cotangents of stages from values saved inside a step."""
 
     columns: Columns  # int, shape (m,); each at most once
-    value: Array  # shape (d, m), or (s, d, m) for several per column
+    value: Array  # shape (d, m), or (s, d, m) for s values per column
     # By stage: `value` times this array, of shape (m,) or (s, 1, m), is added to the cotangent of the stage.
     weights: dict[int, Array]
 
@@ -56,7 +56,7 @@ def _add_arrivals(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
 class TransposedStep:
     """The stages of one step, and the backward pass through them.
 
-    - `y`, `k`: each shape (d, n); arguments and values of the stages, without the last, which belongs to the next step.
+    - `y`, `k`: each shape (d, n); arguments and values of the stages, without the last stage (the next step's first stage).
     - `h`: shape (n,); step sizes in the precision of the states.
     - `last`: the index of the last stage.
     - `by_size`: shape (n,), or float; after `pull`, the derivative of φ with respect to h; zero for Runge-Kutta steps.
@@ -203,10 +203,10 @@ class Inside(NamedTuple):
     """Cotangents of states u + h Σ w_i(x) k_i inside a step."""
 
     columns: Columns  # int, shape (m,); each at most once
-    value: Array  # shape (d, m), or (s, d, m) for several per column
+    value: Array  # shape (d, m), or (s, d, m) for s values per column
     x: Array  # shape (m,), or (s, m)
     weights: Sequence[Array]  # sequence of array, shape (m,), or (s, 1, m)
-    # Bool, shape (m,); None: all. Whether the contribution of the last stage is added here, or in the next step.
+    # Bool, shape (m,), or None for all columns: whether the last stage's contribution is added here, or in the next step.
     whole: Array | None = None
 
     def arrival(self, step: TransposedStep) -> Arrival:

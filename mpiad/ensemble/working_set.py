@@ -39,7 +39,7 @@ _WAITING = 3
 # With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last one.
 _ROUNDING = 1e-9
 _ONE_MORE = np.array(1)
-_NOWHERE, _TIRED = Stopped(), ReturnCode.MaxIters.code
+_NOWHERE, _MAX_ITERS = Stopped(), ReturnCode.MaxIters.code
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
@@ -255,7 +255,7 @@ class WorkingSet(Turns):
             self.live[columns], self.rejected[columns] = True, False
             self.idle[columns], self.q2[columns] = 0.0, LEAST_ERROR
             self._alive += len(columns)
-            codes[(codes == MOVING) & (self._turn - self.entered[columns] >= self._settings.max_steps)] = _TIRED
+            codes[(codes == MOVING) & (self._turn - self.entered[columns] >= self._settings.max_steps)] = _MAX_ITERS
             for code in np.flatnonzero(np.bincount(codes - MOVING)[1:]).tolist():
                 self._leave(columns[codes == code], list(ReturnCode)[code])
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
@@ -283,6 +283,6 @@ class WorkingSet(Turns):
 
     def _retire(self, columns: Array) -> None:
         self.live[columns] = False
-        # The next steps have length zero. Sizes of one don't affect the minimum of the sizes.
+        # The next steps have length zero, since they end at `end`. Sizes of 1 pass the check for small steps.
         self.end[columns] = self.t[columns]
         self.h[columns] = self.idle[columns] = 1.0

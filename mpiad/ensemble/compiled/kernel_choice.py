@@ -26,7 +26,7 @@ def refuse_mass_on_device(settings: Settings) -> None:
     """Raise NotImplementedError for an implicit method with a mass matrix, in a solve by arrays on a device."""
     if settings.alg.tableau.implicit and settings.mass is not None:
         raise NotImplementedError(
-            f"solve: {type(settings.alg).__name__} has a mass matrix on the host only, but this solve is by arrays on a "
+            f"solve: {type(settings.alg).__name__} supports a mass matrix on the host only, but this solve runs on a "
             "device. Bring u0 and p to the host with mpiad.device.to_host, and take EnsembleVectorized()."
         )
 

@@ -61,7 +61,7 @@ def jumps_of(
     """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed.
 
     `numbers`, shape (N, slots): the numbers of steps before given times, or -1. `before`, shape (N, slots, d): the states
-    at given times before events acted. `at_conditions`, shape (m, d): the same for roots of conditions.
+    at given times before events acted. `at_conditions`, shape (m, d): the same at roots of conditions.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
     met = numbers >= 0

@@ -76,7 +76,7 @@ class Solver:
         return self.traced.carried(given, asked.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
-        """Return an outcome with a record of all steps: the given one, or that of another solve."""
+        """Return an outcome with a record of all steps: `outcome` if it has a record, or the outcome of another solve."""
         # The given outcome isn't stored, since a reference cycle would delay the release of its memory.
         if outcome.last is not None:
             return outcome
@@ -133,7 +133,7 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
     try:
         done = run.all()
     except BaseException:
-        release(run.allocated)  # no thread uses it any more
+        release(run.allocated)  # no thread uses this memory any more
         raise
     if spec.record:
         outcome.tapes, outcome.last = done, run.last
@@ -211,7 +211,7 @@ class _Launch:
         return each(self._share, [(0, 0)] * threads, threads)
 
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
-        """Solve the trajectories of a share, or of the counter if `bounds` are empty; return their recorded steps."""
+        """Solve a share's trajectories, or those of the shared counter if `bounds` are empty; return the recorded steps."""
         (first, stop), spec = bounds, self._spec
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, before = self._rows(size)

@@ -27,7 +27,7 @@ from mpiad.ensemble.tableaus import Tableau
 class KernelSpec(NamedTuple):
     """The sizes and options of one kernel."""
 
-    d: int  # number of real components of a state; a complex one has two
+    d: int  # number of real components of a state; a complex number has two
     # `varying`, `shared`: numbers of parameters per trajectory, and of shared parameters.
     varying: int
     shared: int
@@ -46,7 +46,7 @@ class KernelSpec(NamedTuple):
     wanted_shared: int = 0
     timed: bool = False  # whether an adjoint differentiates with respect to the ends of tspan
     events: tuple[tuple[bool, int], ...] = ()  # per event with a condition: whether it ends steps, and its direction
-    in_pairs: bool = False  # whether states are complex: components are real and imaginary parts in turn
+    in_pairs: bool = False  # whether states are complex: components alternate between real and imaginary parts
     jacobian: tuple[tuple[int, int], ...] = ()  # for Rosenbrock methods: indices of the Jacobian's structural nonzeros
     slopes: tuple[int, ...] = ()  # for Rosenbrock methods: the components of f that depend explicitly on time
     # The nonzero entries of the mass matrix; None for the identity.
@@ -66,7 +66,7 @@ class KernelSpec(NamedTuple):
 
     @property
     def sided(self) -> list[int]:
-        """The `events` that act in both directions: the side on which their condition leaves its root must be stored."""
+        """The `events` that act in both directions, for which kernels store the sign of the condition after a root."""
         return [e for e, acts in enumerate(self.acting) if acts >= 0 and not self.events[e][1]]
 
     @property

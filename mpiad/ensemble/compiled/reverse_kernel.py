@@ -2,7 +2,7 @@
 
 Lanes and turns are as in `forward_kernel`. In each turn every lane goes back one step: the stages are recomputed from the
 state before the step, and cotangents are propagated through them as in `transposed_step`. The contributions of states
-saved inside the step to the cotangents of its stages, called arrivals, are summed before, lane by lane. Trajectories are
+saved inside the step to the cotangents of its stages, called arrivals, are summed first, lane by lane. Trajectories are
 processed from the last to the first, since the end of the record is still in the caches.
 """
 

@@ -33,7 +33,7 @@ class KernelSeeds(NamedTuple):
 
     end: Array  # shape (d, N); of the states at the end of the last steps
     saved: Array | None  # shape (N, n_saved, d); of saved states
-    save_step: Array  # int, shape (N, n_saved); the step that contains each saved state; those in no step come last
+    save_step: Array  # int, shape (N, n_saved); the step that contains each saved state; states in no step come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
     stop: Array  # shape (N,); end time of the last step
     leaves: dict[int, Array]  # cotangents from events, by index of the parameters' leaf
@@ -67,7 +67,7 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     stop, start = plain.stop.copy(), np.zeros(run.batch.size)
     crossed = np.zeros(len(table))
     crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed[: len(run.crossings.ids)]
-    if run.jumps is not None:  # `KernelStops` are the events that ended steps
+    if run.jumps is not None:  # `KernelStops` handles the events that ended steps
         terminal[:] = False
     stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
     # If two terminal events coincide, only one of them has ended the trajectory.
@@ -146,7 +146,7 @@ class KernelStops:
 
     Let λ be the cotangent of the state U(x) at the root of the condition g, and σ the cotangent of its time. As in
     `pull_event`, g_u, g_t and g_p times -(h σ + λ·U') / (g_u·U' + g_t h) are added to the cotangents of the state, the time
-    and the parameters. `bar`, shape (m,): cotangents of the roots' times, without those from later steps. `rows`, shape
+    and the parameters. `bar`, shape (m,): cotangents of the root times, without contributions of later steps. `rows`, shape
     (m, 3 + 2 d): x, h / denominator, g_t, h U' / denominator, g_u.
     """
 

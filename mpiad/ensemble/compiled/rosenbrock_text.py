@@ -230,7 +230,7 @@ def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     return {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": spec.dtype.name,
-        # Indices of components, parameters per trajectory and shared, and parameters with cotangents, likewise.
+        # Indices of components, of parameters per trajectory and shared parameters, and of those of both with cotangents.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "own": range(spec.wanted_varying), "common": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
@@ -284,7 +284,7 @@ class RosenbrockSteps(Steps):
         for i, j, value in self._mass:
             own = self.number(value / self._table.gamma)
             lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in spec.jacobian else f"w{i}_{j} = {own}")
-        # Structurally zero entries on the diagonal are read as pivots.
+        # The factorization also reads structurally zero entries on the diagonal, as pivots.
         zeros = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
         lines += [f"w{i}_{i} = zero" for i, _ in sorted(zeros)]
         lines += [f"rise_{i} = slope_{i} * {h}" for i in spec.slopes]
@@ -375,9 +375,9 @@ class RosenbrockSteps(Steps):
         lines.append(f"{', '.join(outputs)}, = curvature({', '.join(given)})")
         lines += [f"e{j} = e{j} + b{j}" for j in range(own)]
         lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
-        return lines + (self._moved_by_size(i) if spec.timed else [])
+        return lines + (self._size_cotangents(i) if spec.timed else [])
 
-    def _moved_by_size(self, i: int) -> list[str]:
+    def _size_cotangents(self, i: int) -> list[str]:
         """Return lines that add the contributions of W and h ∂f/∂t to the cotangents of h and t."""
         lines, slope = ["t_bar = t_bar + tj"], self.number(self._table.slopes[i - 1])
         for row, column in self.spec.jacobian:

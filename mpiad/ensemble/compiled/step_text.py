@@ -57,7 +57,7 @@ class Steps:
     # ---- stages
 
     def weighted(self, weights: Sequence[float], name: str, c: int, fused: bool = False) -> str:
-        """Return the weighted sum of the components c of stages, which are called `name` with a number."""
+        """Return the weighted sum of component c of the stages, whose names are `name` and a number."""
         terms = [(self.number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
         text = " * ".join(terms[0])
         for w, stage in terms[1:]:

@@ -101,7 +101,7 @@ def remembered(
         _known[key], _kinds[kind] = result, None
         for cache in (_known, _kinds):
             if len(cache) > _MOST_KNOWN:
-                # The oldest one is dropped.
+                # The oldest entry is dropped.
                 cache.pop(next(iter(cache)))
     return result
 

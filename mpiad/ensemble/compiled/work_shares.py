@@ -83,7 +83,7 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
     try:
         for _ in range(min(threads, len(items)) - 1):
             others.append(executor.submit(work))
-        # This thread works, too: a thread that waited for results would wake up for each, on a core that others need.
+        # This thread works, too: if it waited for results, it would wake up for each result, on a core that others need.
         work()
     except BaseException:
         ended.set()

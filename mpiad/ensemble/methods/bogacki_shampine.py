@@ -12,7 +12,7 @@ from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 class BS3(Algorithm):
     """Bogacki and Shampine's pair of order 3(2), for crude tolerances; its steps are those of SciPy's RK23.
 
-    States between steps are Hermite's cubic, of order 3, too.
+    States between steps are computed by cubic Hermite interpolation, which also has order 3.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
 class DeviceRun(Run):
     """A solve on a device and its closed record. Arrays are on the device."""
 
-    few = 0  # gradients by the adjoint, unless tangents are requested
+    few = 0  # gradients are computed by the adjoint, unless tangents are requested
     keeps_tangents = False
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -104,7 +104,7 @@ class DeviceRun(Run):
 
     @property
     def crossed_ids(self) -> Array:
-        """Their trajectories, shape (m,)."""
+        """The trajectories of these events, shape (m,)."""
         return self.record.events.ids  # type: ignore[union-attr]
 
     @cached_property
@@ -131,13 +131,13 @@ class RoundSweep(StepSweep):
     def _starts(self) -> range:
         return range(0, len(self._block.rounds), self._every or 1)
 
-    def _stretch(self, begin: int) -> Iterator[Visit]:
+    def _segment(self, begin: int) -> Iterator[Visit]:
         u = self._block.rounds[begin].u
         stop = min(begin + (self._every or 1), len(self._block.rounds))
         for number in range(begin, stop):
             visit = self._visit(number, u)
             yield visit
-            if number + 1 < stop:  # the next stretch begins at a kept state
+            if number + 1 < stop:  # the next segment begins at a kept state
                 u = self._advanced(visit)
 
     def _visit(self, number: int, u: Array) -> Visit:
@@ -185,6 +185,6 @@ class RoundSweep(StepSweep):
         """Return the columns in which the step ends with tspan."""
         found = visit.made & (visit.about.t_new == self._run.ends[self.ids])
         for located in visit.about.located:
-            if located.terminal:  # the step ends before
+            if located.terminal:  # the step ends before the end of tspan
                 found[located.columns] = False
         return found

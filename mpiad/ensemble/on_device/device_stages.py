@@ -15,7 +15,7 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 
 
 class DeviceStages:
-    """The stages of steps, as `Stages` on the host, in new arrays for each step; `first` is f at the current states."""
+    """The stages of steps, like `Stages` on the host, in new arrays for each step; `first` is f at the current states."""
 
     k: Array  # shape (stages, d, n)
     new: Array  # shape (d, n); the states after the step
@@ -78,7 +78,7 @@ class DeviceRosenbrockStages(DeviceStages):
         self._begin(u, h, sign)
         table, tableau, backwards = self._table, self._tableau, self._backwards
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
-        rise = self._jacobian.write(jacobian, u, p, table.time(1, t, h, t_new, sign))
+        time_derivative = self._jacobian.write(jacobian, u, p, table.time(1, t, h, t_new, sign))
         # Backwards in time f changes its sign, but ∂f/∂t doesn't.
         matrices = jacobian * (-self._h if backwards is None else -self._h * backwards)
         self._mass.add_to(matrices)
@@ -93,8 +93,8 @@ class DeviceRosenbrockStages(DeviceStages):
                 for j, weight in enumerate(tableau.coupling[i - 1]):
                     if weight:
                         right = right + table.real.type(weight) * self.k[j]
-            if rise is not None and tableau.slopes[i - 1]:
-                right = right + table.real.type(tableau.slopes[i - 1]) * (self._h * rise)
+            if time_derivative is not None and tableau.slopes[i - 1]:
+                right = right + table.real.type(tableau.slopes[i - 1]) * (self._h * time_derivative)
             self.k[i] = right
             lu.solve(self.k[i])
         if not tableau.ends_at_new_state:

@@ -17,12 +17,12 @@ from mpiad.transport.device_arrays import arrays_of
 class Round(NamedTuple):
     """One step of all columns of a block; times are in the direction of the solve."""
 
-    t: Array  # shape (n,), as `h` and `t_new`
+    t: Array  # shape (n,), like `h` and `t_new`
     h: Array
     t_new: Array
     accepted: Array  # bool, shape (n,)
     u: Array | None  # shape (d, n); before the step; None if it must be recomputed
-    place: Array  # int, shape (n,); the number of values that were saved before
+    place: Array  # int, shape (n,); the number of values saved before the round
     count: Array | None  # int, shape (n,); the number of saved times in the step of each column; None if all are zero
     reached: Array | None  # shape (n,); the end of the step if an event may have cut it short; None if it is `t_new`
     most: int  # the largest count
@@ -50,7 +50,7 @@ class Events(NamedTuple):
 
     reached: Array  # shape (N,); end times of the trajectories
     ids: Array  # int, shape (m,); the trajectories of all events
-    times: Array  # shape (m,); their times
+    times: Array  # shape (m,); the times of these events
     order: np.ndarray  # int, shape (m,), on the host; the permutation that sorts the events
 
 
@@ -72,7 +72,7 @@ class Record:
         self, batch: Batch, table: DeviceCoefficients, saves: SaveTimes | EveryStep | None, every: int | None = None
     ):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
-        # -1 for trajectories that go backwards, whose times are multiplied by it.
+        # -1 for trajectories that go backwards, whose times are multiplied by -1.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.events: Events | None = None  # None without event conditions

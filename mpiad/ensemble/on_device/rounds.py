@@ -32,11 +32,11 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 
     In the outcome, states and saved states are on the device, and everything else is copied to the host in one transfer.
     """
-    pool = DeviceWorkingSet(batch, settings)
+    working_set = DeviceWorkingSet(batch, settings)
     with np.errstate(all="ignore"):
         if batch.size:  # there may be more ranks than trajectories
-            pool.run()
-        return pool.outcome()
+            working_set.run()
+        return working_set.outcome()
 
 
 class DeviceWorkingSet(Turns):
@@ -171,7 +171,7 @@ class DeviceWorkingSet(Turns):
         self._fail(accepted)
 
     def _some_are_small(self) -> bool:
-        return True  # reading it would wait for the device
+        return True  # to read a result of the device, the host would have to wait
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
         self.live, self._code = self.live & ~mask, np.where(mask, code.code, self._code)

@@ -1,7 +1,7 @@
 """The saved values of a solve on a device: at given times (`SaveTimes`), or at the end of every step (`EveryStep`).
 
 Each saved value of a trajectory has an index, its slot. In each step, as many values are computed for all trajectories as
-the trajectory with the most saved times needs; those that aren't needed are written to an additional slot.
+the trajectory with the most saved times needs; unneeded values are written to an additional slot.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SaveTimes:
         k = xp.arange(most)[:, None]
         mine = k < count
         slot = np.where(mine, place + k, self.count)
-        index = np.minimum(slot, self.count - 1)  # the unused slot has no time; any will do
+        index = np.minimum(slot, self.count - 1)  # the unused slot has no time; any index is valid
         times = self._rows[index] if self._rows.ndim == 1 else self._rows[ids, index]
         at_end = mine & (times == t_new)
         x = np.where(mine, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of length zero
@@ -93,7 +93,7 @@ class EveryStep:
 
     @property
     def final(self) -> np.ndarray:
-        """Which values are taken from the final states: none, since each is saved with its step."""
+        """Which values are taken from the final states: none, since each value is saved with its step."""
         return np.zeros((self._batch.size, self.count), bool)
 
     def note(self, step: Step, t: Array, u: Array) -> None:

@@ -2,7 +2,7 @@
 
 All threads write events to one table, in arbitrary order. The events of a trajectory form a linked list: each refers to the
 previous one, and `heads` to the last. In the reverse sweep a thread follows its list, and propagates the cotangent of an
-event's time to the state at the event and the parameters, as `adjoint.pull_event`.
+event's time to the state at the event and the parameters, like `adjoint.pull_event`.
 """
 
 from __future__ import annotations

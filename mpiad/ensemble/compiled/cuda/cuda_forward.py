@@ -214,7 +214,7 @@ def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
     def power(x: str, exponent: str, out: str) -> list[str]:
         if x == "q2" and not spec.remembers:
             return [f"{out} = inverse_root(q2, {spec.tableau.error_order})"]
-        # It takes half as many instructions as `pow`, with an error of a few ulp.
+        # These two calls take half as many instructions as `pow`, with an error of a few ulp.
         return [f"{out} = np.exp2({exponent} * np.log2({x}))"]
 
     return steps.factor(power, "before", "rejected")

@@ -58,7 +58,7 @@ class Solved:
         return [part for part in self.solver.traced.packing.parts if part.place + LEAVES in argnums]
 
     def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:
-        """Return results with tangents in the wanted directions, from several runs if there are more than a few."""
+        """Return results with tangents in the wanted directions, from one solve per `FEW` directions."""
         if wanted and set(wanted) <= set(self.carried):
             return [(self.carried, self.results)]
         groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
@@ -104,7 +104,7 @@ class Solved:
                 row = np.sum(results.du_end[k] * end_bar, axis=0)
                 if saved_bar.size:
                     row = row + np.sum(results.dsaved[k] * saved_bar, axis=(0, 1))
-                # Tangents of failed trajectories may be NaN, so a factor of zero wouldn't do.
+                # Tangents of failed trajectories may be NaN, which a factor of zero wouldn't remove.
                 found[direction] = np.where(came_through(results.codes), row, 0)
         rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):

@@ -32,7 +32,7 @@ from mpiad.ensemble.trial import try_once
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel
 
-# Per thread. With more, spilled registers take about as much memory traffic as array operations.
+# Maximum local memory per thread. With more, spilled registers take about as much memory traffic as array operations.
 MOST_LOCAL_BYTES = 8192
 
 
@@ -66,7 +66,7 @@ def solved_on_gpu(
         sol = _by_kernel(compiler, given, batch, settings, arrays)
     if sol is not None:
         return sol
-    compiler.compile = False  # no CPU kernel either
+    compiler.compile = False  # CPU kernels aren't used, either
     if not on_host:
         return by_arrays(given, with_states_on_device(batch), settings)
     moved = _moved(given, arrays)
@@ -159,7 +159,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
 
         return remembered(make, batch, settings.events, given.traced, must, "gpu")
     if must:
-        raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
+        raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or pass compile=False.")
     compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
     return None
 
@@ -170,7 +170,7 @@ def _unsupported(given: Batch, batch: Batch, settings: Settings) -> str | None:
     if any(part.complex for part in packing_of(batch.p).parts):
         return "p has complex numbers, and kernels on GPUs compute with real ones"
     if settings.saveat is None:
-        return "kernels don't save for save_everystep=True"
+        return "kernels don't support save_everystep=True"
     if isbox(given.start) or isbox(given.end):
         return "it is differentiated with respect to tspan, which kernels don't support"
     if len(_traces(given)) > 1:
@@ -178,7 +178,7 @@ def _unsupported(given: Batch, batch: Batch, settings: Settings) -> str | None:
     adjoint_only = "with events=" if settings.events else "of Rosenbrock methods" if settings.alg.tableau.implicit else ""
     forwards = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
     if adjoint_only and given.traced and (settings.gradient == "tangent" or forwards):
-        return f"it is differentiated by tangents, and kernels {adjoint_only} are by an adjoint"
+        return f"it is differentiated by tangents, and kernels {adjoint_only} support only adjoints"
     return None
 
 

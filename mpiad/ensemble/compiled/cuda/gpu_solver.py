@@ -139,7 +139,7 @@ class Solver:
             happened = int(self.arrays.to_host(counter)[0])
             if happened <= event_capacity:
                 return results._replace(rows=table[0], heads=table[3], found_events=happened)
-            event_capacity = happened  # repeated, with rows for all events
+            event_capacity = happened  # the solve is repeated, with rows for all events
 
     def _table(self, event_capacity: int) -> tuple[tuple[Any, ...], Any]:
         """Return the forward kernel's arguments for events, and the counter of events, which is one of them."""
