@@ -73,7 +73,7 @@ def real_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def parts(x: Array) -> Array:
-    """Return a complex array as a real view whose last axis alternates real and imaginary parts; a real one unchanged."""
+    """Return a complex array as a real view whose last axis alternates real and imaginary parts; return a real x itself."""
     return x.view(real_dtype(x.dtype)) if is_complex(x) else x
 
 

@@ -14,8 +14,8 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 # Algebraic simplifications.
 #
 # They are exact, also for NaN and infinity, with two exceptions: x + 0 becomes x even if x is -0, and |z|², frequent in
-# users' functions, is computed without the root, which changes the result by rounding. 0 · x and x - x aren't simplified,
-# since they are NaN if x is NaN or infinite.
+# users' functions, is computed without the square root, which changes the result by rounding. 0 · x and x - x aren't
+# simplified, since they are NaN if x is NaN or infinite.
 
 
 def _inner(builder: Builder, x: int, operation: str) -> int | None:

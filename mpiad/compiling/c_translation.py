@@ -1,9 +1,9 @@
 """Translation of statements of the kernel language to C++ and CUDA, so that CPU and GPU kernels share one source.
 
 The language is that of `translation` without arrays, which the kernels declare in C. A variable is declared at its first
-assignment, with the type of the value (`auto`), in the scope of that block. Functions of `math` and NumPy are called by
-their names in C++, which overloads them by precision. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for GPUs may
-turn into one instruction.
+assignment, with the type of the value (`auto`), in the block of this assignment. Functions of `math` and NumPy are called
+by their names in C++, which overloads them by precision. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for GPUs
+may turn into one instruction.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Store:
                 if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                     os.utime(path)
                     return lock
-            except FileNotFoundError:  # the process that held the lock removed the file: try again with a new one
+            except FileNotFoundError:  # the process that held the lock removed the file: try again with a new file
                 pass
             except OSError as error:
                 if not isinstance(error, BlockingIOError):  # a file system without locks
@@ -158,7 +158,7 @@ _COMPILER = ("translation.py", "block_builder.py", "arguments.py", "machine_code
 _lock = threading.RLock()
 # The least recently used kernels are dropped, since functions that change at each call would fill the memory.
 _MOST_LOADED = 256
-# By text, name, signature and fast-math flags. A lookup is fast, since a string caches its hash.
+# Kernels by text, name, signature and fast-math flags. A lookup is fast, since a string caches its hash.
 _loaded: dict[tuple[str, str, str, str], Kernel] = {}
 
 

@@ -1,7 +1,7 @@
 """Derivatives of programs, as programs: vector-Jacobian and Jacobian-vector products.
 
 They compute the values of the original program only once, and nothing for inputs that aren't requested. Inputs are
-requested by groups, and optionally by indices in these. The seeds (cotangents or tangents) are an additional last group.
+requested by groups, and optionally by indices in a group. The seeds (cotangents or tangents) are an additional last group.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 
     It returns the cotangents of the inputs in `wanted`, in this order, by default of all inputs. `seeds`: name of the
     additional group of inputs, the cotangents of the outputs. Raises a ValueError if the program lacks one of the groups in
-    `wanted`, or has one named `seeds`.
+    `wanted`, or has a group of the name `seeds`.
     """
     builder = Builder()
     new = copy_program(builder, program)
@@ -147,7 +147,7 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
     """Return the Jacobian-vector product of a program: the tangents of its outputs.
 
-    The seeds are the tangents of the inputs in `wanted`. Otherwise as for `vjp`. Known seeds can be inserted by `simplify`.
+    The seeds are the tangents of the inputs in `wanted`; see `vjp`. Known seeds can be inserted by `simplify`.
     """
     builder = Builder()
     new, zero = copy_program(builder, program), Symbol(builder, builder.constant(0.0))
@@ -166,7 +166,7 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
     new, found = copy_program(builder, program), {}
     size, one = max(new, default=-1) + 1, Symbol(builder, builder.constant(1.0))
     for j, place in enumerate(_inputs(program, wanted)):
-        # The other inputs have no tangent: products with a zero one couldn't be simplified, since they may be NaN.
+        # The other inputs have no tangent: products with a zero tangent couldn't be simplified, since they may be NaN.
         tangents = {builder.input(*place): one}
         _push(builder, size, tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}

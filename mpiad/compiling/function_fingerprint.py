@@ -1,7 +1,7 @@
 """Fingerprints of functions: the values that a function reads besides its arguments (see `FunctionReader`).
 
 A function whose fingerprint is unchanged returns the same result for the same arguments. Immutable values, small arrays and
-containers of them enter by value.
+containers of these enter the fingerprint by value.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class _ValueReader(FunctionReader):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Any] = []
-        self._places: dict[int, int] = {}  # of the functions in `found`
+        self._places: dict[int, int] = {}  # the indices in `found` of functions
 
     def is_known(self, value: object) -> bool:
         if len(self.found) > _MAX_VALUES:
             raise Unknown
         place = len(self.found)
-        # Other objects enter again, since equal objects have the same fingerprint as one object that is read twice.
+        # Other objects are recorded again, since equal objects have the same fingerprint as one object that is read twice.
         if not isinstance(value, FunctionType) or self._places.setdefault(id(value), place) == place:
             return False
         self.found.append(("again", self._places[id(value)]))

@@ -1,10 +1,10 @@
 """`FunctionReader`: a walk over all objects that a function reads besides its arguments.
 
 The names of these objects are found in the function's bytecode: global variables, variables of enclosing functions,
-defaults, and recursively those of the functions that it calls. Of the user's modules, classes and objects, those attributes
-are read that the code names, such as `rate` in `settings.rate`. Some libraries are assumed constant. A function can't be
-followed if it reads other objects, for example properties, iterators, random numbers, or an object of a user's class that
-it passes to another function.
+defaults, and recursively those of the functions that it calls. The reader follows only those attributes of the user's
+modules, classes and objects that the code names, such as `rate` in `settings.rate`. Some libraries are assumed constant. A
+function can't be followed if it reads other objects, for example properties, iterators, random numbers, or an object of a
+user's class that it passes to another function.
 
 Subclasses of the reader record the objects: `fingerprint_of` records their values, and `watch_of` in `programs` the
 conditions under which they are unchanged.
@@ -276,7 +276,7 @@ def _reader_for(kind: type) -> Any:
 
 
 def parts_of(container: Any) -> list[Any]:
-    """Return the objects in a container; of a dictionary the keys and values."""
+    """Return the objects in a container; for a dictionary, its keys and values."""
     if isinstance(container, partial):
         return [container.func, container.args, container.keywords]
     if isinstance(container, slice):
@@ -320,8 +320,8 @@ def _nested(code: CodeType) -> list[CodeType]:
 def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
     """Return the variables that a code object and the functions defined in it read, as (is global, name, attributes).
 
-    They are global variables, and variables of functions that enclose all this code. Code that imports modules or defines
-    classes is Unknown.
+    They are global variables, and variables of functions that enclose all this code. Raise Unknown for code that imports
+    modules or defines classes.
     """
     reads = []
     for operation, name, attributes in _chains(code):
@@ -336,7 +336,7 @@ def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
 def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Return the chains of attributes that a method reads of its first parameter, `self`.
 
-    They are Unknown if a nested function uses `self`, or if it is assigned to.
+    Raise Unknown if a nested function uses `self`, or the method assigns to it.
     """
     first = code.co_varnames[:1]
     if not first or first[0] in code.co_cellvars:

@@ -27,7 +27,7 @@ _LIBRARIES = tuple(str(Path(folder).resolve()) for folder in _FOLDERS)
 
 
 class Untraceable(TypeError):
-    """Raised if a function can't be turned into straight-line arithmetic; names the user's file and line."""
+    """Raised if a function can't be turned into straight-line arithmetic; the message names the user's file and line."""
 
     def __init__(self, reason: str, place: str):
         super().__init__(f"{place}: {reason}")
@@ -63,7 +63,7 @@ class Instruction(NamedTuple):
     """The computation of one value."""
 
     operation: str  # a name in `OPERATIONS`, "input" or "constant"
-    arguments: tuple[int, ...] = ()  # numbers of the argument values, all smaller than this one's
+    arguments: tuple[int, ...] = ()  # numbers of the argument values, all smaller than this value's number
     # A constant's value, float or bool; an input's group and index in it; None for operations.
     value: float | bool | Input | None = None
 
@@ -71,8 +71,8 @@ class Instruction(NamedTuple):
 class Program:
     """A computation on groups of scalars, immutable and compared by content.
 
-    `groups`: the number of scalars in each group of inputs, including unused ones; their order is that of positional
-    arguments. `instructions`: each after its arguments. `outputs`: numbers of the result values.
+    `groups`: the number of scalars in each group of inputs, including unused ones; their order is the order of positional
+    arguments. `instructions`: each follows its arguments. `outputs`: numbers of the result values.
     """
 
     def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):

@@ -461,7 +461,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
             return result
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
-        # In place, so that views see the new values; the arguments of f are read-only, as in the vectorized implementation.
+        # In place, so that views see the new values. The arguments of the traced function are read-only.
         out[0].numbers[...] = result.numbers
         return out[0]
 

@@ -352,7 +352,7 @@ def has_fma_instruction() -> bool:
 
 @cache
 def prefers_512_bit_vectors() -> bool:
-    """Return whether vectors of 64 bytes pay off.
+    """Return whether vectors of 64 bytes are faster than vectors of 32 bytes.
 
     By default LLVM uses vectors of 32 bytes on Intel's processors, since older ones lower their clock frequency for longer
     vectors. Processors with 16-bit floating-point arithmetic, from 2023 on, hardly do.

@@ -1,6 +1,6 @@
 """`environment`: the machine and libraries of a program, errors in the way it was started, and a test of a gradient.
 
-``python -m mpiad`` prints one report for all ranks. It has a time limit, and the same exit code on all ranks.
+``python -m mpiad`` prints one report for all ranks. This program has a time limit, and the same exit code on all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     cores: tuple[int, ...]  # the numbers of the cores on which the process may run
     quota: float  # a container's limit of CPU time, as a number of cores; infinite if there is none
     threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
-    huge_pages: str  # whether its arrays are in huge pages
+    huge_pages: str  # whether the arrays of the process are in huge pages
     gpus: list[str]  # names of all GPUs of the node; empty on all ranks but the first of the node
     gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible ones
     python: str  # path of the interpreter

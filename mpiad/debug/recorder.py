@@ -12,8 +12,8 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
-# While a recorder is active, the functions that run forward and backward passes are replaced by functions that also
-# report them to the recorders, as operations are in `transport.calls`. Without a recorder there is no overhead.
+# While a recorder is active, the functions that run forward and backward passes are replaced by functions that also report
+# the passes to the recorders; `transport.calls` reports operations. Without a recorder there is no overhead.
 
 _active: list[Recorder] = []
 # Saved at import, before they are replaced.
@@ -72,7 +72,7 @@ class Message(NamedTuple):
 
     outgoing: bool
     communicator: str
-    source: int  # rank in the world, as `dest`
+    source: int  # `source`, `dest`: ranks in the world
     dest: int
     tag: int  # the user's tag
     number: int  # the index of the message among those with this tag
@@ -83,7 +83,7 @@ class Event(NamedTuple):
     """A communication or a phase."""
 
     thread: int  # number of the thread; 0 is the main thread
-    began: float  # time of this rank's `time.perf_counter()`, as `ended`
+    began: float  # `began`, `ended`: times of this rank's `time.perf_counter()`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
     called: str  # `name` with the library function that the user called, for example "adjoint of exchange"
@@ -173,7 +173,7 @@ class Recorder:
             self.dropped += 1
 
     def _closed(self, key: object) -> list[Any] | None:
-        """Close an event, and inner events left open by an exception; return it, None if it isn't known."""
+        """Close an event, and inner events left open by an exception; return the event, or None if it isn't open."""
         opened = self._stacks.open
         for place in range(len(opened) - 1, -1, -1):
             if opened[place][0] is key:

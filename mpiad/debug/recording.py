@@ -90,7 +90,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield (time, order, mark): a communication, or the name of a phase that begins, or "" if a phase ends."""
+    """Yield (time, order, mark); a mark is a communication, the name of a phase that begins, or "" if a phase ends."""
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name

@@ -122,7 +122,7 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
 
 # Thresholds of advice: shares of the time, and ratios.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
-_SMALL_MESSAGE = 10_000  # bytes: below, a message takes about as long as an empty one
+_SMALL_MESSAGE = 10_000  # bytes: a smaller message takes about as long as an empty one
 
 
 class Totals(NamedTuple):
@@ -241,7 +241,7 @@ class Row(NamedTuple):
     seconds : array, shape (P,)
         Time inside the calls.
     waited : array, shape (P,)
-        The part of `seconds` that a rank waited until the other ranks, on which its call depends, began theirs.
+        The part of `seconds` for which a rank waited until the other ranks, on which its call depends, began their calls.
 
     Examples
     --------

@@ -76,7 +76,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """Join arrays of one shape along a new axis; otherwise as `concatenate`.
+    """Join arrays of one shape along a new axis; see `concatenate`.
 
     Parameters
     ----------

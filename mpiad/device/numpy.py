@@ -51,5 +51,5 @@ def column_stack(arrays: Sequence[Array]) -> Array:
 
 
 def append(start: Array, values: Array, axis: int | None = None) -> Array:
-    """Join two arrays along an axis, or flattened if it is None."""
+    """Join two arrays along an axis; if it is None, flatten them first."""
     return concatenate([start, values], axis)

@@ -29,8 +29,8 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     Parameters
     ----------
     ids : int or sequence of int, optional
-        GPUs for the ranks of this node, which are assigned in the order of the ranks, cyclically if there are fewer GPUs
-        than ranks; or the GPU of this rank. By default all GPUs that are visible to CUDA.
+        A number is the GPU of this rank. A sequence lists GPUs for the ranks of this node, in their order, which are
+        assigned cyclically if there are fewer GPUs than ranks; by default all GPUs that are visible to CUDA.
 
     Returns
     -------
@@ -224,7 +224,7 @@ def array_to_device(x: Array, arrays: ArrayModule) -> Array:
 
 @primitive
 def array_to_host(x: Array) -> Array:
-    """Copy one device array to the host; one without axes becomes a NumPy scalar."""
+    """Copy one device array to the host; an array without axes becomes a NumPy scalar."""
     arrays = arrays_of(x)
     return x if arrays is None else arrays.to_host(x)[()]
 

@@ -1,4 +1,4 @@
-"""The reverse pass: it visits the record from the end to the start, including every communication.
+"""The reverse pass: it visits the nodes of a record from the last to the first, including those of all communications.
 
 The *total* of a node is the sum of the cotangents that have reached it so far. The first cotangent is kept by reference: it
 may be shared with other nodes, or be a read-only view. A sum is a new array: the total is then *owned*, and later
@@ -34,8 +34,8 @@ _ndarray, _boxes = np.ndarray, Box.types
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
     """Add a cotangent g to the total of a node; return the new total and whether it is owned.
 
-    An `owned` total may be overwritten, g never. `total` is None before the first cotangent, and never sparse. A g that is
-    None adds nothing. Both may be traced.
+    An `owned` total may be overwritten; g isn't. `total` is None before the first cotangent, and never sparse. A g that is
+    None adds nothing. Both `total` and g may be traced.
     """
     if g is None:
         return total, owned
@@ -71,7 +71,7 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
             total = vspace(total).mut_add(None, total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
     if type(total) is _ndarray or is_device_array(total):
-        # In place only if the dtype of the total can hold the sum.
+        # The sum is computed in place only if its dtype is the dtype of the total.
         if total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
             return g.mut_add(total if owned else total.copy())
     return total + g.dense()
@@ -84,7 +84,7 @@ def run_backward(
     keep: bool = False,
     ready: Callable[[int, Any], None] | None = None,
 ) -> list:
-    """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
+    """Return the cotangents of the variables, which are the first nodes of the record; None means a zero cotangent.
 
     `seeds` are the positions of the results and their cotangents. Unless `keep` is set, the pass frees the record's memory.
     ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
@@ -120,7 +120,7 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return the result of `run_backward` for each set of seeds, and keep the record; all ranks pass as many sets."""
+    """Return the result of `run_backward` for each set of seeds, and keep the record; all ranks pass equally many sets."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     kept = tracing.__dict__.copy()

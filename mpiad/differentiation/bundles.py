@@ -78,7 +78,7 @@ class Bundle:
         return new_box(x, tape.number, BundleNode.on_tape(tape, tangents))
 
     def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
-        """Return the plain value of a result and its tangents, None if all are zero."""
+        """Return the plain value of a result and its tangents, or None if all tangents are zero."""
         while type(value) in _box_types and value._trace >= self._tape.number:
             node = value._node
             value = value._value

@@ -33,7 +33,7 @@ def value_and_grad(
         Runs on every rank r and returns L_r, a real number. With ``objective="root"``, ranks other than root may return
         None.
     argnum : int or tuple of int
-        Positions of the arguments to differentiate with respect to: nested dicts, lists and tuples of arrays and numbers.
+        Positions of the differentiated arguments. These are nested dicts, lists and tuples of arrays and numbers.
     objective : {"root", "sum", "mean"}
         J = L_root, the sum of all L_r, or their mean.
     shared : bool
@@ -50,11 +50,11 @@ def value_and_grad(
     Raises
     ------
     TypeError
-        On all ranks, if one doesn't return a real number; if the argument holds no real or complex floating-point values.
+        On all ranks, if a rank doesn't return a real number. Also if the argument holds no real or complex floats.
     ValueError
         If `objective` is unknown, or `root` isn't a rank of `comm`.
     RequestError
-        On all ranks, if one never waits for a request.
+        On all ranks, if a rank never waits for a request.
 
     Ranks
     -----
@@ -126,12 +126,12 @@ def _evaluator(
             require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value = traced.build(traced.values)
-        # Before the reverse pass, so that no rank starts it if one rank's number is invalid.
+        # This precedes the reverse pass, so that no rank starts that pass if one rank's number is invalid.
         problem = traced.problem or problem_with(value, weight, call)
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
         # This is the gradient of the sum over ranks, although the seed is the weight of this rank's term: the adjoints of
-        # messages send cotangents to other ranks. A rank with weight zero has no seed, but others wait for its messages.
+        # messages send cotangents to other ranks. A rank with weight zero has no seed, but must send its messages.
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight), variables)
         if shared:
             gradients = shared_sum(gradients, comm)

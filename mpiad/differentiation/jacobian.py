@@ -32,7 +32,7 @@ def jacobian(
     Parameters
     ----------
     fun : callable
-        Runs on every rank and returns this rank's real array F_r; under "root" others may return None.
+        Runs on every rank and returns a real array F_r. With ``objective="root"``, ranks other than root may return None.
     argnum : int or tuple of int
     objective : {"root", "sum", "mean"}
         J = F_root, the sum of all F_r, or their mean.
@@ -51,7 +51,7 @@ def jacobian(
     TypeError
         On all ranks, if the returned arrays aren't real or differ in shape.
     RequestError
-        On all ranks, if one never waits for a request.
+        On all ranks, if a rank never waits for a request.
     ValueError
         If `objective` is unknown, or `root` isn't a rank of `comm`.
 
@@ -82,7 +82,7 @@ def jacobian(
         spec = _agreed_spec(traced, weight, used, variables.shapes() if shared else ())
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
-        # Summed over the ranks in one message for all entries of J.
+        # A shared variable's derivatives of all entries of J are summed over the ranks in one message.
         return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
 
     return evaluate

@@ -88,7 +88,7 @@ def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple
     return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
 
 
-# Substitutes for the tape of an ended trace, and for one of plain autograd.
+# Substitutes for the tape of an ended trace, and for the tape of a trace of plain autograd, which has none.
 _ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
 
 
@@ -98,7 +98,7 @@ class LastingNode(OrderedNode):
     __slots__ = ()
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node of the type of the first input that is still traced; without such an input return a constant's."""
+        """Make a node of the type of the first input that is still traced; return `_CONSTANT` if no input is."""
         parent_argnums, parents = _still_traced(parent_argnums, parents)
         if parents:
             return type(parents[0])(value, fun, args, kwargs, parent_argnums, parents)
@@ -119,7 +119,7 @@ class TangentNode(JVPNode):
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node; `LastingNode` makes it if the trace of the first input has ended."""
+        """Make a node, by the constructor of `LastingNode` if the trace of the first input has ended."""
         if parents[0].tape.record is None:
             return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)

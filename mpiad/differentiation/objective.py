@@ -90,7 +90,7 @@ def problem_with(value: Array, weight: float, call: str, wanted: str = _WANTED) 
 def share(
     value: Array, weight: float, problem: Problem | None, channel: Channel, shapes: Shapes = (), call: str = ""
 ) -> Scalar:
-    """Return J on all ranks; raise on all of them if one has a problem, or if `shapes` differ between ranks."""
+    """Return J on all ranks; raise on all ranks if a rank has a problem, or if `shapes` differ between ranks."""
     part: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
         value = to_host(value if value.shape == () else value.reshape(()))
@@ -101,13 +101,13 @@ def share(
             part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
         part = part if weight == 1.0 else part * weight
     elif problem is None and type(value) in Box.types:
-        # Plain autograd runs an adjoint only if the input is traced, and all ranks must run it or none.
+        # Plain autograd runs an adjoint only if the input is traced, and either all ranks or no ranks must run it.
         part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
     return communicate(SHARE, part, Sharing(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
-    """Message buffers of each thread, made once to save time."""
+    """Message buffers of each thread, allocated once to save time."""
 
     def __init__(self) -> None:
         self.sent, self.shared = np.zeros(2), np.zeros(2)

@@ -211,7 +211,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
     Raises
     ------
     TypeError, RequestError
-        As `make_jvp`.
+        As in `make_jvp`.
 
     Ranks
     -----
@@ -318,15 +318,15 @@ class Linearization:
 
         Adjoint
         -------
-        It can be differentiated with respect to `w` and, in a trace that also contains `linearize`, the arguments.
+        The product can be differentiated with respect to `w` and, in a trace that also contains `linearize`, the arguments.
         """
         return self._pull(w, batch=batch)
 
     def jvp(self, v: Tree, *, batch: bool = False) -> Tree:
         """Return the product of the Jacobian with a direction.
 
-        `v` has the structure of the argument, and the product that of the value; otherwise as `vjp`. The first call takes
-        longer: it records a reverse pass.
+        `v` has the structure of the argument, and the product has the structure of the value. `batch`, exceptions and ranks
+        are as in `vjp`. The first call takes longer, since it records a reverse pass.
         """
         if self._transposed is None:
             leaves, build = flatten(self.value)
@@ -364,8 +364,8 @@ def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]
     Returns
     -------
     callable
-        ``(*args) -> Linearization``, with `value`, ``jvp(v)`` and ``vjp(w)``. A product makes only the adjoint's
-        communications and linear solves: one for each solve in `fun`.
+        ``(*args) -> Linearization``, with `value`, ``jvp(v)`` and ``vjp(w)``. A product takes only the communications and
+        solves of the adjoint: one linear solve for each in `fun`.
 
     Raises
     ------
@@ -437,7 +437,7 @@ def make_hvp(
     -------
     callable
         ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards, with two linear
-        solves for each one in `fun`; `hvp`, which keeps no record, takes four.
+        solves for each linear solve in `fun`. `hvp` keeps no record and needs four.
 
     Raises
     ------
@@ -476,7 +476,7 @@ def make_hvp(
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            # All copies of a shared variable have one direction, and their products are added. The cotangent of the
+            # All copies of a shared variable have the same direction, and their products are added. The cotangent of the
             # objective is the integer 0, which has no axis for directions.
             return completed(pull((0, v), batch=batch))
 

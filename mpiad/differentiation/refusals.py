@@ -45,7 +45,7 @@ _WRAPPERS = "autograd.numpy.numpy_wrapper"
 
 
 def explain(error: BaseException, trace: TracebackType | None) -> None:
-    """Append advice to the text of an exception that leaves a trace, if there is any."""
+    """Append advice to the text of an exception that leaves a trace, if there is advice for this exception."""
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return
     # Python shows the text of a KeyError in quotes.
@@ -54,7 +54,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
         _name_conversion(error, trace)
         return
     advice = _advice_for(f"{text} {error.__cause__ or ''}")
-    # An inner trace may have appended the advice.
+    # An inner trace may already have appended the advice.
     if advice is None or advice in text or advice in getattr(error, "__notes__", ()):
         return
     error.args = (f"{text.rstrip('.')}. {advice}",)

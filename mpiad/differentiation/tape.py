@@ -40,7 +40,7 @@ class Recording(NamedTuple):
 class _Tape(Tape):
     """State of tapes of both directions: their number, the enclosing tapes, unfinished requests and used channels."""
 
-    number = before = -1  # number of the trace, and of the one that was open before
+    number = before = -1  # numbers of this trace, and of the trace that was open before
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -143,13 +143,13 @@ def _open_number(tape: _Tape) -> None:
         tape.before = trace_stack.top
         tape.number = tape.before + 1
         if not _open:
-            _base = tape.before  # the counter is reset to it when no thread has a trace open
+            _base = tape.before  # the counter's value when no thread has a trace open
         _open[tape] = threading.get_ident()
         trace_stack.top = tape.number
 
 
 def _close_number(tape: _Tape) -> None:
-    """Close a trace and any inner traces that an exception left open; do nothing if it is closed."""
+    """Close a trace and any inner traces that an exception left open; do nothing if the trace is already closed."""
     with _lock:
         thread = _open.get(tape)
         if thread is None:
@@ -158,11 +158,11 @@ def _close_number(tape: _Tape) -> None:
             trace_stack.top = _base
             _open.clear()
             return
-        closed = [other for other, its in _open.items() if its == thread and other.number >= tape.number]
+        closed = [other for other, owner in _open.items() if owner == thread and other.number >= tape.number]
         if len(closed) == len(_open):
             trace_stack.top = _base
         # All other open traces have lower numbers.
-        elif trace_stack.top == tape.number or all(its == thread for its in _open.values()):
+        elif trace_stack.top == tape.number or all(owner == thread for owner in _open.values()):
             trace_stack.top = tape.before
         for other in closed:
             del _open[other]

@@ -79,7 +79,7 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
 
 
 def _with_dtype(leaf: Array) -> Array:
-    # As NumPy scalars, because the box of a Python number has no dtype.
+    # Python numbers become NumPy scalars, because the box of a Python number has no dtype.
     if type(leaf) is float:
         return np.float64(leaf)
     if type(leaf) is complex:
@@ -116,7 +116,7 @@ def trace_backwards(
             # Variables are the first nodes of the record: the reverse sweep ends before them.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.on_tape(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-            # Before the exit of the tape, which turns its values into constants, and which handles exceptions here.
+            # This precedes the exit of the tape, which turns its values into constants, and which handles exceptions here.
             leaves, build = flatten(out)
             found = [_unboxed(leaf, tape) for leaf in leaves]
             places = [-1 if node is None else node.index for _, node in found]

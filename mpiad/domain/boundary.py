@@ -37,9 +37,9 @@ class Side(NamedTuple):
     """Boundary values beyond one side: value + factor * layers."""
 
     # ``layers(n, h, place)`` returns the slice of the copied layers in a block with its halo: h layers, or one repeated
-    # layer; None: nothing is copied.
+    # layer. With None nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # The number of cells that a block needs in addition to the width of the halo; None: no condition.
+    # The number of cells that a block needs in addition to the width of the halo. None means no condition.
     spare: int | None = None
     factor: complex = 1
     value: Any = 0
@@ -68,7 +68,7 @@ _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair
 
 
 def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
-    """Return the boundary of each side; raise a ValueError or TypeError if it is unknown or for other dimensions."""
+    """Return the boundary of each side; raise a ValueError or TypeError if it is unknown or has too few or many entries."""
     if not isinstance(boundary, (tuple, list)):
         side = _side(boundary, call)
         return ((side, side),) * ndim
@@ -108,7 +108,7 @@ def homogeneous(sides: Sides) -> Sides:
 
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
-    """Return the traced boundary value v, None without one, and the sides with zero in its place; v must be one number."""
+    """Return the traced boundary value v, or None, and the sides with zero in the place of v, which must be one number."""
     # An exchange of u with the value v equals an exchange of u - v with the value zero, plus v.
     all_sides = [side for pair in sides for side in pair]
     values = [side.value for side in all_sides if side.layers is None]

@@ -67,8 +67,8 @@ class Domain(Decomposition):
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if an argument is invalid or differs, a rank would own no cells, or the halo exceeds the smallest
-        block.
+        On all ranks, if an argument is invalid or differs between ranks, a rank would own no cells, or the halo exceeds the
+        smallest block.
 
     Ranks
     -----
@@ -151,7 +151,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            As `exchange`.
+            As in `exchange`.
         RequestError
             If an exchange is still active after 224 later ones of the same communicator were begun.
 
@@ -252,15 +252,15 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks: for an odd order or a spacing of zero, and as `stencil`.
+            On all ranks, if the order is odd or the spacing is zero, and as in `stencil`.
 
         Ranks
         -----
-        As `stencil`.
+        As in `stencil`.
 
         Adjoint
         -------
-        As `stencil`; it is self-adjoint if each dimension is periodic or has the boundary "zero".
+        As in `stencil`; the Laplacian is self-adjoint if each dimension is periodic or has the boundary "zero".
 
         References
         ----------
@@ -305,8 +305,8 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The cotangent of a cell, times a weight, is added to the neighbor's; times the neighbor's value, to the
-        weight's.
+        The cotangent of a cell, times a weight, is added to the cotangent of the neighbor. Times the neighbor's value, it
+        is added to the cotangent of the weight.
         """
         return stencils.correlate(self, u, weights, boundary)
 
@@ -398,7 +398,7 @@ class Domain(Decomposition):
         IndexError
             If a cell isn't in the grid.
         TypeError, ValueError
-            If it isn't an array of integers of that shape.
+            If `index` isn't an array of integers of that shape.
 
         Ranks
         -----
@@ -432,7 +432,7 @@ class Domain(Decomposition):
         IndexError
             If a cell isn't in the grid, or not in this rank's block.
         TypeError, ValueError
-            If it isn't an array of integers of that shape.
+            If `index` isn't an array of integers of that shape.
 
         Ranks
         -----
@@ -466,7 +466,7 @@ class Domain(Decomposition):
         IndexError
             If an index isn't in the block, or is in a halo beyond a physical side.
         TypeError, ValueError
-            If it isn't an array of integers of that shape.
+            If `index` isn't an array of integers of that shape.
 
         Ranks
         -----
@@ -493,7 +493,7 @@ class Domain(Decomposition):
             The interval that the whole grid covers, instead of `spacing` and `origin`. The first and last cells lie at its
             ends; on a periodic dimension the upper end is the first cell again.
         centred : bool
-            Whether cells lie half a spacing further; with `extent`, at the centers of equal parts of the interval.
+            Whether cells lie half a spacing further. With `extent` they then lie at the centers of equal parts of it.
         halo : bool
             Whether to include the cells of the halo.
 
@@ -593,8 +593,8 @@ class Domain(Decomposition):
         Raises
         ------
         ValueError
-            If a point lies outside the grid, or `result` is unknown; with "own" on all ranks. With "all", on all ranks,
-            if points differ between ranks and one has no owner, or several.
+            If a point lies outside the grid (with "own", on all ranks), or `result` is unknown. With "all", also on all
+            ranks, if points differ between ranks, and a point has no owner or several.
         ReplicationError
             A ValueError on all ranks, under ``MPIAD_DEBUG=1`` and with "all" or "share", if points differ between ranks in
             any bit.
@@ -603,13 +603,13 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it. With "own" the points of all ranks are gathered on every rank, for receivers and probes rather
-        than for as many particles as there are cells.
+        All ranks call it. With "own" the points of all ranks are gathered on every rank. This is for receivers and probes,
+        not for as many particles as there are cells.
 
         Adjoint
         -------
-        The cotangent of a value is added, times the interpolation weights, to the cotangents of the cells around the point;
-        times the slopes between these cells, to the cotangent of the point.
+        The cotangent of a value is added, times the interpolation weights, to the cotangents of the cells around the point.
+        Times the slopes between these cells, it is added to the cotangent of the point.
 
         Examples
         --------
@@ -649,12 +649,12 @@ class Domain(Decomposition):
         return mpi_allreduce(anp.sum(checked_block(self, u, "Domain.sum")), comm=self.comm)
 
     def mean(self, u: LocalArray) -> ReplicatedArray:
-        """Return the mean of an array over the whole grid; otherwise as `sum`."""
+        """Return the mean of an array over the whole grid; see `sum`."""
         lead = np.shape(getval(u))[: -len(self.shape)]
         return self.sum(u) / math.prod(lead + self.shape)
 
     def dot(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
-        """Return the sum of the product of two arrays over the whole grid, without conjugation; otherwise as `sum`.
+        """Return the sum of the product of two arrays over the whole grid, without conjugation; see `sum`.
 
         Examples
         --------
@@ -704,7 +704,7 @@ class Domain(Decomposition):
     def norm(self, u: LocalArray) -> ReplicatedArray:
         """Return the square root of the sum of |u|² over the whole grid; its derivative at u = 0 is taken as zero.
 
-        Otherwise as `sum`.
+        See `sum` for arguments and errors.
         """
         square = anp.real(self.dot(anp.conj(u), u))
         if is_device_array(getval(square)):  # without a copy to the host
@@ -742,7 +742,7 @@ class Domain(Decomposition):
         return mpi_allreduce(anp.max(checked_block(self, u, "Domain.max")), MAX, comm=self.comm)
 
     def min(self, u: LocalArray) -> ReplicatedArray:
-        """Return the smallest value of the whole grid; otherwise as `max`."""
+        """Return the smallest value of the whole grid; see `max`."""
         return mpi_allreduce(anp.min(checked_block(self, u, "Domain.min")), MIN, comm=self.comm)
 
     def minimize(
@@ -774,7 +774,7 @@ class Domain(Decomposition):
             This rank's block of the starting point.
         method : {"L-BFGS-sharded", "Newton-CG-sharded"}
         jac : callable or True, optional
-            ``jac(u, *args)`` returns the gradient of J with respect to this rank's block; True: `fun` returns ``(L_r,
+            ``jac(u, *args)`` returns the gradient of J with respect to this rank's block. With True, `fun` returns ``(L_r,
             gradient)``. By default it is computed by `value_and_grad`.
         hessp : callable, optional
             ``hessp(u, v, *args)`` returns this rank's block of the product of the Hessian of J with v, for
@@ -803,7 +803,7 @@ class Domain(Decomposition):
         TypeError, ValueError
             On all ranks, if an argument on any of them is invalid, for example if an `x0` isn't a block.
         WorkerError
-            On all ranks, if an evaluation raises on any.
+            On all ranks, if an evaluation raises on any rank.
 
         Ranks
         -----

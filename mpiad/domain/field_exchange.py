@@ -14,7 +14,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.domain.boundary import Boundary, Sides, check_values, homogeneous, shifted, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block
 from mpiad.domain.halo import Halo, fill_halo, fill_local, fold_local
-from mpiad.domain.halo_messages import Coming, complete, post
+from mpiad.domain.halo_messages import PendingReceive, complete, post
 from mpiad.domain.routes import FACES, IN_TURN, TOGETHER
 from mpiad.errors import RequestError
 from mpiad.primitives.addresses import point_to_point
@@ -70,14 +70,14 @@ class Exchange(NamedTuple):
 class Begun(Request):
     """An active exchange: `Domain.end_exchange` returns its result."""
 
-    __slots__ = ("__weakref__", "coming", "exchange", "finish", "values")
+    __slots__ = ("__weakref__", "pending", "exchange", "finish", "values")
 
-    def __init__(self, exchange: Exchange, values: LocalArray, coming: list[Coming]):
+    def __init__(self, exchange: Exchange, values: LocalArray, pending: list[PendingReceive]):
         lead = values.shape[: values.ndim - len(exchange.halo.shape)]
         shape = lead + (exchange.halo.shape if exchange.backwards else exchange.halo.padded)
         super().__init__(_BEGIN, None, None, None, Spec(shape, values.dtype))
         # `values`, of shape (..., *padded), is the array being filled or folded.
-        self.exchange, self.values, self.coming = exchange, values, coming
+        self.exchange, self.values, self.pending = exchange, values, pending
         self.finish: Any = None  # function from the filled array to the user's result
 
 
@@ -97,7 +97,7 @@ def _next_number(group: Channel) -> int:
     number = group.exchanges
     reference = group.active_exchanges.get(_tag_of(number))
     earlier = None if reference is None else reference()
-    # Equal numbers: the number was reset after a trace, and the same exchange begins again.
+    # Equal numbers mean that the number was reset after a trace, and the same exchange begins again.
     if earlier is not None and not earlier.done and earlier.exchange.number != number:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
@@ -128,17 +128,17 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
         values = empty_like(x, x.shape[: x.ndim - len(halo.shape)] + halo.padded)
         values[halo.interior] = x
     with restoring_state(), suspended():
-        coming = post(values, stage.routes, exchange.backwards, exchange.tag, halo.comm)
-    return Begun(exchange, values, coming)
+        pending = post(values, stage.routes, exchange.backwards, exchange.tag, halo.comm)
+    return Begun(exchange, values, pending)
 
 
 def _finish(x: None, begun: Begun) -> LocalArray:
-    exchange, values, coming = begun.exchange, begun.values, begun.coming
+    exchange, values, pending = begun.exchange, begun.values, begun.pending
     # This frees the buffers even if the user keeps `begun`.
-    begun.done, begun.values, begun.coming = True, None, []
+    begun.done, begun.values, begun.pending = True, None, []
     halo = exchange.halo
     with restoring_state(), suspended():
-        complete(values, coming, exchange.backwards)
+        complete(values, pending, exchange.backwards)
     if exchange.backwards:
         return values[halo.interior]
     (local,) = halo.local(exchange.sides, exchange.scheme)

@@ -149,7 +149,7 @@ fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fill_in_place` for an array with a fixed address, as `InPlace.prepared`."""
+    """Return `fill_in_place` for an array with a fixed address, as `InPlace.prepared` requires."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     every = [cells for _, local in stages for cells in local]
     constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in every if cells.copied is None]
@@ -174,7 +174,7 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
 
 
 def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fold_in_place` for an array with a fixed address, as `InPlace.prepared`."""
+    """Return `fold_in_place` for an array with a fixed address, as `InPlace.prepared` requires."""
     prepared, ndim = [], len(halo.shape)
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         copied = [cells for cells in reversed(local) if cells.copied is not None]
@@ -200,7 +200,7 @@ def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
 
 
 def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return the cells that don't change during messages, all but ``layers(width)`` layers at sides with copies."""
+    """Return the cells that don't change during messages: all but ``layers(width)`` layers at sides with copies."""
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
     given = {(cells.axis, cells.place) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}

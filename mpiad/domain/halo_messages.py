@@ -17,28 +17,28 @@ from mpiad.transport.buffers import empty_like
 from mpiad.transport.prepared_messages import PreparedMessages
 
 
-class Coming(NamedTuple):
+class PendingReceive(NamedTuple):
     """A message that this rank is receiving."""
 
     parts: tuple[Index, ...]  # indices of the parts of the message
     request: Request
 
 
-def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[Coming]:
+def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[PendingReceive]:
     """Start the messages of a stage for values (..., *padded): block to halo, or `backwards` halo to block."""
     # Receives are posted first: MPI needn't buffer the messages.
     incoming = []
     for route in routes:
         parts = route.ours if backwards else route.ghosts
-        incoming.append(Coming(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
+        incoming.append(PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
     for route in routes:
         parts = route.ghosts if backwards else route.ours
         mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), route.peer, tag, comm)
     return incoming
 
 
-def complete(values: LocalArray, incoming: list[Coming], backwards: bool) -> None:
-    """Wait for the messages of a stage, and write them to their cells; with `backwards` add them to these."""
+def complete(values: LocalArray, incoming: list[PendingReceive], backwards: bool) -> None:
+    """Wait for the messages of a stage, and write them to their cells; with `backwards`, add them to the cells."""
     for parts, request in incoming:
         # Messages are completed in a fixed order, so that a cell of several parts is summed in a fixed order.
         message, start = mpi_wait(request), 0

@@ -36,8 +36,8 @@ from mpiad.transport.tracing import settled
 # Interpolation weights are computed on the host.
 #
 # They are cached in a table, so that a program that evaluates a field at the same receivers in each step locates them
-# once. For a field on a device the table is copied there once, and the interpolation runs there. The weights of traced
-# points are traced, and are computed and copied in each call.
+# once. For a field on a device, the table is copied to the device once, and the interpolation runs there. The weights of
+# traced points are traced, and are computed and copied in each call.
 
 _MAX_TABLES = 8  # maximum number of cached tables
 
@@ -57,7 +57,7 @@ class PointTables:
     """The tables of the most recently used sets of points, for blocks with a halo of one cell."""
 
     def __init__(self, domain: Decomposition):
-        # The halo has one layer, regardless of the domain's, since interpolation uses the cell after the last one of
+        # The halo has one layer, regardless of the domain's halo, since interpolation uses the cell after the last one of
         # the block.
         self.halo = domain.halo_of((1,) * len(domain.shape))
         self._partition, self._rank = domain._partition, domain._channel.rank

@@ -82,7 +82,7 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
         cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
         # At each cut across a dimension of n cells, `halo` layers of cells / n cells are exchanged.
         exchanged = sum(cut * max(1, h) * (math.prod(shape) // n) for cut, h, n in zip(cuts, halo, shape))
-        # Of equal surfaces, most ranks along the first dimensions: their halo layers are contiguous in memory.
+        # Grids with more ranks along the first dimensions win ties: their halo layers are contiguous in memory.
         return exchanged, tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)

@@ -67,7 +67,7 @@ class StencilSums:
     def buffer_for(self, u: LocalArray) -> LocalArray:
         """Return an array of shape (..., *padded) with arbitrary values, for `u`."""
         shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
-        # Removed from the cache during use, so that another thread makes a new one.
+        # The array is removed from the cache during use, so that another thread allocates a new one.
         buffer = self._buffers.pop() if self._buffers else None
         if buffer is not None and buffer.shape == shape and buffer.dtype == u.dtype and type(buffer) is type(u):
             return buffer
@@ -81,10 +81,10 @@ class StencilSums:
         padded[halo.interior] = u
         out = empty_like(u, u.shape)
         # Cells whose neighbors are all in the block are summed during the exchange.
-        coming = post(padded, stage.routes, False, _TAG, halo.comm)
+        pending = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
             weighted_sum(padded, self.terms, out, self._inside)
-        complete(padded, coming, False)
+        complete(padded, pending, False)
         fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
         for box in self._along_sides:
             weighted_sum(padded, self.terms, out, box)

@@ -38,7 +38,7 @@ class Bilaplacian(GaussianPrior):
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument on any of them is invalid, or differs.
+        On all ranks, if an argument is invalid on any rank or differs between ranks.
 
     Ranks
     -----

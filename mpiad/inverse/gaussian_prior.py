@@ -125,7 +125,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
     group, found = channel(domain.comm, call), []
     with raising_together(group):
-        # Numbers are positive, or sequences of one per dimension, and the same on all ranks.
+        # Numbers, or sequences of one number per dimension, are positive and the same on all ranks.
         for name, value in numbers.items():
             several = isinstance(value, (Sequence, np.ndarray))
             if several and len(value) != len(domain.shape):

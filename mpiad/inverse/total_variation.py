@@ -59,7 +59,7 @@ class TotalVariation:
         self._grid = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return the integral. The gradient is computed by forward differences; at the last cells they are zero.
+        """Return the integral. The gradient is computed by forward differences, which are zero at the last cells.
 
         Parameters
         ----------
@@ -76,7 +76,7 @@ class TotalVariation:
 
         Adjoint
         -------
-        The derivative with respect to m: minus the divergence of a ∇m / √(|∇m|² + ε²).
+        The derivative with respect to m is minus the divergence of a ∇m / √(|∇m|² + ε²).
         """
         padded, ndim = self._grid.exchange(m, "edge", corners=False), len(self._steps)
         square = self.smoothing**2

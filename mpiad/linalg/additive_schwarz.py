@@ -48,8 +48,8 @@ class AdditiveSchwarz:
 
     Ranks
     -----
-    All ranks of the matrix call it, and the result: ``preconditioner(r)``, with r of shape (..., rows), on the host or on
-    a device (copied to the host, and the result back: one copy each way). `T` is the transpose, for derivatives.
+    All ranks of the matrix call the constructor and the result, ``preconditioner(r)``, with r of shape (..., rows). An r on
+    a device is copied to the host, and the result is copied back. `T` is the transpose, for derivatives.
 
     References
     ----------
@@ -114,7 +114,7 @@ class AdditiveSchwarz:
         Raises
         ------
         ValueError
-            If it has another length; in `solve` and `newton` on all ranks.
+            If `r` has another length; `solve` and `newton` raise it on all ranks.
 
         Ranks
         -----
@@ -144,7 +144,7 @@ class AdditiveSchwarz:
         return out
 
     def refusal(self, r: LocalArray) -> Exception | None:
-        """Return why this rank's block can't be preconditioned, None if it can."""
+        """Return the error if this rank's block can't be preconditioned, else None."""
         if r.shape[-1:] == (self.rows,):
             return None
         return ValueError(

@@ -165,7 +165,7 @@ class DistributedMatrix:
     local_shape : tuple of int
         Numbers of rows and columns of this rank.
     values : array of shape (nnz,)
-        This rank's entries, row by row, with increasing columns in each.
+        This rank's entries, row by row, with increasing columns in each row.
     indices : tuple of two arrays of int
         Row and column of each entry in the whole matrix.
 
@@ -284,7 +284,7 @@ class DistributedMatrix:
             On all ranks, if the operator doesn't return an array of the block's shape, isn't linear, or has a stencil wider
             than the halo.
         Exception
-            On all ranks, an exception of `matvec` on one.
+            On all ranks, if `matvec` raises it on any rank.
 
         Ranks
         -----
@@ -313,7 +313,7 @@ class DistributedMatrix:
         Raises
         ------
         ValueError
-            If their number is wrong.
+            If the number of values is wrong.
         """
         expected, found = (len(self._pattern.columns),), np.shape(getval(values))
         if found != expected:
@@ -348,12 +348,12 @@ class DistributedMatrix:
 
         Adjoint
         -------
-        x gets Aᵀ ȳ, and each of the values the sum of x_column ȳ_row.
+        x gets Aᵀ ȳ, and each value gets the sum of x_column ȳ_row over the vectors.
         """
         return product(self.values, self._checked(x, 1, "matvec"), self._pattern)
 
     def rmatvec(self, y: LocalArray) -> LocalArray:
-        """Multiply by the transpose, without conjugation: return this rank's part of Aᵀ y; otherwise as `matvec`."""
+        """Multiply by the transpose, without conjugation: return this rank's part of Aᵀ y; see `matvec`."""
         return transposed_product(self.values, self._checked(y, 0, "rmatvec"), self._pattern)
 
     def __matmul__(self, x: LocalArray) -> LocalArray:
@@ -369,7 +369,7 @@ class DistributedMatrix:
 
         Adjoint
         -------
-        Each entry's value gets its cotangent.
+        Each value on the diagonal gets the cotangent of its entry.
         """
         self._require_square("diagonal")
         xp = arrays_of(getval(self.values))
@@ -382,7 +382,7 @@ class DistributedMatrix:
         row, column = self.indices
         found = np.full(self.local_shape[0], len(row))
         on_diagonal = np.flatnonzero(row == column)
-        # Rows without a diagonal entry refer to the zero after the values.
+        # Rows without a diagonal entry refer to a zero that is appended to the values.
         found[row[on_diagonal] - self.owned_rows.start] = on_diagonal
         return Constants(found)
 
@@ -417,7 +417,7 @@ class DistributedMatrix:
 
         Adjoint
         -------
-        One solve with the transpose: b gets λ = A⁻ᵀ x̄, and each of the values -x_column λ_row.
+        One solve with the transpose: b gets λ = A⁻ᵀ x̄, and each value gets -x_column λ_row.
         """
         return self._solve(self.operator(), b, method, preconditioner, settings)
 
@@ -425,7 +425,7 @@ class DistributedMatrix:
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
         self._require_square("solve")
-        # Checked together: in a product only this rank would raise, while others wait for its messages.
+        # All ranks check this together: in a product only one rank would raise, while others wait for its messages.
         with raising_together(self._channel):
             self._checked(b, 0, "solve")
         if method == "direct":
@@ -482,11 +482,11 @@ class Transposed:
         return f"{self.T!r}.T"
 
     def matvec(self, x: LocalArray) -> LocalArray:
-        """Return this rank's part of Aᵀ x, as `DistributedMatrix.rmatvec`."""
+        """Return this rank's part of Aᵀ x; see `DistributedMatrix.rmatvec`."""
         return self.T.rmatvec(x)
 
     def rmatvec(self, y: LocalArray) -> LocalArray:
-        """Return this rank's part of A y, as `DistributedMatrix.matvec`."""
+        """Return this rank's part of A y; see `DistributedMatrix.matvec`."""
         return self.T.matvec(y)
 
     def __matmul__(self, x: LocalArray) -> LocalArray:
@@ -495,7 +495,7 @@ class Transposed:
     def solve(
         self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
     ) -> LocalArray:
-        """Solve Aᵀ x = b; otherwise as `DistributedMatrix.solve`, with a preconditioner for the transpose."""
+        """Solve Aᵀ x = b; see `DistributedMatrix.solve`, but the preconditioner must be for the transpose."""
         return self.T._solve(self.T.operator(transposed=True), b, method, preconditioner, settings)
 
 

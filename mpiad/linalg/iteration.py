@@ -19,11 +19,11 @@ from mpiad.linalg.system import System
 from mpiad.linalg.vectors import column, inner, on_device_of, on_host
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
-"""``method(system, x, r, norms, targets)`` improves x (k, n) with residual r in place; returns whether r meets its targets.
+"""``method(system, x, r, norms, targets)`` improves x (k, n) with residual r in place; returns whether r is small enough.
 
-`norms` and `targets`, of shape (k,), are the norm of each residual and the norm to which it must fall. It adds the norms
-to the history of the system, and raises a ValueError or ConvergenceError on all ranks. If it returns False, the driver
-restarts it from the true residual."""
+`norms` and `targets`, of shape (k,), are the norm of each residual and the norm to which it must fall. The method adds the
+norms to the history of the system, and raises a ValueError or ConvergenceError on all ranks. If it returns False, the
+driver calls it again with the true residual."""
 
 _SLACK = 10.0  # allowed true residual, as a multiple of the tolerance
 _PATIENCE = 3  # number of successive restarts without progress until the iteration fails

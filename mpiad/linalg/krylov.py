@@ -155,7 +155,7 @@ _DIVERGED = 1e6
 
 
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Improve the solution of any nonsingular systems until convergence or breakdown of the recurrence: a `Method`."""
+    """Improve the solutions of nonsingular systems until convergence or breakdown of the recurrence: a `Method`."""
     require_iterations(system, targets)
     seen, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
@@ -167,7 +167,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         require_iterations(system, targets / scale)
         step_p, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
-        # A step along p makes the residual orthogonal to the shadow residual; a step along it minimizes the norm.
+        # A step along p makes the residual orthogonal to the shadow residual; one along that residual minimizes the norm.
         alpha = _quotient(rho, sv, active)
         add_scaled(x, alpha, step_p)
         add_scaled(r, -alpha, v)
@@ -241,8 +241,8 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # If the norm is about to meet the target, provided that it falls by the same factor as in the last step, it is
-        # computed directly, in an additional reduction.
+        # If the norm would meet the target after a decrease by the same factor as in the last step, it is computed
+        # directly, in an additional reduction.
         known = bool((norms * norms <= 2.0 * targets * before).all())
         if known:
             before, norms = norms, system.norms(r)

@@ -170,7 +170,7 @@ def newton(
         As in `solve`.
     rtol, atol : float
         The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(residual at u0), atol)``, or to the
-        level of rounding. In the linear systems of derivatives, it must fall to ``rtol`` times the norm of the
+        level of rounding. In the linear systems of derivatives, the residual must fall to ``rtol`` times the norm of the
         right-hand side.
     maxiter : int
         Maximum number of steps.
@@ -190,8 +190,8 @@ def newton(
     TypeError, ValueError
         On all ranks, if an argument is invalid, or `residual` doesn't return an array like `u0` or isn't finite at `u0`.
     Exception
-        On all ranks, if a user function raises it on any rank; the other ranks raise one with the same type and text. If
-        other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
+        On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
+        text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
     ConvergenceError
         On all ranks, with the residual after each step, if no step along Newton's direction reduces the residual, a linear
         system isn't solved, or the maximum number of steps is reached.

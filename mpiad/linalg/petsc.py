@@ -51,7 +51,7 @@ def solve(
     b : array
         This rank's block of the right-hand side, of PETSc's scalar type: float64 or complex128, depending on the build.
     *params : pytree of arrays
-        Arguments of the operator; none with a DistributedMatrix, whose values take their place.
+        Arguments of the operator. A DistributedMatrix has none; derivatives flow to its values.
     options : dict, optional
         PETSc's command line options without dashes, such as ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
     rtol, atol, maxiter, x0, verify, comm
@@ -68,7 +68,7 @@ def solve(
     Exception
         On all ranks, if `operator` raises it on any rank, as in `solve`.
     TypeError, ValueError, ConvergenceError
-        On all ranks, as in `solve`; if PETSc fails, with the name of its reason.
+        On all ranks, as in `solve`. If PETSc fails, the message contains the name of its reason.
 
     Ranks
     -----
@@ -124,7 +124,7 @@ def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, 
 def _method(
     petsc: ModuleType, group: Channel, matrix: DistributedMatrix | None, options: dict[str, Any]
 ) -> Callable[..., Method]:
-    """Return a factory of the method for one system, given its values and whether it is the transposed one."""
+    """Return a factory of the method for one system, given its parameters and whether it is transposed."""
 
     def of_system(params: tuple, transposed: bool) -> Method:
         def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:

@@ -1,9 +1,8 @@
 """`eigsh`: the largest eigenvalues of A u = λ B u by a randomized algorithm; A and B are given as matrix-vector products.
 
-There are two passes: B⁻¹A is applied to k + p random directions, and the results are made orthonormal in the inner
-product of B. A is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians of
-data in the inner product of a prior: if each is 0.8 times the previous one, 40 have a relative error of 1e-3 for p =
-20.
+First, B⁻¹A is applied to k + p random directions, and the results are orthonormalized in the inner product of B. Second, A
+is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians of data in the inner
+product of a prior: if each eigenvalue is 0.8 times the previous one, the first 40 have a relative error of 1e-3 for p = 20.
 
 References
 ----------
@@ -45,7 +44,7 @@ class EigenPairs(NamedTuple):
     values : array, shape (k,)
         The largest first; the same on all ranks.
     vectors : array, shape (k, *like.shape)
-        This rank's parts, orthonormal in B.
+        This rank's parts, orthonormal in the inner product of B.
 
     Examples
     --------
@@ -83,7 +82,7 @@ def eigsh(
     k : int
         Number of eigenvalues.
     mass, mass_solve : callable, optional
-        Products with B, symmetric and positive definite, and with B⁻¹. Both must be given, or none, if B is the
+        Products with B and with B⁻¹, where B is symmetric and positive definite. Give both, or neither if B is the
         identity.
     oversample : int
         Number of random directions in addition to k. A is applied 2 (k + oversample) times.
@@ -106,7 +105,7 @@ def eigsh(
         On all ranks, if an argument is invalid on any rank or differs between ranks, A or B isn't symmetric, or B isn't
         positive definite.
     Exception
-        On all ranks, if a product raises it on any rank; the other ranks raise one with the same type and text.
+        On all ranks, if a product raises it on any rank; the other ranks raise an exception of the same type and text.
 
     Ranks
     -----

@@ -85,7 +85,7 @@ class Problem(NamedTuple):
         return self.transposed_matvec(tuple(self.build(all_leaves[1:])), all_leaves[0])(all_leaves[0])
 
     def transposed_matvec(self, params: tuple, like: LocalArray) -> Function:
-        """Return the product with the transpose: the user's own, or derived."""
+        """Return the product with the transpose: the user's method `transpose`, or a product derived by a trace."""
         given = getattr(self.matvec, "transpose", None)
         if callable(given):
             return lambda u: given(u, *params)
@@ -96,7 +96,7 @@ class Problem(NamedTuple):
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            # Traced at once, so that an exception is known before a reverse pass.
+            # The operator is traced now, so that an exception is known before a reverse pass.
             apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
             precondition = failures.attempt(
@@ -149,7 +149,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
 
 def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
-    """Return cotangents of a traced user function's arguments but the first; `left` is the cotangent of its result."""
+    """Return the cotangents of a user function's arguments except the first; `left` is the cotangent of its result."""
     found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
         require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
@@ -276,8 +276,8 @@ def solve(
     *params : pytree of arrays
         The arguments of the operator; derivatives flow to all of them.
     method : {"cg", "gmres", "bicgstab"}
-        Conjugate gradients, for a symmetric (complex: Hermitian) positive definite operator; the others for any nonsingular
-        one. An iteration takes one product and one reduction over all ranks; with "bicgstab", two of each.
+        "cg" (conjugate gradients) is for symmetric (complex: Hermitian) positive definite operators, the others for any
+        nonsingular operator. An iteration takes one product and one reduction over all ranks; with "bicgstab", two of each.
     preconditioner : callable, optional
         ``preconditioner(r, *params)`` or ``preconditioner(r)``, according to the number of required arguments, returns an
         approximation of this rank's block of A⁻¹ r, linear in r; symmetric positive definite for "cg". No derivative
@@ -289,12 +289,12 @@ def solve(
     side : {"right", "left"}, optional
         Side of the preconditioner, for "gmres" and "bicgstab"; "right" by default.
     rtol, atol : float
-        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``; also in the solves of
-        derivatives, with their own right-hand sides.
+        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``. The same holds for the
+        solves of derivatives, with their own right-hand sides.
     maxiter : int, optional
         Maximum number of iterations; by default 10 times the number of unknowns, at most 10,000.
     restart : int
-        Iterations of "gmres" before a restart; it stores as many blocks.
+        Number of iterations of "gmres" before a restart, and of the blocks that it stores.
     x0 : array of the shape of `b`, optional
         Initial guess; zero by default. No derivative flows through it.
     batch : int
@@ -322,8 +322,8 @@ def solve(
         On all ranks, if ranks give different settings, `method` is unknown, a tolerance can't be met, an array has another
         shape than `b`, or `b` or the operator isn't finite; in the derivative, if the operator isn't symmetric with "cg".
     Exception
-        On all ranks, if a user function raises it on any rank; the other ranks raise one with the same type and text. If
-        other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
+        On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
+        text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
     ConvergenceError
         On all ranks, with the residual after each iteration, if the tolerance isn't reached or the iteration breaks down:
         with "cg" if the operator isn't positive definite, with all methods if it is singular or not linear.

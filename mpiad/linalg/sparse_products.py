@@ -38,7 +38,7 @@ class GhostPlan:
         owners = np.searchsorted(offsets, needed, side="right") - 1
         # Sorted indices have sorted owners, so the ghosts of one owner are consecutive.
         ranks, starts, counts = np.unique(owners, return_index=True, return_counts=True)
-        # The ranks that send ghosts to this one, and the places of these among its ghosts.
+        # The ranks that send ghosts to this rank, and the positions of these among its ghosts.
         self.sources: list[tuple[Rank, slice]] = [
             (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
         ]
@@ -47,34 +47,34 @@ class GhostPlan:
         with restoring_state(), suspended():
             sizes = mpi_alltoall(wanted, comm=comm)
             # Receives are posted first, so that no message has to be buffered.
-            coming = [
+            pending = [
                 (int(r), mpi_irecv(np.empty(sizes[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(sizes)
             ]
             for owner, indices in self.sources:
                 mpi_send(needed[indices].astype(np.int64), owner, _TAG_INDICES, comm)
-            # The ranks to which this one sends, and the indices in its own part.
-            self.destinations = [(r, mpi_wait(request) - offsets[group.rank]) for r, request in coming]
+            # The ranks to which this rank sends, and the indices of the sent entries in its own part.
+            self.destinations = [(r, mpi_wait(request) - offsets[group.rank]) for r, request in pending]
         self._indices = Constants(*[indices for _, indices in self.destinations])
 
     def fetch(self, x: LocalArray) -> LocalArray:
         """Return the ghosts (..., count) of a vector from this rank's part (..., n); collective."""
         ghosts = empty_like(x, (*x.shape[:-1], self.count))
-        coming = [(indices, mpi_irecv(ghosts[..., indices], r, _TAG_FETCH, self.comm)) for r, indices in self.sources]
+        pending = [(indices, mpi_irecv(ghosts[..., indices], r, _TAG_FETCH, self.comm)) for r, indices in self.sources]
         for r, indices in self._destinations(x):
             mpi_send(x[..., indices], r, _TAG_FETCH, self.comm)
-        for indices, request in coming:
+        for indices, request in pending:
             ghosts[..., indices] = mpi_wait(request)
         return ghosts
 
     def give(self, ghosts: LocalArray, out: LocalArray) -> None:
         """Add ghosts to the entries of their owners in `out`: the transpose of `fetch`; collective."""
-        coming = []
+        pending = []
         for r, indices in self._destinations(out):
             buffer = empty_like(out, (*out.shape[:-1], len(indices)))
-            coming.append((indices, mpi_irecv(buffer, r, _TAG_GIVE, self.comm)))
+            pending.append((indices, mpi_irecv(buffer, r, _TAG_GIVE, self.comm)))
         for r, indices in self.sources:
             mpi_send(ghosts[..., indices], r, _TAG_GIVE, self.comm)
-        for indices, request in coming:
+        for indices, request in pending:
             # The indices of one message are distinct, so `+=` adds every entry.
             out[..., indices] += mpi_wait(request)
 
@@ -95,7 +95,7 @@ class Pattern:
 
     @cached_property
     def indices(self) -> Constants:
-        """Columns and rows for use on devices."""
+        """The column and row of each entry, for use on devices."""
         return Constants(self.columns, self.rows.astype(self.columns.dtype))
 
     @cached_property
@@ -187,7 +187,7 @@ defvjp(
     lambda ans, x, y, pattern: lambda g: transposed_product(g, y, pattern),
     lambda ans, x, y, pattern: lambda g: product(g, x, pattern),
 )
-# Each is linear in both of its arrays.
+# Each operator is linear in both of its arrays.
 for _operator in (product, transposed_product, values_product):
     defjvp(
         _operator,

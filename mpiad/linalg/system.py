@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     callback: Callable[[float], Any] | None
     restart: int = 30  # length of a cycle of GMRES
     side: str | None = None  # side of the preconditioner: "left", "right" or None
-    batch: int = 0  # number of leading axes of b that count systems
+    batch: int = 0  # number of leading axes of b that index systems
     verify: bool = True  # whether to check the result by additional products
     call: str = "linalg.solve"  # name of the public function, for error messages
     probe: bool = True  # whether to check for constants in the operator's null space; not in systems of derivatives
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the settings with `reported` and `preconditioned`; raise on all ranks if any has an error, or they differ."""
+    """Return the settings with `reported` and `preconditioned`; raise on all ranks if they differ or one has an error."""
     group = channel(settings.comm, settings.call)
     # The `repr` of communicators and functions differs between processes.
     given = settings._replace(comm=None, callback=None)
@@ -112,7 +112,7 @@ class System:
         self.settings = settings
         # Collects failures of this rank in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
-        self.usable: LocalArray | None = None  # an argument that `apply` is known to accept; None for zeros
+        self.usable: LocalArray | None = None  # an argument that `apply` is known to accept; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
@@ -122,7 +122,7 @@ class System:
         self.limit = self.unknowns = 0
         self.units = np.ones(self.count)
         self._name = name
-        self._unsaid = False  # whether a function may have raised since the last sum; the same on all ranks
+        self._may_have_raised = False  # whether a function may have raised since the last sum; the same on all ranks
 
     @property
     def iterations(self) -> int:
@@ -141,12 +141,12 @@ class System:
 
     def apply(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with this rank's rows; NaN if the operator fails."""
-        self._unsaid = True
+        self._may_have_raised = True
         return self._called(self._apply, u, self._name)
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Return the preconditioned residual, or `r` itself without a preconditioner."""
-        self._unsaid |= self.settings.preconditioned
+        self._may_have_raised |= self.settings.preconditioned
         return r if self._precondition is None else self._called(self._precondition, r, "preconditioner")
 
     def _called(self, fun: Function, rows: LocalArray, name: str) -> LocalArray:
@@ -194,7 +194,7 @@ class System:
         return np.full(shape, value, self.dtype) if self._xp is None else self._xp.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-        """Return the inner products of rows over all ranks, shape (pairs, k), the first conjugated; raises as `sums`."""
+        """Return the inner products of rows over all ranks, shape (pairs, k), the first conjugated; errors as in `sums`."""
         return self.sums(inner(*pairs))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
@@ -205,14 +205,14 @@ class System:
             wide[...] = np.nan
         with self.failures:
             sums = mpi_allreduce(wide, comm=self.settings.comm)
-        self._unsaid = False
+        self._may_have_raised = False
         if not np.isfinite(sums).all():
             self.failures.raise_together()
         return sums
 
     def settle(self) -> None:
         """Raise on all ranks an exception of any rank after the last sum; communicates only if there may be one."""
-        if self._unsaid:
+        if self._may_have_raised:
             self.failures.raise_together()
 
     def norms(self, rows: LocalArray) -> np.ndarray:
@@ -244,7 +244,7 @@ class System:
         norm = math.hypot(*(norms * self.units).tolist())
         self.history.append(norm)
         if len(self.history) > 1:
-            self._unsaid |= self.settings.reported
+            self._may_have_raised |= self.settings.reported
             if self.settings.callback is not None:
                 self.failures.attempt("callback", self.settings.callback, norm)
 

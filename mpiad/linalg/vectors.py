@@ -24,7 +24,7 @@ def on_device_of(rows: LocalArray, numbers: np.ndarray) -> Array:
 
 
 def column(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return numbers, one per row, in a shape for products with rows; a single one needs no copy to a device."""
+    """Return numbers, one per row, in a shape for products with rows; a single number needs no copy to a device."""
     if arrays_of(rows) is not None and len(numbers) == 1:
         return rows.dtype.type(numbers[0])
     return on_device_of(rows, numbers).reshape(-1, *[1] * (rows.ndim - 1))

@@ -30,7 +30,7 @@ class ObjectiveReport(NamedTuple):
     values : list
         The value that each rank returned.
     factors : dict
-        The ratio of each objective's gradient to that of the objective that fits; NaN if there is no common factor.
+        The ratio of each objective's gradient to the gradient of the objective that fits; NaN if there is no common factor.
     largest : list
         The largest absolute entry of each rank's gradient with respect to its first argument, for the objective that fits;
         None if the argument holds no real or complex floating-point values.
@@ -77,9 +77,9 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Raises
     ------
     TypeError
-        On all ranks, if one returns anything but a real number or None.
+        On all ranks, if a rank returns anything but a real number or None.
     RequestError
-        On all ranks, if one never waits for a request.
+        On all ranks, if a rank never waits for a request.
 
     Ranks
     -----
@@ -100,7 +100,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
-    # Also on ranks without variables, since other ranks wait for the adjoints of messages.
+    # Ranks without variables run it, too, since other ranks wait for the adjoints of messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
     kind, objective, factors, text = _classified(values, root)
@@ -110,7 +110,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
 
 
 def _values(traced: Traced, used: Channel) -> list:
-    """Return all ranks' values, on all ranks; raise on all if one isn't a real number or None."""
+    """Return all ranks' values, on all ranks; raise on all ranks if a value isn't a real number or None."""
     found = traced.build(traced.values)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
     mine = None if found is None else float(found) if scalar else repr(found)[:60]

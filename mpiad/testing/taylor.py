@@ -91,7 +91,7 @@ def check_grads(
     *args : object
         This rank's arguments.
     order : {1, 2}
-        2 checks second derivatives too.
+        With 2, second derivatives are checked, too.
     modes : sequence of {"rev", "fwd"}
         Reverse mode (and reverse over reverse), forward mode (and forward over reverse).
     argnum, objective, shared, root, comm

@@ -128,7 +128,7 @@ class CheckpointSchedule(NamedTuple):
         Number of consecutive steps whose records are in memory at once in the reverse pass. With √n stored states and √n
         recorded steps, each of n steps runs only twice.
     dtype : str, optional
-        ``"float32"``: states in double precision are stored in single precision (complex ones in complex64), in half the
+        With ``"float32"``, double-precision states are stored in single precision (complex64 if complex), in half the
         memory. The reverse pass runs the steps again from states with seven digits; the forward run is unaffected.
     compress : bool
         Whether states are stored in 16 bits per entry, a quarter of the memory of double precision, as differences of

@@ -355,8 +355,8 @@ def scan(
     *params : pytree of arrays
         Parameters, the same for all steps. The loop is differentiable with respect to them.
     inputs : pytree of arrays of shape (n_steps, ...), optional
-        Step k gets entry k of each. The loop is differentiable with respect to them. The reverse pass of a step computes
-        only the cotangent of its entry; the cotangent of an array in `params` has the full length in every step.
+        Step k gets entry k of each array. The loop is differentiable with respect to them. The reverse pass of a step
+        computes only the cotangent of its entry; the cotangent of an array in `params` has the full length in every step.
     observe : callable, optional
         ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
     checkpoints : int or CheckpointSchedule, optional
@@ -379,7 +379,7 @@ def scan(
     Ranks
     -----
     The ranks that communicate in `step` and `observe` call it, with the same `n_steps` and checkpoints. The loop itself
-    doesn't communicate: an exception of `step` is raised on its own rank only.
+    doesn't communicate: an exception of `step` is raised on that rank only.
 
     Adjoint
     -------

@@ -192,7 +192,7 @@ class Packed(NamedTuple):
     """A stored leaf of a state."""
 
     arrays: list[Any]  # the leaf, or its coded form
-    dtype: Any = None  # the leaf's dtype, if the stored one is smaller
+    dtype: Any = None  # the leaf's dtype, if it is stored in a smaller one
     code: tuple[float, int, bool] | None = None  # `step`, `order` and `relative` of its coded form
     device: Any = None  # the leaf's device, if it is stored on the host or in a file
 

@@ -94,7 +94,7 @@ class UserStepping:
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         rest, self._build_params = flatten(params)
         self.args = Arguments(leaves, entries, rest)
-        # As `build_state` for observed values; known after a step.
+        # Builds the pytree of observed values from leaves; known after a step.
         self.build_seen: Callable[[list[Any]], Any] | None = None
         self._specs = [_spec(leaf) for leaf in leaves]
         # The paths of the state's leaves in the user's pytree, for errors.
@@ -142,7 +142,7 @@ class UserStepping:
             )
         for leaf, spec, name in zip(leaves, self._specs, self._names):
             if not is_variable(leaf) or _spec(leaf) != spec:
-                # The plain value, since the text of a trace would be uninformative.
+                # The message shows the plain value, since the text of a traced value would be uninformative.
                 raise _wrong_state(stop_gradient(leaf), spec, name, number)
         return leaves
 

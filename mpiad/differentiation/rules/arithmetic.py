@@ -24,7 +24,7 @@ from mpiad.differentiation.rules.protocol import (
 
 
 def _sum_vjp(fun: Primitive, negated: bool, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent of a sum or a difference to its terms, `negated` to the second."""
+    """Pass the cotangent of a sum to both terms; if `negated`, pass minus the cotangent of a difference to the second."""
     # With `where` or `out` autograd's rule applies, here and in all rules below.
     if kwargs or len(args) != 2:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
@@ -93,7 +93,7 @@ def _times_minus(t: Array, factor: Array) -> Array:
 
 
 class Tangent(NamedTuple):
-    """The tangent of a result z of x and y: of x alone, of y alone, or of both."""
+    """The tangent of a result z of x and y, if only x has a tangent, only y has one, or both have one."""
 
     first: Callable[[Any, Any, Any, Any], Any]
     second: Callable[[Any, Any, Any, Any], Any]

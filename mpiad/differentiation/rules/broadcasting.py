@@ -61,7 +61,7 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
     traced = type(g) in BOX_TYPES
     space = anp if traced else np
     if axes:
-        # The sum of all elements is by far the fastest.
+        # NumPy's sum is by far the fastest without the argument `axis`.
         g = space.sum(g, axis=axes) if shape else space.sum(g)
         if g.shape != shape:
             g = space.reshape(g, shape)

@@ -1,4 +1,4 @@
-"""Constant arrays in the memory of another array: on the host or its device."""
+"""Constant arrays on the host or device on which another array is."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Arr
 
 
 def letters_of(subscripts: str, ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Return a letter for each axis of each operand, and those of the result."""
+    """Return a letter for each axis of each operand, and the letters of the result's axes."""
     left, arrow, right = subscripts.replace(" ", "").partition("->")
     unused = [letter for letter in ascii_letters if letter not in subscripts]
     dots = "".join(unused[: max(ranks, default=0)])

@@ -34,7 +34,7 @@ def kept_shape(shape: Shape, axis: Axis) -> Shape:
 
 
 def expanded(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
-    """Repeat the cotangent of a reduction, whose shape with `keepdims=True` is `kept`; a complex one remains complex.
+    """Repeat the cotangent g of a reduction, whose shape with `keepdims=True` is `kept`; a complex g remains complex.
 
     The result is traced if g is; otherwise it is a read-only view with strides of zero.
     """

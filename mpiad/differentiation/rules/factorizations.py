@@ -143,7 +143,7 @@ def trace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangents of the singular values by their vectors; derivatives of the vectors aren't supported."""
+    """Multiply the cotangents of singular values by singular vectors; derivatives of the vectors aren't supported."""
     given = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
     if given.get("compute_uv", True):
         raise NotImplementedError("on devices the derivative of svd is available for compute_uv=False; use eigh of xᵀx")

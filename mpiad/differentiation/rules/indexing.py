@@ -1,4 +1,4 @@
-"""Elements, slices, columns, masks and lists of an array."""
+"""Indexing of arrays by integers, slices, masks and lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if not basic:
         if isinstance(idx, list):  # NumPy would convert an empty list to floats
             idx = np.asarray(idx, dtype=None if idx else np.intp)
-        # A list of indices may contain an element twice, a mask not.
+        # A list of indices may select an element twice, but a mask can't.
         advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if not is_basic(i)]
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None

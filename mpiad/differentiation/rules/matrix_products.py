@@ -1,6 +1,6 @@
 """Products: `dot` and `matmul` of factors with one or two axes; outer, Kronecker and cross products.
 
-For device arrays also `dot`, `inner` and `tensordot` of factors with any numbers of axes.
+For device arrays the rules also support `dot`, `inner` and `tensordot` of factors with any numbers of axes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 AxesRule = Callable[[tuple, dict, int, int], Axes]
-"""From args, kwargs and the numbers of axes of both factors to the axes of both that are summed over."""
+"""A function of args, kwargs and both factors' numbers of axes, which returns the summed axes of both factors."""
 
 
 def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -60,8 +60,8 @@ def _dot(x: Array, y: Array) -> Array:
     return anp.dot(x, y) if type(x) in BOX_TYPES or type(y) in BOX_TYPES else np.dot(x, y)
 
 
-# Cotangents of the first and of the second factor, from the cotangent of the product and the other factor; by the factors'
-# numbers of axes.
+# Functions that return the cotangent of the first or the second factor, from the cotangent of the product and the other
+# factor. The keys are the factors' numbers of axes.
 _FIRST: Any = {
     (1, 1): lambda g, y: g * y,
     (2, 1): lambda g, y: g[:, None] * y,

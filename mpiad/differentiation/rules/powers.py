@@ -30,7 +30,7 @@ def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
 
 
 def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
-    # Not the operator `**`, which converts a number on its left to a NumPy array, also for device arrays.
+    # The operator `**` would convert a number on its left to a NumPy array, even if the exponent is on a device.
     if argnum == 0:
         exponent = anp.where(y, y - 1, 1.0) if anp.shape(y) or not is_device_array(getval(x)) else y - 1
         return anp.power(x, exponent) * y
@@ -44,7 +44,7 @@ def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Arr
     if argnums != (0,):
         return None
     x, y = args
-    # The general rule has the exponent zero, for infinite or NaN x.
+    # The general rule is used for the exponent zero, since x may be infinite or NaN.
     if type(y) is not int and type(y) is not float:
         if not isinstance(y, (np.integer, np.floating)):
             return None
@@ -52,7 +52,7 @@ def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Arr
     if y == 2:
         return lambda g: 2 * g * x
     if y == 0:
-        # The general rule makes a NumPy array of the exponent.
+        # The general rule would convert the exponent to a NumPy array.
         return (lambda g: g * 0.0 * x) if is_device_array(getval(x)) else None
     if y == 1:
         return lambda g: g

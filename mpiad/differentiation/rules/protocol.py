@@ -22,7 +22,7 @@ VjpMaker: TypeAlias = Callable[[Argnums, Any, tuple, dict], Vjp]
 JvpMaker: TypeAlias = Callable[[Argnums, Any, Any, tuple, dict], Any]
 
 anp: Any = autograd.numpy
-"""Autograd's NumPy, whose names are made at run time; importing it fills autograd's tables of rules."""
+"""Autograd's NumPy, whose functions are created at run time; importing it fills autograd's tables of rules."""
 
 BOX_TYPES = Box.types
 """Autograd's set of the types of traced values, to which types may be added later."""
@@ -31,10 +31,10 @@ primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_me
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
-# Rules for device arrays in place of autograd's, which make NumPy arrays; the modules of rules add them. They use functions
+# Rules for device arrays, for which autograd's rules would return NumPy arrays; other modules add rules. They use functions
 # of `autograd.numpy`, so that they can be differentiated again, and neither copy to the host nor wait for the device.
 DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
-_ASSEMBLY = "it makes an array of NumPy's. Import mpiad.device.numpy in place of autograd.numpy"
+_ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy in place of autograd.numpy"
 # Functions without a derivative on devices: their name and the alternative.
 DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
     anp.concatenate_args: ("concatenate", _ASSEMBLY),
@@ -52,7 +52,7 @@ _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's rule, or by that in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
+    """Make the adjoint by the rule of autograd or `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
     on_host = _is_on_host(fun, ans)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
@@ -62,7 +62,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
         fitted = pull = rule(argnums, ans, args, kwargs)
     if on_host:
         return fitted
-    # A number on the host, together with device arrays.
+    # For device arrays, the cotangents of arguments that are numbers on the host are copied to the host.
     are_numbers = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
     if not any(are_numbers):
         return fitted
@@ -81,7 +81,7 @@ def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
 
 
 def _fitted_parts(fun: Primitive, pull: Vjp, likes: list, g: Array) -> list:
-    parts = checked(fun, lambda: list(pull(g)))  # autograd's may be a generator
+    parts = checked(fun, lambda: list(pull(g)))  # autograd's rule may return a generator
     return [_fitted(fun, part, like) for part, like in zip(parts, likes)]
 
 
@@ -120,7 +120,7 @@ def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | No
     shape, real = like
     if part.shape != shape:
         if [n for n in part.shape if n != 1] != [n for n in shape if n != 1]:
-            raise refusal(fun, f"with these arguments: its rule made shape {part.shape} for one of shape {shape}")
+            raise refusal(fun, f"with these arguments: its rule returned shape {part.shape} instead of {shape}")
         part = anp.reshape(part, shape)
     return anp.real(part) if real and anp.iscomplexobj(part) else part
 
@@ -137,7 +137,7 @@ def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, An
 
 
 def _is_on_host(fun: Primitive, ans: Array) -> bool:
-    """Return whether a result is on the host; raise the error of `refuse_on_device` if it isn't, and has no derivative."""
+    """Return whether `ans` is on the host; raise an error if it is on a device, and `fun` has no derivative there."""
     if type(ans) is np.ndarray or _array_module(ans) is None:
         return True
     if fun in DEVICE_REFUSALS:

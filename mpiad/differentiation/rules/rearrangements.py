@@ -76,7 +76,7 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 def _transposed_differences(g: Array, axis: int) -> Array:
     """Return Σ_i w_i (e_{i+1} - e_{i-1}) with unit vectors e_i and w = g/2.
 
-    At the ends w = g, and the last element replaces its missing neighbor.
+    At the ends w = g, and the first or last element replaces its missing neighbor.
     """
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])

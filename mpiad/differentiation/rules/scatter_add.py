@@ -15,7 +15,7 @@ from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 from mpiad._typing import Array, Index, Shape
 from mpiad.transport.device_arrays import arrays_of
 
-_FEW = 16  # if less than 1/16 of an array's elements are added to, numbering all elements doesn't pay
+_FEW = 16  # if fewer than 1/16 of an array's elements change, indices of all elements take too long
 _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 
 

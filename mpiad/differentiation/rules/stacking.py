@@ -45,7 +45,7 @@ def _refuse_garbage(ans: Array) -> None:
 
 
 def concatenate_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Join the tangents, zeros for the pieces that have none."""
+    """Join the tangents, with zeros for pieces without a tangent."""
     _refuse_garbage(ans)
     return anp.concatenate_args(args[0], *_filled_up(argnums, gs, args, 1))
 
@@ -66,7 +66,7 @@ def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def array_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Make an array of the tangents, zeros for the elements that have none."""
+    """Make an array of the tangents, with zeros for elements without a tangent."""
     if args[1]:
         return inherited_jvp(anp.array_from_args, argnums, gs, ans, args, kwargs)
     return anp.array_from_args(args[0], args[1], *_filled_up(argnums, gs, args, 2))
@@ -84,7 +84,7 @@ def _must_be_real(piece: Array, ans: Array) -> bool:
 
 
 def _filled_up(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:
-    """Return the tangents of the arguments from `first` on; zeros for those without one."""
+    """Return the tangents of the arguments from `first` on, with zeros for arguments without a tangent."""
     tangents = dict(zip(argnums, gs))
     return [tangents[i] if i in tangents else np.zeros_like(getval(args[i])) for i in range(first, len(args))]
 

@@ -1,4 +1,4 @@
-"""Fourier transforms of and to real vectors; all transforms are linear, so each is its own tangent."""
+"""Fourier transforms of and to real vectors; all are linear, so tangents are transformed like values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _complex_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
 
 
 def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the zero-padded cotangent, and take the real part: the matrix is the first rows of a symmetric one."""
+    """Transform the zero-padded cotangent, and take the real part: its matrix has the first rows of a symmetric one."""
     shape, (*leading, last), lengths, norm = _axes(fun, args, kwargs)
     n = lengths[-1] if lengths is not None else shape[last]
 

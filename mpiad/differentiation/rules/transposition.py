@@ -26,7 +26,7 @@ from mpiad.differentiation.rules.protocol import (
 
 
 def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
-    """Return the tangent rule of a function for which we define none; raise the error of `refusal` if there is none."""
+    """Return autograd's tangent rule, or the transposed adjoint; raise the error of `refusal` if there is neither."""
     if fun in primitive_jvps:
         return partial(inherited_jvp, fun)
     if (fun in primitive_vjps or fun in VJP_RULES) and hasattr(value, "dtype"):

@@ -2,9 +2,9 @@
 
 A point's color shows which of its indices are odd: 4 colors in two dimensions, 8 in three. Points of one color aren't
 neighbors, not even across corners, so a Gauss-Seidel step updates all of them at once; the points of color 0 are the
-points of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of
-entries around the block's own is its halo. All arrays are flat, and a shift finds the neighbors of all points of a
-color: loops over rows would take longer than the arithmetic on small levels.
+points of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of entries
+around the block's own entries is its halo. All arrays are flat, and a shift finds the neighbors of all points of a color:
+loops over rows would take longer than the arithmetic on small levels.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpiad.domain.partition import Partition
 from mpiad.transport.buffers import Spec, empty_like
 from mpiad.transport.device_arrays import arrays_of
 
-# Distribution of the points of one level over the ranks: finer levels over all, coarser ones over fewer.
+# Distribution of the points of one level over the ranks: finer levels are on all ranks, coarser levels on fewer.
 #
-# A coarse point belongs to the rank that owns the fine point at the same place, with twice its index. If blocks become
+# A coarse point belongs to the rank that owns the fine point at the same position, with twice its index. If blocks become
 # too small, neighboring ones are merged, and the first rank of each group owns the result.
 
 
@@ -146,7 +146,7 @@ class Layout:
         self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
         self.size = math.prod(self.shape)
         self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        # From the first entry that has all neighbors to the last one; the outermost layer is the halo.
+        # The range from the first to the last entry that has all neighbors; the outermost layer is the halo.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
         self.colors: list[Color] = list(itertools.product((0, 1), repeat=len(self.shape)))
@@ -160,7 +160,7 @@ class Layout:
         return slice(self.inner.start + shift, self.inner.stop + shift)
 
     def _places(self, color: Color, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Return the points of a color within its array, and within the block with `rim` points around it."""
+        """Return the slices of a color's points in its array, and in the block with `rim` points around it."""
         entries, points = [], []
         for parity, low, high, first in zip(color, self.box.low, self.box.high, self.first):
             # Entry k stands for the point 2k + parity: first and last k are rounded up.
@@ -179,7 +179,7 @@ class Layout:
         return flat.reshape(flat.shape[:-1] + self.shape)
 
     def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:
-        """Return a block (..., *box.shape) as doubles (..., colors, size), zero outside of the block; `out` holds zeros."""
+        """Return a block (..., *box.shape) as doubles (..., colors, size), zero outside of it; `out` must hold zeros."""
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
             out = Spec((*lead, len(self.colors), self.size), np.dtype(float), arrays_of(block)).zeros()

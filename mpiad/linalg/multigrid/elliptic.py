@@ -64,8 +64,8 @@ class Elliptic:
         Conditions on physical sides: u = 0, or no flux; in a tuple, one of these or a pair (before, after) per
         dimension. Periodic dimensions have no sides.
     centred : bool
-        Position of the sides with u = 0, as in `Domain.coordinates`: one spacing beyond the last points, or half of one,
-        for points that are centers of cells. Sides without flux are always half a spacing beyond.
+        Whether points are centers of cells, as in `Domain.coordinates`. Sides with u = 0 are then half a spacing beyond the
+        last points, otherwise one spacing. Sides without flux are always half a spacing beyond.
 
     Raises
     ------
@@ -118,7 +118,7 @@ class Elliptic:
         u : array of shape (..., *local_shape)
         kappa : array of shape local_shape, or number
         c : array of shape local_shape, or number
-            All on the host, or on one device; numbers fit both.
+            All arrays are on the host, or all on one device; numbers fit both.
 
         Returns
         -------
@@ -135,7 +135,7 @@ class Elliptic:
 
         Adjoint
         -------
-        u gets the operator's product, since the operator is symmetric; κ and c get the derivatives by the product rule.
+        u gets the operator's product, since the operator is symmetric; κ and c get derivatives by the product rule.
         """
         require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
         xp = arrays_of(stop_gradient(u))
@@ -148,10 +148,10 @@ class Elliptic:
         (walls,) = self._walls.on(xp)
         total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
         # u is constant across sides without flux; sides with given values contribute through `walls`.
-        padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)
+        padded, padded_kappa = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
-            along, across = _along(padded, axis, ndim), _along(medium, axis, ndim)
+            along, across = _along(padded, axis, ndim), _along(padded_kappa, axis, ndim)
             # The mean of κ on both sides of a face times the difference of u, divided by the square of the spacing.
             flux = (across(1, None) + across(0, -1)) * (along(1, None) - along(0, -1)) * (0.5 / step**2)
             faces = _along(flux, axis, ndim, cut=False)
@@ -170,10 +170,10 @@ class Elliptic:
         -----
         All ranks of the domain call it.
         """
-        medium, found = self.domain.exchange(kappa, "edge", corners=False), []
+        padded_kappa, found = self.domain.exchange(kappa, "edge", corners=False), []
         ndim = len(self.sides.spacing)
         for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.domain.neighbours)):
-            across = _along(medium, axis, ndim)
+            across = _along(padded_kappa, axis, ndim)
             faces = (across(1, None) + across(0, -1)) * (0.5 / step**2)
             inside = _along(faces, axis, ndim, cut=False)
             # There is no coupling across physical sides; a given value contributes to the diagonal.

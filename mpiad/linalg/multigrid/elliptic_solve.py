@@ -53,17 +53,17 @@ def solve_elliptic(
     kappa : array of shape local_shape, or number
         Positive; it may jump.
     b : array of shape (..., *local_shape)
-        This rank's block of the right-hand side; several along leading axes are solved together, each to its own
+        This rank's block of the right-hand side; several of them along leading axes are solved together, each to its own
         tolerance.
     c : array of shape local_shape, or number
         Zero or more. All arrays are on the host, or all on one device.
     spacing, boundary, centred
-        As in `Elliptic`. A value other than 0 on a side enters `b`: κ times the value, divided by the square of the spacing
-        (twice that if `centred`).
+        As in `Elliptic`. For a value other than 0 on a side, add to `b` at the points next to it κ times the value, divided
+        by the square of the spacing (twice that if `centred`).
     mean_zero : bool
         As in `Multigrid`.
     rtol, atol, maxiter
-        As in `Multigrid.solve`; also in the solves of derivatives, with their own right-hand sides.
+        As in `Multigrid.solve`. They also hold for the solves of derivatives, with the right-hand sides of these.
     x0, callback
         As in `Multigrid.solve`; no derivative flows through `x0`.
 

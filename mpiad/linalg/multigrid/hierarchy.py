@@ -7,7 +7,7 @@ aren't restricted. The second sweep begins with this group, and computes it from
 it. On the finest level, which has two groups, this halves the work.
 
 A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up, and the number of iterations
-grows with the size of the grid. Visiting the two levels below the finest one twice keeps it constant.
+grows with the size of the grid. Visiting the two levels below the finest one twice keeps this number constant.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class Agglomeration:
             if self.box is None:
                 return None
             lead = block.shape[: block.ndim - len(self.box.low)]
-            whole, coming = empty_like(block, lead + self.box.shape), []
+            whole, pending = empty_like(block, lead + self.box.shape), []
             for member, box in self._members:
                 target = (..., *box.within(self.box))
                 if member == self._rank:
                     whole[target] = block
                 elif whole[target].size:
-                    coming.append((target, mpi_irecv(whole[target], member, _TAG_GATHER, self._comm)))
-            for target, request in coming:
+                    pending.append((target, mpi_irecv(whole[target], member, _TAG_GATHER, self._comm)))
+            for target, request in pending:
                 whole[target] = mpi_wait(request)
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return the part of `whole`, on the new block, that belongs to the old block, each with a layer around it."""
+        """Return the part of `whole` (the new block) that is the old block; both include a layer around the block."""
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange.
@@ -105,7 +105,7 @@ def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]
 
 
 # The coarsest level, on one rank: a sparse factorization by SciPy, on the host. For arrays on a device, a small level
-# is solved by a product with its inverse, which is copied there once; for a larger one, each solve copies the
+# is solved by a product with its inverse, which is copied to the device once; for a larger level, each solve copies the
 # right-hand side to the host and the solution back.
 
 _DENSE = 512  # largest number of points for which the inverse (2 MiB) is used
@@ -187,7 +187,7 @@ class Plan(NamedTuple):
 
 
 class Coarser:
-    """The next coarser problem: a level of the same ranks or of fewer, or the factorized operator on one."""
+    """The next coarser problem: a level on the same ranks or on fewer, or the factorized operator on one rank."""
 
     def __init__(self, stack: np.ndarray, distribution: Distribution, plan: Plan):
         # Colors require an even number of points in periodic dimensions.
@@ -210,7 +210,7 @@ class Coarser:
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
     def on(self, xp: ArrayModule) -> Coarser:
-        """Return the same on a device, with copies."""
+        """Return a copy of this problem on a device."""
         other = copy.copy(self)
         other._level = None if self._level is None else self._level.on(xp)
         other._coarsest = None if self._coarsest is None else self._coarsest.on(xp)
@@ -272,7 +272,7 @@ class Level:
         return Level(self._stencil.on(xp), self._halo, self._below.on(xp))
 
     def cycle(self, f: LocalArray) -> LocalArray:
-        """Return the result, overwritten by the next call, of one V-cycle from zero for f; collective."""
+        """Return the result of one V-cycle from zero for f, which the next call overwrites; collective."""
         # f must be contiguous, and zero outside of the block; the result has a filled halo.
         if len(f) != len(self.sums.state):
             self.sums.allocate(len(f))
@@ -343,7 +343,7 @@ class Level:
 
 
 def _later(sweep: list[list[Color]]) -> dict[Color, list[Color]]:
-    """Return the later colors of each color in a sweep; nothing for a sweep that visits a color twice."""
+    """Return the later colors of each color in a sweep; an empty dict if the sweep visits a color twice."""
     order = [color for group in sweep for color in group]
     if len(set(order)) < len(order):
         return {}

@@ -46,7 +46,7 @@ class Tolerance(NamedTuple):
 def conjugate(
     level: Level, r: LocalArray, group: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
-    """Return the solutions for `r`, which is overwritten, and the history of norms; raises as `Multigrid.solve`."""
+    """Return the solutions for `r`, which is overwritten, and the history of norms; see `Multigrid.solve` for errors."""
     # `r`, of shape (systems, colors, size), are the right-hand sides, or the residuals of a guess for right-hand sides `b`.
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
     norms = _norms(group, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
@@ -146,13 +146,13 @@ class FusedVectors(Vectors):
         self._products, self._advance = _functions()
 
     def products(self, z: LocalArray, w: LocalArray) -> np.ndarray:
-        """As `Vectors.products`."""
+        """See `Vectors.products`."""
         out = np.empty((2, len(z)))
         self._products(*_rows(z, w), self.r.ravel(), out)
         return out
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-        """As `Vectors.advance`."""
+        """See `Vectors.advance`."""
         out = np.empty(len(z))
         vectors = (one.reshape(-1) for one in (self._p, self._s, self.x, self.r))
         self._advance(*_rows(z, w), np.stack([beta, alpha]), *vectors, out)

@@ -143,8 +143,8 @@ class Multigrid:
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if an argument is invalid, with the point at which κ or c is; or if the operator is singular and
-        `mean_zero` isn't given.
+        On all ranks, if an argument is invalid; the message names the point at which κ or c is invalid. Also if the
+        operator is singular and `mean_zero` isn't given.
 
     Ranks
     -----
@@ -255,7 +255,7 @@ class Multigrid:
         x0 : array of the shape of `b`, optional
             Initial guess, on the device of `b`; zero by default.
         callback : callable, optional
-            ``callback(norm)`` is called on every rank after each iteration; for several systems with their total norm.
+            ``callback(norm)`` is called on every rank after each iteration; several systems have one total norm.
 
         Returns
         -------
@@ -310,7 +310,7 @@ class Multigrid:
         return f"kappa varies by a factor of {found:.0e}, an extreme contrast (double precision resolves up to 5e+15)"
 
     def refusal(self, r: LocalArray) -> Exception | None:
-        """Return why this rank's block can't be preconditioned, None if it can."""
+        """Return the error if this rank's block can't be preconditioned, else None."""
         try:
             self._checked(r.real, "linalg.Multigrid")
         except (TypeError, ValueError) as error:

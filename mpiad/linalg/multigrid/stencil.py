@@ -1,8 +1,8 @@
 """The operator of a level with its halo, its interpolation, and the operator of the coarser level.
 
 Interpolation follows the operator: across a jump of the coefficient it preserves the flux, not the slope. Between two
-coarse points, the value satisfies the equation with the couplings across the line added to the diagonal. In the middle
-of four, couplings across the plane (in three dimensions) are added. In the middle of eight, the equation itself holds.
+coarse points, the value satisfies the equation with the couplings across the line added to the diagonal. In the middle of
+four points, couplings across the plane (in three dimensions) are added. In the middle of eight, the equation itself holds.
 
 References
 ----------
@@ -75,7 +75,7 @@ class LevelHalo:
                     self._fill_along(whole, sides)
 
     def _fill_along(self, whole: dict[Color, LocalArray], sides: list[_Side]) -> None:
-        coming = []
+        pending = []
         # If one rank owns all blocks along a periodic dimension, it is its own neighbor on both sides.
         own_sides = [side for side in sides if side.rank == self._rank]
         other_sides = [side for side in sides if side.rank != self._rank]
@@ -83,7 +83,7 @@ class LevelHalo:
             ghosts = _layers(whole, side.axis, side.ghost, side.ghost_parity)
             if ghosts:
                 like = empty_like(ghosts[0], (sum(layer.size for layer in ghosts),))
-                coming.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
+                pending.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
         for side in other_sides:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
@@ -96,7 +96,7 @@ class LevelHalo:
                 _layers(whole, other.axis, other.own, other.own_parity),
             ):
                 ghost[...] = own
-        for ghosts, request in coming:
+        for ghosts, request in pending:
             received, start = mpi_wait(request), 0
             for ghost in ghosts:
                 ghost[...] = received[start : start + ghost.size].reshape(ghost.shape)
@@ -113,7 +113,7 @@ Offset = tuple[int, ...]
 
 
 def offsets(ndim: int) -> list[Offset]:
-    """Return the offsets of all neighbors, corners included, in an order whose reverse is the opposite one."""
+    """Return the offsets of all neighbors, corners included; the k-th offset from the end is minus the k-th."""
     return [offset for offset in itertools.product((-1, 0, 1), repeat=ndim) if any(offset)]
 
 
@@ -159,7 +159,7 @@ class Stencil:
 
 
 def _sweep(colors: list[Color], corners: bool) -> list[list[Color]]:
-    # In a star stencil the neighbors of an even point, by the sum of its indices, are odd: a group updates at once.
+    # In a star stencil the neighbors of a point with an even sum of indices have odd sums: a group updates at once.
     even = [color for color in colors if sum(color) % 2 == 0]
     odd = [color for color in colors if sum(color) % 2]
     if corners:
@@ -204,7 +204,7 @@ def _find_weights(stencil: Stencil, color: Color) -> None:
         for k, corner in enumerate(corners(neighbor)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
             inner[target] += coupling * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else coupling
-    # Points without couplings (outside of the block) have no weights; a nonpositive center means the same.
+    # Points without couplings (outside of the block) have no weights; neither have points with a nonpositive center.
     inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
 
 

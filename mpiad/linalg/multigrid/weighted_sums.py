@@ -30,7 +30,7 @@ Step: TypeAlias = Callable[[LocalArray], None]
 
 
 class Term(NamedTuple):
-    """A row of the state times one of the coefficients, both shifted by numbers of entries; or without a coefficient."""
+    """A shifted row of the state, times a shifted row of the coefficients unless `coefficient` is None."""
 
     coefficient: int | None
     row: int
@@ -39,7 +39,7 @@ class Term(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """Inner entries of a row: ``scale * (base - diagonal * row + sum(terms))``, or minus that."""
+    """Inner entries of a row: ``scale * (base - diagonal * row + sum(terms))``, or minus this value."""
 
     out: int  # the row of the state that is computed
     terms: Sequence[Term] = ()  # none of them reads `out`
