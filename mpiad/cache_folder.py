@@ -14,7 +14,7 @@ _log = logging.getLogger("mpiad")
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, made if necessary; None if nothing can be cached.
+    """Return the cache folder, created if necessary; None if nothing can be cached.
 
     ``MPIAD_CACHE`` names the folder; 0 disables it. By default it is ``mpiad`` in the user's cache, or, without a home
     directory, in the system's temporary directory. The folder contains code, and isn't used if other users can write into

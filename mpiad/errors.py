@@ -60,7 +60,7 @@ class CommunicationMismatchError(RuntimeError):
 
 
 class MessageMismatchError(CommunicationMismatchError, ValueError):
-    """Report a message that doesn't match the array that receives it; also a ValueError, as without ``MPIAD_DEBUG``."""
+    """Report a message that doesn't match its array; a ValueError, too, since one is raised without ``MPIAD_DEBUG``."""
 
 
 class DeadlockError(RuntimeError):

@@ -19,7 +19,7 @@ from mpiad.optimize.packing import Packing
 
 
 class CheckpointFile(NamedTuple):
-    """The argument `checkpoint` of `minimize`; a path alone stands for the defaults.
+    """The argument `checkpoint` of `minimize`; a path alone means a `CheckpointFile` with default values.
 
     Attributes
     ----------
@@ -71,8 +71,8 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
         raise ValueError(f"{call}: every must be a positive number of iterations, but got {found.every!r}.")
     if writes and not found.file.parent.is_dir():
         raise ValueError(
-            f"{call}: the folder of checkpoint {found.path!s:.200} doesn't exist: {found.file.parent}. Make it; for "
-            "sharded methods on a file system that all ranks share."
+            f"{call}: the folder of checkpoint {found.path!s:.200} doesn't exist: {found.file.parent}. Create it; "
+            "sharded methods need a file system that all ranks share."
         )
     return found
 

@@ -36,7 +36,7 @@ STOPPED = Ending(99, "`callback` raised `StopIteration`.")
 
 
 class Left(Exception):  # noqa: N818 - like StopIteration, not an error
-    """Raised in the functions that a method calls, to end it; `at_best`: at the best point instead of the last iterate."""
+    """Raised to end a method, in a function that it calls; `at_best`: return the best point, not the last iterate."""
 
     def __init__(self, ending: Ending, at_best: bool = False):
         super().__init__(ending.message)
@@ -173,7 +173,7 @@ class Points:
         return self._carry_out(PRODUCT, x, np.asarray(direction, dtype=float).reshape(-1))
 
     def at(self, x: np.ndarray) -> Point:
-        """Return the stored point at x, an array of doubles; a new one if there is none."""
+        """Return the stored point at x, an array of doubles, or a new point if none is stored there."""
         # The best point and the iterate may be older than the recent points.
         for point in (*reversed(self._recent), self.best, self.iterate):
             if point is not None and point.lies_at(x):
@@ -225,7 +225,7 @@ class Points:
         return self.best if not finite or self.lowers(self.iterate.x, self.iterate.value) else self.iterate
 
     def _carry_out(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        self._evaluation.agreement.raise_if_failed()  # otherwise the other ranks no longer wait for instructions
+        self._evaluation.agreement.raise_if_failed()  # after a failure the other ranks no longer wait for instructions
         self.counts[_NAMES[kind]] += 1
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)

@@ -106,7 +106,7 @@ class ResidualEvaluation:
 
     - `few`: largest number of variables for which the solver is "exact" by default.
     - `agreement`: makes an exception on one rank known to all.
-    - `gathers`: whether the root gets the residuals, of which each rank has `counts`.
+    - `gathers`: whether the residuals are gathered on the root. `counts`: the number of residuals of each rank.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ResidualEvaluation:
 
     def _weighed(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
         twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighed(f)
-        with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: a trial point may lie anywhere
+        with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: at a trial point, residuals may be huge
             square = float(model @ model)
         return square if factors is None else twice, square, model, factors
 
@@ -312,7 +312,7 @@ class _Problem:
         self.iterates = Iterates(callback, leader, keeper)
         self._robust = evaluation.loss is not None
         self.seen, self._cost = np.zeros(0), np.nan
-        self.place: Point | None = None  # the last iterate
+        self.iterate: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
         self.record, self._active = self.iterates.record, keeper.active
         self.resumed = self._again = False
@@ -322,10 +322,10 @@ class _Problem:
         found = self.iterates.found(self.counts)
         if found is None:
             return start
-        self.place = Point(found["x"], float(found["value"]))
-        self.place.gradient = found["gradient"] if found["gradient"].size else None
+        self.iterate = Point(found["x"], float(found["value"]))
+        self.iterate.gradient = found["gradient"] if found["gradient"].size else None
         self.resumed = self._again = True
-        return self.place.x
+        return self.iterate.x
 
     def _ask(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
         self._evaluation.agreement.raise_if_failed()
@@ -334,13 +334,13 @@ class _Problem:
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
-        if self._active and self.place is not None and self._evaluation.agreement.end_requested:
+        if self._active and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise Left(INTERRUPTED)
         self._ask(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
             found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
             loss = self._evaluation.loss
-            with np.errstate(over="ignore", invalid="ignore"):  # a trial point may lie anywhere
+            with np.errstate(over="ignore", invalid="ignore"):  # at a trial point, residuals may be huge
                 square = float(found @ found)
             self._cost, self.seen = 0.5 * (square if loss is None else loss.weighed(found)[0]), found
         else:
@@ -351,54 +351,54 @@ class _Problem:
     def jacobian(self, x: np.ndarray) -> Any:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
         first, self._again = self._again, False  # the first point of a resumed run is recorded already
-        if (self.place is None or first) and not np.all(np.isfinite(self.seen)):
+        if (self.iterate is None or first) and not np.all(np.isfinite(self.seen)):
             self._instructions.give(NOT_FINITE, x)
             found = self._evaluation.carry_out(NOT_FINITE, x, None)
             raise ValueError(
                 f"least_squares: the residuals aren't finite at x0. Choose an x0 at which they are finite.{found}"
             )
-        self.place = Point(x, self._cost)
-        found = self._operator(self.place) if self._evaluation.gathers else self._matrix(self.place)
+        self.iterate = Point(x, self._cost)
+        found = self._operator(self.iterate) if self._evaluation.gathers else self._matrix(self.iterate)
         if not first:
-            row = self.iterates.note(self.place, self.counts["residuals"])
+            row = self.iterates.note(self.iterate, self.counts["residuals"])
             if row.iteration > 0:
-                self.iterates.write(self.place, self.counts, ended=False)
+                self.iterates.write(self.iterate, self.counts, ended=False)
                 self.iterates.tell(x, row)
         return found
 
-    def _matrix(self, place: Point) -> np.ndarray:
-        self._ask(FACTOR, "factor", place.x)
-        triangle, place.gradient = self._evaluation.factor(place.x)  # type: ignore[misc]
+    def _matrix(self, iterate: Point) -> np.ndarray:
+        self._ask(FACTOR, "factor", iterate.x)
+        triangle, iterate.gradient = self._evaluation.factor(iterate.x)  # type: ignore[misc]
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
         rows, norm = triangle[:, 1:].copy(), float(self.seen[0])
         if norm > 0.0:
             # With this row, Jᵀf in SciPy is the summed gradient, which is more accurate than its value from R.
-            rows[0] = place.gradient / norm
+            rows[0] = iterate.gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
-    def _operator(self, place: Point) -> Any:
+    def _operator(self, iterate: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
-            self._ask(COTANGENT, "product", place.x)
-            found = self._evaluation.cotangent(place.x, np.array(weights, dtype=float).reshape(-1))
+            self._ask(COTANGENT, "product", iterate.x)
+            found = self._evaluation.cotangent(iterate.x, np.array(weights, dtype=float).reshape(-1))
             # The first product that SciPy requests at a point is the gradient.
-            if place.gradient is None:
-                place.gradient = found
+            if iterate.gradient is None:
+                iterate.gradient = found
             return found  # type: ignore[return-value]
 
         def forward(direction: np.ndarray) -> np.ndarray:
             direction = np.array(direction, dtype=float).reshape(-1)
-            self._ask(TANGENT, "product", place.x, direction)
-            return self._evaluation.tangent(place.x, direction)  # type: ignore[return-value]
+            self._ask(TANGENT, "product", iterate.x, direction)
+            return self._evaluation.tangent(iterate.x, direction)  # type: ignore[return-value]
 
         shape = self.seen.size, self._size
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
 
     def ended(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
         """Return the result of a solve that ends at the last iterate."""
-        place: Point = self.place  # type: ignore[assignment]
-        gradient = np.full_like(place.x, np.nan) if place.gradient is None else place.gradient
-        result = scipy.optimize.OptimizeResult(x=place.x, cost=place.value, grad=gradient, optimality=place.norm)
-        result.update(active_mask=np.zeros(place.x.size, int), status=status, success=False, message=message)
+        iterate: Point = self.iterate  # type: ignore[assignment]
+        gradient = np.full_like(iterate.x, np.nan) if iterate.gradient is None else iterate.gradient
+        result = scipy.optimize.OptimizeResult(x=iterate.x, cost=iterate.value, grad=gradient, optimality=iterate.norm)
+        result.update(active_mask=np.zeros(iterate.x.size, int), status=status, success=False, message=message)
         result.update(nfev=self.counts["residuals"], njev=len(self.record.rows))
         return result
 
@@ -423,7 +423,7 @@ def descend(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
         result = problem.ended(*_STOPPED)
     except Left as left:
         result = problem.ended(*left.ending)
-    problem.iterates.write(problem.place, problem.counts, ended=True)
+    problem.iterates.write(problem.iterate, problem.counts, ended=True)
     return _outcome(result, problem)
 
 
@@ -440,7 +440,7 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
 
 def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
     outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
-    outcome["cost"] = problem.place.value  # type: ignore[union-attr]  # SciPy's is the square of a root, with rounding
+    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's is the square of a root, with rounding
     history = problem.record.history()
     if problem.resumed:  # SciPy counts from the restart
         outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
@@ -510,7 +510,7 @@ def least_squares(
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's residuals: an array of any
         shape, or None if it has no residuals.
     x0 : pytree of arrays
-        The starting point. It is used on the root; other ranks pass None or the same.
+        The starting point. It is used on the root; other ranks pass None or the same pytree.
     jac : callable, optional
         ``jac(x, *args)`` returns the derivatives of this rank's residuals, shape (m_r, n), with respect to the variables in
         the order of the flattened pytree. By default they are computed by differentiation of the whole program.
@@ -530,9 +530,9 @@ def least_squares(
     f_scale : float
         Residuals larger than this are outliers.
     tr_solver : {"exact", "lsmr"}, optional
-        "exact" (by default for up to 100 variables): each rank factorizes its own rows of the Jacobian, and the root stores
-        (n + 1)² numbers per rank. "lsmr" (by default for more variables; two or more): products with the Jacobian, by
-        `linearize`; the root stores several vectors with the residuals of all ranks.
+        With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, and the root
+        stores (n + 1)² numbers per rank. "lsmr", the default for more variables, needs at least two variables. It uses
+        products with the Jacobian, by `linearize`; the root stores several vectors with the residuals of all ranks.
     callback : callable, optional
         As in `minimize`; `fun` of its OptimizeResult is the cost.
     root : int
@@ -560,7 +560,7 @@ def least_squares(
         On all ranks, if an argument on any of them is invalid, `fun` doesn't return real numbers or None, the residuals
         aren't finite at x0, the checkpoint is damaged or belongs to another problem, or an x0 differs from the root's.
     WorkerError
-        On all ranks, if an evaluation raises on any, as in `minimize`.
+        On all ranks, if an evaluation raises on any rank, as in `minimize`.
 
     Ranks
     -----

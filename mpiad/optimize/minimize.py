@@ -62,9 +62,9 @@ def minimize(
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
     x0 : pytree of arrays
-        The starting point. It is used on the root; other ranks pass None or the same. With a sharded method it is this
-        rank's own part of the variables, of any structure and size (for blocks of a `Domain` use `Domain.minimize`). A list
-        of numbers is treated as an array.
+        The starting point. It is used on the root; other ranks pass None or the same pytree. With a sharded method it is
+        this rank's own part of the variables, of any structure and size (for blocks of a `Domain` use `Domain.minimize`). A
+        list of numbers is treated as an array.
     method : str
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
         "trust-constr", "L-BFGS-sharded" or "Newton-CG-sharded".
@@ -98,7 +98,7 @@ def minimize(
         search" or "trust region". `preconditioner` and `inner_product`: functions that return the product of a vector with
         an approximate inverse Hessian, or with the inverse of the inner product; or objects with such a method `solve`.
         `gtol` and `grtol`: tolerances of the gradient's norm in the inner product, absolute and relative to that at x0.
-        Further `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
+        The other options are `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
         Called on the root after each iteration, as in SciPy: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It mustn't communicate. If it raises StopIteration, the solve ends. With
@@ -136,11 +136,11 @@ def minimize(
         On all ranks, if an argument on any of them is invalid, `fun` doesn't return a real number, or the checkpoint is
         damaged or belongs to another problem.
     ReplicationError
-        A ValueError, on all ranks, if the x0 of one differs from the root's (not with sharded methods).
+        A ValueError, on all ranks, if the x0 of any rank differs from the root's. It isn't raised with sharded methods.
     WorkerError
-        On all ranks, if an evaluation raises on any, with that rank's traceback; the communicator is usable afterwards. If
-        other ranks wait for that rank inside a communication, and the MPI library can't interrupt them, the job is aborted
-        with this traceback.
+        On all ranks, if an evaluation raises on any rank; it contains the traceback of this rank. The communicator is
+        usable afterwards. If other ranks wait for this rank inside a communication, and the MPI library can't interrupt
+        them, the job is aborted with this traceback.
 
     Ranks
     -----
@@ -230,7 +230,7 @@ def mpi_optimize(
         ``g(x, *args)`` returns the gradient of this rank's L_r, in the structure of x. With ``objective="root"`` only the
         root's result is used. For an `f` that communicates, pass ``mpiad.grad(f, shared=True)``.
     x0 : pytree of arrays
-        The starting point. It is used on the root; other ranks pass None or the same.
+        The starting point. It is used on the root; other ranks pass None or the same pytree.
     method, bounds, constraints, root, comm, tol, options, callback, objective, checkpoint, progress
         As in `minimize`.
     args : tuple
@@ -244,9 +244,9 @@ def mpi_optimize(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument on any of them is invalid, or x0 isn't the root's.
+        On all ranks, if an argument on any of them is invalid, or the x0 of any rank differs from the root's.
     WorkerError
-        On all ranks, if f or g raises on any.
+        On all ranks, if f or g raises on any rank.
 
     Ranks
     -----
@@ -263,7 +263,7 @@ def mpi_optimize(
     >>> print(np.round(result.x, 4))
     [3. 3.]
     """
-    # None and booleans have another meaning for `minimize`; for a string it raises.
+    # For `minimize`, None and booleans have another meaning. A string is invalid, so `minimize` raises an error.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     solver = {"method": method, "bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
     output = {"callback": callback, "checkpoint": checkpoint, "progress": progress}

@@ -32,7 +32,7 @@ class Evaluation:
 
     - `used`: the user's communicator.
     - `comm`: the solve's communicator, over which gradients are summed; None if each rank has its own variables. In that
-      case the gradients computed by the user are gradients of J.
+      case the gradients computed by the user are gradients of the objective.
     - `agreement`: makes an exception on one rank known to all.
     """
 

@@ -231,7 +231,7 @@ class HostPacking(Packing):
         return self._buffer
 
     def view_of(self, vector: np.ndarray) -> Tree:
-        """Return the result of `unpack`, since the solve still uses the vector."""
+        """Return the pytree of a vector in new memory, since the solve still uses the vector."""
         return self.unpack(vector)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
@@ -264,7 +264,7 @@ class DevicePacking(Packing):
         return None
 
     def view_of(self, vector: Array) -> Tree:
-        """Return the result of `unpack`, since the solve still uses the vector."""
+        """Return the pytree of a vector in new memory, since the solve still uses the vector."""
         return self.unpack(vector)
 
     def _packed(self, tree: Tree, view: Callable[[Array], Array], into: object = None) -> Array:

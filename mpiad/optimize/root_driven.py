@@ -50,7 +50,7 @@ _ADVICE = (
 def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
     """Return the root's `start` on all ranks, with placeholders for device arrays on other ranks; collective.
 
-    Raise a ReplicationError on all ranks if the x0 of one differs from the root's.
+    Raise a ReplicationError on all ranks if the x0 of any rank differs from the root's.
     """
     if used.size == 1:
         return start
@@ -95,7 +95,7 @@ def _as_given(x0: Tree) -> Tree:
 
 
 def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, call: str) -> None:
-    """Raise a ReplicationError on all ranks if the x0 of one differs from the root's; collective.
+    """Raise a ReplicationError on all ranks if the x0 of any rank differs from the root's; collective.
 
     Values are compared by ``==``, except that all NaNs are equal. `mine` and `roots` are the leaves of this rank's x0, if
     it passed one, and of the root's x0, with their paths.

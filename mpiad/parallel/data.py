@@ -15,7 +15,7 @@ from mpiad.transport.device_arrays import arrays_of, is_array
 
 
 def local_rank() -> Rank:
-    """Return this rank's number among the ranks of its node, as `mpiad.mpi_local_rank`, without communication.
+    """Return this rank's number among the ranks of its node, without communication; see `mpiad.mpi_local_rank`.
 
     Examples
     --------
@@ -26,7 +26,7 @@ def local_rank() -> Rank:
 
 
 def total_workers(comm: Comm = None) -> int:
-    """Return the number of ranks, as `mpiad.mpi_size`.
+    """Return the number of ranks, the result of `mpiad.mpi_size`.
 
     Examples
     --------
@@ -45,7 +45,7 @@ class DistributedDataContainer:
 
     Parameters
     ----------
-    data : array, tuple or dict of arrays (or of such), or a sequence
+    data : array, possibly nested tuple or dict of arrays, or a sequence
         Samples lie along the first axes of the arrays, which have equal lengths; arrays may be on devices. Any other object
         with `len` and indexing, for example a list, is a sequence of samples, and a batch is a list of them.
     batch_size : int, optional
@@ -92,7 +92,7 @@ class DistributedDataContainer:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the order of another epoch; all ranks call it with the same one."""
+        """Select the order of another epoch; all ranks call this with the same epoch."""
         self.epoch = epoch
         self._order = np.arange(self._count)
         self._drawn = {"samples": self._count, "batch_size": self.batch_size}

@@ -240,8 +240,8 @@ class DistributedOptimizer:
         params : pytree of arrays
             The same on all ranks.
         gradient : pytree of arrays
-            This rank's gradient, in the structure of the parameters. If `samples` is given, the gradient of the mean loss
-            over these samples.
+            This rank's gradient, in the structure of the parameters. If `samples` is given, it is the gradient of the mean
+            loss over these samples.
         samples : int, optional
             The number of this rank's samples, used as the weight of its gradient; if it is 0, the gradient is ignored. All
             ranks or none pass it.

@@ -108,7 +108,7 @@ def _difference(used: Channel, plan: Plan, params: Tree, call: str) -> ValueErro
                 )
         if (len(theirs), limit) != (len(first), first_limit):
             return ValueError(
-                f"{call}: all ranks must train as many arrays with the same bucket_bytes, but rank 0 has {len(first)} and "
-                f"{first_limit}, and rank {rank} has {len(theirs)} and {limit}."
+                f"{call}: all ranks must train the same number of arrays with the same bucket_bytes, but rank 0 has "
+                f"{len(first)} and {first_limit}, and rank {rank} has {len(theirs)} and {limit}."
             )
     return ValueError(f"{call}: the parameters differ between ranks.")

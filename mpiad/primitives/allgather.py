@@ -35,7 +35,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     TypeError
         On all ranks, if `x` can't be sent.
     ValueError
-        On all ranks, if one has no such axis, or shapes or dtypes differ.
+        On all ranks, if an array has no such axis, or if shapes or dtypes differ.
 
     Ranks
     -----

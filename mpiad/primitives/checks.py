@@ -23,7 +23,7 @@ def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
 
 
 def root_of(root: object, channel: Channel, call: str) -> int:
-    """Return the root as an int; a ValueError if there is no such rank."""
+    """Return the root as an int; raise a ValueError if there is no such rank."""
     allowed = f"a rank from 0 to {channel.size - 1}"
     if type(root) is not int:
         root = _integer(root, call, "root", allowed)
@@ -33,7 +33,7 @@ def root_of(root: object, channel: Channel, call: str) -> int:
 
 
 def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
-    """Return a partner's rank, None for no partner; a ValueError if there is no such rank."""
+    """Return a partner's rank, None for no partner; raise a ValueError if there is no such rank."""
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
     if rank is None or rank == PROC_NULL:
@@ -46,7 +46,7 @@ def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcar
 
 
 def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> int:
-    """Return the tag as an int; a ValueError if MPI has no such tag."""
+    """Return the tag as an int; raise a ValueError if MPI has no such tag."""
     allowed = f"an integer from 0 to {channel.tag_limit}" + (" or MPI.ANY_TAG" if wildcard else "")
     if type(tag) is not int:
         tag = _integer(tag, call, "tag", allowed)
@@ -56,7 +56,7 @@ def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> 
 
 
 def reduction_of(op: Op, x: Array, call: str) -> Op:
-    """Return the reduction; a TypeError if it isn't one, or not for this dtype."""
+    """Return the reduction; raise a TypeError if `op` isn't one, or isn't defined for the dtype of x."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         dtype = np.dtype(type(x) if isinstance(x, (int, float, complex)) else object)
@@ -87,7 +87,7 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
 def lengths_along(
     axis: int | None, counts: Sequence[int] | None, shape: tuple[int, ...], channel: Channel, call: str
 ) -> list[int]:
-    """Return each rank's length along `axis`, 1 without an axis; raise a ValueError if the array can't be divided so."""
+    """Return each rank's length along `axis`, 1 without an axis; raise a ValueError if the division is invalid."""
     size = channel.size
     if axis is None:
         if counts is not None:

@@ -50,7 +50,7 @@ def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayM
         )
     if plain is g:
         return arrays.full(shape, g.real if dtype.kind != "c" else g, dtype)
-    # A product, because it is traced if the number is.
+    # A product, because it is traced if g is traced.
     return g * arrays.full(shape, 1, dtype)
 
 

@@ -36,7 +36,7 @@ def mpi_exchange(
     Returns
     -------
     array
-        The array sent by `source`; zeros if that is None.
+        The array sent by `source`; zeros if `source` is None.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _forward(x: Array, p: Exchange) -> Any:
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
-    # Not at the ends of a chain of ranks, nor with a wildcard.
+    # An exchange at the end of a chain of ranks, or with a wildcard, can't be prepared.
     if p.dest is None or p.source is None or p.source.number is None:
         return None
     return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")

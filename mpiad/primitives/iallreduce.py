@@ -37,11 +37,11 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
 
     Ranks
     -----
-    All ranks of `comm` call it, in the same order as its other collectives; they may wait in different orders.
+    All ranks of `comm` call it, in the same order relative to other collectives; they may wait in different orders.
 
     Adjoint
     -------
-    The sum of all ranks' cotangents, on every rank, computed in the adjoint of the start.
+    The sum of all ranks' cotangents, on every rank, computed in the adjoint of this call.
 
     Examples
     --------

@@ -46,7 +46,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
 
     Adjoint
     -------
-    The wait starts to send the cotangent back; the start completes it.
+    The adjoint of the wait starts to send the cotangent back; the adjoint of this call completes the send.
 
     Examples
     --------

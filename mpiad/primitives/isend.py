@@ -48,8 +48,8 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 
     Adjoint
     -------
-    The wait starts to receive the cotangent from `dest`; the start completes it and adds the cotangent of the value
-    that `mpi_wait` returned.
+    The adjoint of the wait starts to receive the cotangent from `dest`. The adjoint of this call completes the receive, and
+    adds the cotangent of the value that `mpi_wait` returned.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    # The copy that is sent is also the value on the host, but not on devices.
+    # On the host, the result of the wait is the copy that is sent; on a device it is another copy.
     value = result(array) if type(array) is np.ndarray else copied(array)
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 

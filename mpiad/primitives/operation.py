@@ -61,7 +61,7 @@ class VectorizedVjp:
 
 
 class BatchedVjp:
-    """The adjoint of a step whose reverse pass communicates several times; it runs once for all lanes.
+    """The adjoint of a step that communicates several times; it runs once for all simultaneous reverse passes ("lanes").
 
     ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes.
     """

@@ -46,7 +46,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
 
 def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Add up the arrays of the ranks before this one; zeros on rank 0. Otherwise as `mpi_scan`.
+    """Add up the arrays of the ranks before this one; zeros on rank 0. For the parameters see `mpi_scan`.
 
     Ranks
     -----

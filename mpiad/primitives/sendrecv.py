@@ -55,7 +55,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     # In the first call only: a program that confuses this function with MPI's does so from the start.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    # On all ranks, not only on the pair: under plain autograd it raises, and no rank may wait for another then.
+    # Called on all ranks, not only by the pair: under plain autograd all ranks raise, so none waits for another.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
     if receiver == sender or receiver is None or sender is None:

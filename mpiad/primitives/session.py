@@ -24,7 +24,7 @@ def mpi_init(comm: Comm = None) -> None:
     TypeError
         If `comm` isn't a communicator.
     CommunicatorError
-        If `comm` is freed, null or an intercommunicator; after the end of MPI.
+        If `comm` is freed, null or an intercommunicator, or if MPI has ended.
 
     Ranks
     -----
@@ -83,7 +83,7 @@ def mpi_rank(comm: Comm = None) -> Rank:
     TypeError
         If `comm` isn't a communicator.
     CommunicatorError
-        If it is freed, null or an intercommunicator; before the start and after the end of MPI.
+        If `comm` is freed, null or an intercommunicator, or if MPI isn't initialized or has ended.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def reset(comm: Comm = None) -> None:
     Raises
     ------
     CommunicatorError
-        If it is freed, null or an intercommunicator; before the start and after the end of MPI.
+        If `comm` is freed, null or an intercommunicator, or if MPI isn't initialized or has ended.
 
     Ranks
     -----
@@ -144,7 +144,7 @@ def reset(comm: Comm = None) -> None:
 
 
 def stop_gradient(x: Array) -> Any:
-    """Return the plain value of a traced one, which is a constant in all derivatives.
+    """Return the plain value of a traced value; it is a constant in all derivatives.
 
     Parameters
     ----------

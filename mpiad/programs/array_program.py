@@ -5,7 +5,7 @@ Kinds of nodes, and in parentheses the contents of `Node.data`:
 - "input": an argument of the function (its position among the arguments).
 - "constant": an array that the function reads besides its arguments (its position among the constants).
 - "number": an array of equal entries (their value).
-- "elementwise": an elementwise function of arrays that are broadcast (its name, and the function of symbols).
+- "elementwise": an elementwise function of arrays that are broadcast (its name, and the function as applied to `Symbol`s).
 - "view": entries of one array (the `IndexMap` that selects them).
 - "reshape": the entries of one array in another shape.
 - "join": a concatenation of arrays (the axis).
@@ -89,7 +89,7 @@ class ArrayProgram:
         self.weak: set[int] = set()  # the nodes that are Python scalars
         self.logged = 0  # number of parts whose communications are logged for playback
         self.contracts = False  # whether the program contains a contraction
-        self.componentwise: set[int] = set()  # joins of separately computed parts; elementwise functions preserve this
+        self.componentwise: set[int] = set()  # joins with separately computed parts, and elementwise functions of these
         self.site: Site | None = None  # the user's line, for new nodes
         self.part = 0  # the part of the program, for new nodes
         self._known: dict[Any, int] = {}
@@ -177,7 +177,7 @@ class ArrayProgram:
         return self.add("view", (x,), shape, node.dtype, map)
 
     def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
-        """Append an elementwise function, or for a join along a short axis the join of this function of each part."""
+        """Append an elementwise function; for a join along a short axis, append the join of the functions of its parts."""
         for x in inputs:
             node = self.nodes[x]
             if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
@@ -264,13 +264,13 @@ class ArrayProgram:
         return sorted(found)
 
     def precision(self, x: int) -> np.dtype | None:
-        """Return the dtype in which loops compute a node; None if they don't compute it, or not with floats."""
+        """Return the dtype in which loops compute a node; None if loops don't compute it, or compute it without floats."""
         if x not in self._precisions:
             node, found = self.nodes[x], []
             if node.kind not in IN_MEMORY and node.kind != "number":
                 # A boolean is computed in the precision of its operands.
-                made_of = [self.precision(y) or self.nodes[y].dtype for y in node.inputs]
-                found = [y for y in ([node.dtype] if node.dtype in FLOATS else made_of) if y in FLOATS]
+                operand_dtypes = [self.precision(y) or self.nodes[y].dtype for y in node.inputs]
+                found = [y for y in ([node.dtype] if node.dtype in FLOATS else operand_dtypes) if y in FLOATS]
             self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
         return self._precisions[x]
 

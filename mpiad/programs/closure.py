@@ -44,7 +44,7 @@ def same_bits(x: Array, y: Array) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if _memcmp is None or x.nbytes < _FEW_BYTES or not (x.flags.c_contiguous and y.flags.c_contiguous):
-        return np.ndarray.tobytes(x) == np.ndarray.tobytes(y)  # of masked arrays the data, too
+        return np.ndarray.tobytes(x) == np.ndarray.tobytes(y)  # compares the data of masked arrays, too
     return _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes) == 0
 
 
@@ -107,7 +107,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
     try:
         reader.read(fun)
         for value in objects:
-            # For the object of a method, the code shows which attributes are read.
+            # If the first argument is the object of a method, the code shows which of its attributes are read.
             if args and value is args[0] and isinstance(fun, FunctionType):
                 reader.read_first_argument(fun, value)
             else:

@@ -109,7 +109,7 @@ def in_program(leaves: Sequence[Any]) -> list[bool]:
 
 
 def own(leaf: Any) -> Any:
-    """Return the value of a leaf, and a copy if it is an array."""
+    """Return the value of a leaf; for an array, a copy of it."""
     value = leaf.value if isinstance(leaf, Traced) else leaf
     return value.copy() if isinstance(value, np.ndarray) else value
 

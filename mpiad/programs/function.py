@@ -381,9 +381,9 @@ class Jitted:
     def entry_or_watch(
         self, key: Any, given: Arguments, args: tuple, trace_parts: Callable[[TraceRun], tuple]
     ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, created by `entry_by_shapes` if possible, and None or the closure's watch.
+        """Return the entry of a signature, created by `entry_by_shapes` if possible, and the closure's watch; or None.
 
-        If the entry is None, the caller runs and traces the function; if the watch is None, too, it interprets it.
+        If the entry is None, the caller runs and traces the function. If the watch is None, too, it interprets it.
         """
         entry = self._entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():

@@ -60,7 +60,7 @@ class Fusion:
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
         """Append loops that compute the outputs of a part, given by their positions, and return their buffers."""
-        last = part == len(self.program.ends)  # then no later step may change what is read from the outputs' buffers
+        last = part == len(self.program.ends)  # if so, no later step may change the contents of the outputs' buffers
         wanted, outputs = [], []
         for place in places:
             n = self.program.outputs[place]

@@ -101,7 +101,7 @@ def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
-    """Return the inverse of a map of a view, None unless the view has each entry of its source exactly once, unreversed.
+    """Return the inverse of a view's map; None unless the view has each entry of its source once, without reversed axes.
 
     `shape`: of the source. `made`: of the view.
     """

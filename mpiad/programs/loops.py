@@ -273,7 +273,7 @@ def as_rows(boxes: Sequence[Box], width: int) -> Array:
 
 
 class _LoopBody:
-    """A scalar program that computes the stores and folds of a loop at one index; `box` as for `LoopWriter._nest`."""
+    """A scalar program that computes the stores and folds of a loop at one index; for `box` see `LoopWriter._nest`."""
 
     def __init__(self, writer: LoopWriter, box: Box | None):
         self.writer, self.nodes, self.box = writer, writer.nodes, box

@@ -50,7 +50,7 @@ class Materialization:
         for n in self.needed:
             for x in self.nodes[n].inputs:
                 self.users.setdefault(x, []).append(n)
-        self.anchored: set[int] = set()  # operands of cuts, and outputs, which are stored when these require them
+        self.anchored: set[int] = set()  # operands of cuts, stored before the cuts; outputs, stored at the end of a part
 
     def kept(self) -> set[int]:
         """Return the nodes that are kept in memory, except those whose kind is always in memory."""
@@ -161,7 +161,7 @@ class Materialization:
         return {n for n in forced if self.nodes[n].kind not in (*IN_MEMORY, "number")}
 
     def _force(self, n: int, forced: set[int]) -> None:
-        """Add a node to `forced`: for a join its parts, and for a view of all entries its source."""
+        """Add a node to `forced`; instead of a join, add its parts; instead of a view of all entries, add its source."""
         node = self.nodes[n]
         if node.kind == "join":
             for x in node.inputs:

@@ -75,7 +75,7 @@ class Scratch:
                     return memory
                 others += [reference] * (memory is not None)
         except IndexError:
-            # Larger programs can use twice the required size, too; unused pages take no physical memory.
+            # Twice the required size, so that larger programs can use this memory, too; unused pages aren't in memory.
             return aligned(2 * self._size)
         finally:
             self._free.extend(others[::-1])
@@ -132,7 +132,7 @@ def aligned(nbytes: int) -> Array:
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
-    """Return layouts in which the rows that loops write begin at cache lines; `first`: as in `allocate`."""
+    """Return layouts in which the rows that loops write begin at cache lines; `first`: by buffer, the one it overwrites."""
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
     dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}

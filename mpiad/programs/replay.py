@@ -67,8 +67,8 @@ class Replays:
             return None if text is None else kernel_of(text.text, NAME, text.signature, _FAST)
         except NotImplementedError as error:  # its message refers to the kernel's text, which the user doesn't know
             nodes = [self.schedule.program.nodes[item.node] for item in step.items]
-            said = ", ".join(dict.fromkeys(map(described, nodes)))
-            raise NotImplementedError(f"no kernel can compute {said}") from error
+            operations = ", ".join(dict.fromkeys(map(described, nodes)))
+            raise NotImplementedError(f"no kernel can compute {operations}") from error
 
     def take(self) -> Replay:
         """Return an unused replay."""
@@ -193,7 +193,7 @@ class _KernelBlocks:
             self.words[place] = address
 
     def assignment(self, b: int, address: str) -> str:
-        """Return the statement of a replay that stores the address of a buffer in the blocks; its name of `words` is t."""
+        """Return the statement of a replay that stores the address of a buffer in the blocks; in it, `words` is named t."""
         targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
         return f"{targets}{address}" if targets else ""
 
@@ -230,9 +230,9 @@ def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = 
 
 
 def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
-    """Return a function that makes a call in an adjoint or tangent rule, if calls are recorded.
+    """Return a function that makes a call, and records it as one in an adjoint or tangent rule, if calls are recorded.
 
-    Its line is that of the call that computes the derivative.
+    The recorded line is that of the call that computes the derivative.
     """
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
@@ -373,7 +373,7 @@ class _ReplayWriter:
         return self.replays.allocations[b].layout.of(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
-        """Return a function that provides scratch memory for a run; if it has changed, the function binds buffers to it."""
+        """Return a function that takes scratch memory for a run, and binds buffers to it if it isn't the last run's."""
         buffers = [b for b, allocation in self.replays.allocations.items() if allocation.is_scratch]
         in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
         exchanged = [at for at, step in in_place if self._prepares and step.inputs[0] in buffers]

@@ -253,8 +253,8 @@ def _trace_all_parts(fun: Function, by: _By, trace: TraceRun) -> tuple:
     """Trace the parts of a program; return their leaves, and the function that assembles the result.
 
     The inputs of the program are the arguments, for the second part the cotangents of the results, for the third part the
-    seeds of its reverse pass (like the variables), and for the fourth part the seeds of its reverse pass (like the
-    results).
+    seeds of its reverse pass (shaped like the variables), and for the fourth part the seeds of its reverse pass (shaped
+    like the results).
     """
     recorder = trace.recorder
 

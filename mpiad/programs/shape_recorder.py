@@ -27,7 +27,7 @@ def is_large(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.size > _LARGE
 
 
-# Functions whose results have a known shape, and whose calls leave nothing behind if the trace fails.
+# Functions whose results have a known shape, and whose calls have no side effects if the trace fails.
 _KNOWN = frozenset(
     "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_scan mpi_send mpi_sum "
     "value_and_grad grad make_vjp make_jvp jvp hvp".split()

@@ -57,7 +57,7 @@ class Traced:
 
     def __init__(self, recorder: Any, number: int, value: Any):
         self.recorder, self.number, self.value = recorder, number, value
-        self.stale: Any = None  # the array by which its memory has been written to, if any
+        self.stale: Any = None  # the array through which its memory was overwritten, if any
         self.weak = False  # whether it is a Python number, which takes the precision of the other operand
 
 

@@ -20,9 +20,9 @@ from mpiad.transport.tracing import settled
 T = TypeVar("T")
 
 # Exceptions that can be constructed on another rank from a name and one text.
-_PYTHONS = """TypeError ValueError RuntimeError NotImplementedError ArithmeticError FloatingPointError OverflowError
+_BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError ArithmeticError FloatingPointError OverflowError
     ZeroDivisionError LookupError IndexError KeyError AssertionError AttributeError NameError MemoryError OSError""".split()
-_KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _PYTHONS}
+_KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
 _KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
 
 
@@ -105,8 +105,8 @@ def forget_agreement(error: BaseException) -> None:
 def raise_together(channel: Channel, error: Exception | None) -> None:
     """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None.
 
-    Ranks with an error raise it. The others raise one with the same text and type, if it is an exception of Python's or the
-    solvers', else of the nearest such base class: so `except ValueError` catches it on all ranks or on none.
+    Ranks with an error raise it. The others raise an exception with its text and type, or, unless the type is built into
+    Python or belongs to the solvers, its nearest such base class. So `except ValueError` catches it on all ranks or none.
     """
     settled(_raised_together, channel, error)
 
@@ -131,7 +131,7 @@ def raising_together(
 
 
 def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
-    """Raise on all ranks the error of the first rank that has one, or the rank's own if it has one; collective."""
+    """Raise on each rank its own error, or, if it has none, the error of the first rank that has one; collective."""
     failures = failures_among(channel.data, error)
     if error is not None:
         raise agreed(channel, error)  # with its own traceback

@@ -20,7 +20,7 @@ from mpiad.transport.channels import Channel
 
 # Collective buffering, in which ROMIO sends all data through one rank per node, is slower on local disks.
 _HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
-# Attempts to open one file on all ranks while other jobs replace it. Without hard links two may be too few.
+# Attempts to open one file on all ranks while other jobs replace it; many may be needed if there are no hard links.
 _ATTEMPTS = 100
 
 
@@ -95,11 +95,11 @@ def _layout_in(file: IO[bytes]) -> Layout:
     return layout
 
 
-def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
+def read_block(used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
     """Return this rank's block of a file; collective. All ranks read the same file, even if another job replaces it.
 
-    `place`: returns the start of the block and memory for it, or raises a ValueError if the file doesn't fit. Raises an
-    OSError or ValueError on all ranks if any rank can't read the file.
+    ``allocate(layout)`` returns the start of the block and memory for it, or raises a ValueError if the file doesn't fit.
+    Raises an OSError or ValueError on all ranks if any rank can't read the file.
     """
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
@@ -110,7 +110,7 @@ def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape,
                 os.link(path, data_of(begun[0][0]))
                 name = str(data_of(begun[0][0]))
         try:
-            block = _read_once(used, Path(used.data.bcast(name) or path), place, call)
+            block = _read_once(used, Path(used.data.bcast(name) or path), allocate, call)
         finally:
             _discard(begun)
         if block is not None:
@@ -120,7 +120,7 @@ def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape,
 
 
 def _read_once(
-    used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
+    used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
 ) -> np.ndarray | None:
     """Return this rank's block, or None on all ranks if they have opened different files."""
     error, held = None, None
@@ -128,7 +128,7 @@ def _read_once(
         require_regular(path)
         held = path.open("rb")
         layout = _layout_in(held)
-        starts, block = place(layout)
+        starts, block = allocate(layout)
     except FileNotFoundError as found:
         error = OSError(f"{call}: {path}: {found.strerror}.")
     except (OSError, ValueError) as found:
@@ -154,7 +154,7 @@ def _read_once(
 
 def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
     """Read or write a block at its position in the file by ``transfer([memory, number of rows, datatype of a row])``."""
-    # As bytes, for any dtype. In rows, since the number of bytes may exceed a C int.
+    # The data are bytes, so that any dtype works, in units of rows, since the number of bytes may exceed a C int.
     width = layout.dtype.itemsize
     sizes, inner = [(*whole[:-1], whole[-1] * width) for whole in (layout.shape, block.shape)]
     view = MPI.BYTE.Create_subarray(sizes, inner, (*starts[:-1], starts[-1] * width)).Commit()

@@ -53,7 +53,7 @@ class Spec(NamedTuple):
 def outgoing(x: Array, call: str) -> Array:
     """Return `x` as a C-contiguous array on the same device, or `x` itself if it already is one.
 
-    A TypeError for objects, strings, sequences, masked arrays, and dtypes without an MPI datatype.
+    Raises a TypeError for objects, strings, sequences, masked arrays, and dtypes without an MPI datatype.
     """
     if type(x) is np.ndarray and x.dtype in _DTYPES:
         return x if x.flags.c_contiguous else x.copy(order="C")
@@ -74,7 +74,7 @@ def _converted(x: Array, call: str) -> Array:
         return arrays.contiguous(x)
     if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
-    # NumPy's ascontiguousarray returns one dimension for an array without any.
+    # np.ascontiguousarray would add a dimension to an array without dimensions.
     array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
     if array.dtype not in _DTYPES:
         raise _of_other_dtype(call, "x", array)
@@ -103,7 +103,7 @@ def _advice(x: Array) -> str:
         return "Send its data and its mask separately."
     if isinstance(x, (list, tuple)):
         return "Make it an array with autograd.numpy.array, or send its items one by one."
-    return "Pickled objects don't travel through these functions; use mpi4py's own for them."
+    return "These functions don't send pickled objects; use the methods of mpi4py's communicators."
 
 
 def _shortened(x: Array) -> str:

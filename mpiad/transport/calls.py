@@ -22,7 +22,7 @@ from mpiad.transport.tracing import tracing
 
 
 class Site:
-    """A line of the user's program. There is one object per place, so places are compared by identity.
+    """A line of the user's program. There is one object per line, so lines are compared by identity.
 
     `entry`: the function of this library that was called there. `text`: for messages, as ``"program.py:12 in main"``.
     """
@@ -43,7 +43,7 @@ class Site:
 
 
 _COMPOSITES = ("mpi_optimize", "mpi_map")  # communicate many times: messages name the single operation instead
-# Entries that messages don't show: those of other libraries, and of custom operators, which have more informative names.
+# Values of `Site.entry` that messages don't show: "" for other libraries, "extend" for operators, whose names say more.
 _OPERATORS = ("", "extend")
 
 
@@ -178,7 +178,7 @@ def begin(name: str, x: Array, params: object) -> Call:
     """Record a call; the caller ends it with `end`."""
     outer = tracing.call
     if outer is not None and outer.direction != "forward":
-        # An operation inside an adjoint or tangent has its line.
+        # An operation inside an adjoint or tangent gets the line of the latter.
         call = Call(name, outer.direction, outer.site, outer.forward_name, outer.forward_site, x, params)
     else:
         site = site_of(sys._getframe(1))
@@ -187,7 +187,7 @@ def begin(name: str, x: Array, params: object) -> Call:
 
 
 def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: object) -> Call:
-    """Record an adjoint or tangent; the caller ends it with `end`. `name`, `forward_site`: of its forward call."""
+    """Record an adjoint or tangent; the caller ends it with `end`. `name`, `forward_site`: those of the forward call."""
     return _pushed(Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))
 
 
@@ -260,7 +260,7 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | No
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the innermost place of user code in a stack of frames."""
+    """Return the innermost line of user code in a stack of frames."""
     found, called = user_frame(frame)
     if found is None:
         return _NOWHERE
@@ -276,7 +276,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 
 def site_of_trace(trace: TracebackType | None) -> Site:
-    """Return the innermost place of user code in a traceback."""
+    """Return the innermost line of user code in a traceback."""
     found = _NOWHERE
     while trace is not None:
         code = trace.tb_frame.f_code

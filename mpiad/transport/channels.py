@@ -110,7 +110,7 @@ Used: TypeAlias = "tuple[Channel, bool]"
 
 
 def note_use(channel: Channel) -> None:
-    """Record that the enclosing trace or operator uses the channel, for communication that isn't an operation."""
+    """Record that the enclosing trace or operator communicates on the channel without an `Operation`."""
     if tracing.channels is not None:
         tracing.channels.add((channel, False))
 
@@ -132,7 +132,7 @@ def make_communicator(make: Callable[..., Comm], *arguments: Any) -> Comm:
 
 
 class Counts(NamedTuple):
-    """Numbers of messages to and from each (rank, tag), and of split halo exchanges (begun, and ended separately)."""
+    """Numbers of messages to and from each (rank, tag), and of halo exchanges that are begun and ended separately."""
 
     sent: dict[tuple[int, int], int]
     received: dict[tuple[int, int], int]
@@ -173,7 +173,7 @@ class Channel:
         self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)  # see `messages.Envelope`
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
-        # Split halo exchanges: the number begun, and weak references to the last of them by tag.
+        # Halo exchanges that are ended separately: the number begun, and weak references to the last of them by tag.
         self.exchanges, self.active_exchanges = 0, dict[int, Any]()
         self.pending: list[tuple[Any, np.ndarray]] = []
         self.started: dict[int, tuple[str, list[Any], Any]] = {}
@@ -207,7 +207,7 @@ class Channel:
 
     def separate(self) -> Comm:
         """Return a duplicate for operations in the middle of other communication; the first call is collective."""
-        # A new one is made when debug mode or the timeout has been switched, which all ranks detect.
+        # A new duplicate is created if debug mode or the timeout has changed since, which all ranks detect.
         if self._separate is None or self._separate[0] is not self.data:
             if self._separate is not None:
                 self._separate[1].Free()
@@ -288,7 +288,7 @@ class Channel:
 
     def end(self) -> None:
         """Complete or drop all pending messages; collective. After an exception it may be called again."""
-        # A guarded send may have been interrupted, and is repeated.
+        # If an earlier call was interrupted in a guarded send, `drain` may send a last message twice.
         self.unended |= any(len(sending) < self.size for sending, _ in self._drained.values())
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():
@@ -431,7 +431,7 @@ class Refusing:
 
 
 def report_to_recorders(on: bool) -> None:
-    """Start or stop reporting to traces the communication on channels that isn't an operation."""
+    """Start or stop to report communication that isn't a recorded operation to the trace of a compiled program."""
     # A property of the class takes precedence over the object's attribute. Without it attribute access has no overhead.
     for name in ("data", "reverse"):
         if on:
@@ -451,7 +451,7 @@ def _set(name: str, self: Channel, comm: Comm) -> None:
 
 
 class Watch(NamedTuple):
-    """Functions that wrap the communicators of channels while the watch is on; `guarded.switch` installs them."""
+    """Functions that wrap communicators while waits have deadlines or calls are compared; `guarded.switch` sets them."""
 
     duplicate: Callable[[Channel], Comm]  # duplicates the user's communicator
     put_on: Callable[[Channel], None]  # wraps a channel's communicators
@@ -462,7 +462,7 @@ _watch: Watch | None = None
 
 
 def set_watch(watch: Watch | None) -> None:
-    """Wrap communicators created after this call, or no longer if None."""
+    """Wrap communicators that are created after this call; if `watch` is None, stop wrapping them."""
     global _watch
     _watch = watch
 

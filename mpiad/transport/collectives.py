@@ -182,7 +182,7 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
-    """Return the sum over the ranks up to this one (from this one on, if `backwards`), or without it if `exclusive`."""
+    """Return the sum over this rank and all lower ranks (higher, if `backwards`); if `exclusive`, without this rank."""
     array = outgoing(x, call)
     # Suffix sums are prefix sums over the ranks in reverse order.
     comm = channel.backwards() if backwards else channel.data
@@ -204,8 +204,8 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
     """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
 
-    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. A ValueError on all ranks
-    if other dimensions or dtypes differ between ranks.
+    `like`: the spec of this rank's array. `wrong`: an error of this rank, which all ranks raise. Raises a ValueError on
+    all ranks if other dimensions or dtypes differ between ranks.
     """
     if wrong is not None:
         like, axis = _EMPTY, None  # a rank with an error takes part in the communication, too

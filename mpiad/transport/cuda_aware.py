@@ -55,7 +55,7 @@ def described() -> str:
     forced, said = device_settings.present().cuda_aware, device_buffers()
     if forced is not None:
         return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
-    # This report loads CuPy even if the program has no CuPy array, if the library reports support.
+    # If the library reports support, CuPy is loaded here, even if the program has no CuPy array.
     if device_kinds() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
         try:
             takes_directly(arrays_named("CuPy"))

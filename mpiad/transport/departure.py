@@ -1,7 +1,7 @@
 """The end of the program on one rank: its exit code, its line, and whether the other ranks end, too.
 
-MPI ends on all ranks or on none, so a rank that leaves waits for the others. After an error it waits only for some seconds,
-since the others may wait for it. It also waits before `os._exit`: no code runs afterwards, and launchers react differently.
+MPI ends on all ranks or on none, so a rank that leaves waits for the others, also before `os._exit`, to which launchers
+react differently. After an error it waits only for some seconds, since the others may wait for it.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
 
 
 def _end_if_stuck(farewell: _Farewell) -> None:
-    """End the job if this rank doesn't reach `await_others`; before, Python joins threads and runs exit functions."""
+    """End the job if this rank doesn't reach `await_others`, before which Python joins threads and runs exit functions."""
     left = time.monotonic()
     while not _has_arrived:
-        # Threads and exit functions may take any time, except in communications: the others may wait for this rank.
+        # Threads and exit functions may compute for any time. If they communicate, the ranks may wait for each other.
         if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
             _end(farewell, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
         time.sleep(_POLL_SECONDS)
@@ -131,7 +131,7 @@ def await_others(patience: float | None = None) -> bool:
 
 
 def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> bool:
-    # The maxima show whether any rank leaves by os._exit, any in good order, and any without communication.
+    # Maxima over the ranks: leaves by os._exit, leaves in good order, has given up communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (farewell is not None and farewell.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience
@@ -143,7 +143,7 @@ def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = N
             if world_is_given_up():
                 return False
             wait.pause()
-    except MPI.Exception:  # a rank has died, and MPI has survived: nobody to wait for
+    except MPI.Exception:  # a rank has died, and MPI still works: don't wait for the others
         return False
     if at_once and every[:2].all():
         _end(farewell, "while other ranks leave in good order, for which MPI needs all ranks")

@@ -1,4 +1,4 @@
-"""Device arrays: how they are recognized, and functions that make more of their kind.
+"""Device arrays: how they are recognized, and functions that create and copy them.
 
 A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
 `__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
@@ -184,10 +184,10 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
     kind : type
         Type of the arrays; it has `__cuda_array_interface__`, `__array_ufunc__` and `__array_function__`.
     maker : callable
-        ``maker(x) -> ArrayModule``, that of the device of `x`; called often, so it should cache them.
+        ``maker(x) -> ArrayModule`` returns the module for the device of `x`. It is called often: cache the modules.
     here : callable, optional
-        ``here() -> ArrayModule``, that of this process's current device: for a rank that gets such an array without
-        having one.
+        ``here() -> ArrayModule`` returns the module for this process's current device. It is called on a rank that receives
+        such an array and passes none.
     """
     _makers[kind] = maker
     if here is not None:

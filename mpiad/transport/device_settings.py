@@ -89,8 +89,8 @@ def start() -> None:
     sizes = [size if given else _UNSET for size, given in zip((wanted.chunk, wanted.pinned), asked)]
     expects = wrong is None and (asked[0] or may_bring_arrays())
     direct = bool(device_kinds())
-    # The minima over the ranks: no error, no "0", no "1", no device arrays, none that are copied to the host, none that MPI
-    # accesses directly, and the smallest sizes.
+    # Minima over the ranks of truth values (no error, not "0", not "1", no device arrays, none that are copied to the host,
+    # none that MPI accesses directly) and of sizes.
     asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
     switches = [wrong is None, *asks, not expects, not expects or direct, not expects or not direct]
     mine = np.array([*switches, *sizes], np.int64)
@@ -98,7 +98,7 @@ def start() -> None:
     MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
     if wrong is not None or not least[0]:
         raise wrong or ValueError("MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has an invalid value on another rank.")
-    cuda_aware = None if least[1] and least[2] else bool(least[1])  # 0 always works
+    cuda_aware = None if least[1] and least[2] else bool(least[1])  # if ranks request both 0 and 1: 0, which always works
     default = DeviceSettings()
     chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))
     brought, copied, taken = (not flag for flag in least[3:6].tolist())

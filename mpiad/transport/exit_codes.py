@@ -87,7 +87,7 @@ def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
         return False
     if _MADE_LATE:
         sys.exit = _exit
-        # Also in modules that have imported the function.
+        # `sys.exit` is also replaced in modules that have imported it by `from sys import exit`.
         for names in gc.get_referrers(_python_exit):
             if isinstance(names, dict) and "__name__" in names:
                 known = [name for name, value in names.items() if value is _python_exit and name != "_python_exit"]
@@ -112,5 +112,5 @@ def _replace_code(attribute: object) -> bool:
 def _exit(status: Any = None, /) -> None:
     try:
         _python_exit(status)
-    except SystemExit:  # accessed, so that it is created
+    except SystemExit:  # caught, so that Python creates it: see `_MADE_LATE`
         raise

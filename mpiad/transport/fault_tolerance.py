@@ -24,7 +24,7 @@ def _can_revoke() -> bool:
     # In debug mode ranks wait on communicators that nobody revokes; these waits have a limit instead.
     if switch("MPIAD_DEBUG", False):
         return False
-    # The launcher sets it for its ranks. Without it Open MPI has these functions, but they don't work.
+    # The launcher sets this variable for its ranks. If it isn't set, Open MPI has these functions, but they don't work.
     asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
     return asked and MPI.get_vendor()[0] == "Open MPI"
 
@@ -42,7 +42,7 @@ def is_revoked(comm: Comm) -> bool:
 def is_interruption(error: BaseException | None) -> bool:
     """Return whether an exception is, or was raised while handling, MPI's error that other ranks have failed."""
     seen = 0
-    # A RemoteError results from an interruption that all ranks know.
+    # A RemoteError results from an interruption that all ranks know of.
     while error is not None and not isinstance(error, RemoteError) and seen < 100:
         if isinstance(error, MPI.Exception):
             kind = error.Get_error_class()

@@ -32,7 +32,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
 
     On other ranks the result is on the device of the template `x`, or on a device like the root's if there is none.
     """
-    # The size is fixed, since the receivers don't know another one.
+    # The header has a fixed size, since the receivers don't know the size of the array.
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank == root:
         return _bcast_from_here(channel, x, root, call, packet)

@@ -20,7 +20,7 @@ class Launcher(NamedTuple):
     """A launcher; `size`, `rank`: the number of processes that it started, and the index of this one."""
 
     name: str = ""  # empty if no launcher is recognized
-    family: str = ""  # whose libraries it starts: "mpich", "openmpi", or "" for those that start any
+    family: str = ""  # the MPI that it belongs to: "mpich", "openmpi", or "" for launchers of any MPI
     size: int = 1
     rank: int = 0
 

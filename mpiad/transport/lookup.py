@@ -46,7 +46,7 @@ def close_world() -> None:
     global _world, _finalized
     if _world is not None:
         _world.close()
-    # Also without an open world: mpi_finalize was called, and errors report it.
+    # Even if the world wasn't open, since errors report that mpi_finalize was called.
     _world, _finalized = None, True
 
 

@@ -57,11 +57,11 @@ def huge_pages() -> str:
         return "none: the system has no transparent huge pages"
     mode = switch[switch.find("[") + 1 : switch.find("]")]
     if mode == "never":
-        return "none: the system's switch is on never"
+        return "none: the system's setting is never"
     if mode == "always":
         return "for all arrays of 2 MiB and more, and for the heap"
-    own = "for the heap" if _advised else "glibc's own setting" if _named("glibc.malloc.hugetlb") else "not asked for"
-    return f"{own} (the system's switch is on {mode})"
+    own = "for the heap" if _advised else "glibc's own setting" if _named("glibc.malloc.hugetlb") else "not requested"
+    return f"{own} (the system's setting is {mode})"
 
 
 def _named(tunable: str) -> bool:

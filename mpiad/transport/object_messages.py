@@ -78,7 +78,7 @@ def _is_over(request: Request) -> bool:
 
 
 class Line:
-    """Messages of a rank on a communicator without other messages, derived from the communicator of a channel."""
+    """Sends and receives objects on a communicator without other messages, derived from the communicator of a channel."""
 
     def __init__(self, comm: Comm, used: Channel):
         self.comm, self._used = comm, used

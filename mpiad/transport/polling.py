@@ -45,7 +45,7 @@ class Backoff:
 
 
 def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
-    """Return when ``found()`` is true, which probes for a message from `source`."""
+    """Wait until ``found()``, which probes for a message from `source`, returns true."""
     if not isinstance(comm, MPI.Comm):
         comm.until(found, source)  # a guarded communicator shows the wait in deadlock reports
         return

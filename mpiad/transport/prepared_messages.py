@@ -21,15 +21,15 @@ def as_message(array: np.ndarray) -> list[Any]:
 
 def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callable[[], object]:
     """Return the function that sums the ranks' small arrays, with the result on all ranks."""
-    going, coming = as_message(array), as_message(out)
-    return lambda: channel.data.Allreduce(going, coming)
+    sent, received = as_message(array), as_message(out)
+    return lambda: channel.data.Allreduce(sent, received)
 
 
 def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
 ) -> Callable[[], object]:
-    """Return the function that sends one array and receives another; its envelopes, of one tag, are renewed before."""
-    going, coming, status, channel = as_message(array), as_message(destination), MPI.Status(), there.channel
+    """Return the function that sends one array and receives another; before a call renew the envelopes (of one tag)."""
+    sent, received, status, channel = as_message(array), as_message(destination), MPI.Status(), there.channel
     dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, destination.nbytes, MPI.BYTE
     # The tag of both forward messages; tags of adjoints depend on the message's number.
     tag = there.tag
@@ -37,13 +37,13 @@ def prepared_swap(
     def swap() -> None:
         try:
             if reverse:
-                channel.reverse.Sendrecv(going, dest, there.mpi_tag, coming, source, back.mpi_tag, status)
+                channel.reverse.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
             else:
-                channel.data.Sendrecv(going, dest, tag, coming, source, tag, status)
+                channel.data.Sendrecv(sent, dest, tag, received, source, tag, status)
         except MPI.Exception as error:
-            ABANDONED.append((going, coming))  # MPI may still use them
+            ABANDONED.append((sent, received))  # MPI may still use them
             raise receive_error(error, Spec.of(destination), back, call) from None
-        if status.Get_count(byte) != size:  # here, since a function call would take a tenth of the time
+        if status.Get_count(byte) != size:  # tested here, since a function call would take a tenth of the time
             require_whole(destination, status, back, call)
 
     to_itself = dest == source == channel.rank
@@ -51,7 +51,7 @@ def prepared_swap(
         return swap
 
     def copied() -> None:
-        # A rank receives its own messages in order: this one next, unless an earlier one is still in flight.
+        # A rank's messages to itself arrive in order. So this message is the next, unless an earlier one is in flight.
         if there.number == back.number:
             destination[...] = array
         else:
@@ -63,15 +63,15 @@ def prepared_swap(
 class PreparedMessages:
     """One message to and one from each of several ranks, all in flight at once.
 
-    `going`, `coming`: for each of these ranks a contiguous host array to send, and one to receive into.
+    `sent`, `received`: for each of these ranks a contiguous host array to send, and one to receive into.
     """
 
     def __init__(
-        self, channel: Channel, peers: Sequence[Rank], tag: int, going: Sequence[np.ndarray], coming: Sequence[np.ndarray]
+        self, channel: Channel, peers: Sequence[Rank], tag: int, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
     ):
         self._channel, self._tag = channel, tag
-        self._going = [(Envelope(channel, peer, tag, True, 0), x, as_message(x)) for peer, x in zip(peers, going)]
-        self._coming = [(Envelope(channel, peer, tag, False, 0), x, as_message(x)) for peer, x in zip(peers, coming)]
+        self._outgoing = [(Envelope(channel, peer, tag, True, 0), x, as_message(x)) for peer, x in zip(peers, sent)]
+        self._incoming = [(Envelope(channel, peer, tag, False, 0), x, as_message(x)) for peer, x in zip(peers, received)]
         self._sends: list[Any] = []
         self._receives: list[Any] = []
         self._status = MPI.Status()
@@ -80,11 +80,11 @@ class PreparedMessages:
         """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
         comm, tag = self._channel.data, self._tag
         # Receives first, so that MPI needn't buffer messages.
-        for envelope, _, message in self._coming:
+        for envelope, _, message in self._incoming:
             envelope.renew()
             # Uninterruptible, as in `Channel.begin`.
             self._receives.extend(map(comm.Irecv, (message,), (envelope.peer,), (tag,)))
-        for envelope, _, message in self._going:
+        for envelope, _, message in self._outgoing:
             envelope.renew()
             self._sends.extend(map(comm.Isend, (message,), (envelope.peer,), (tag,)))
 
@@ -94,7 +94,7 @@ class PreparedMessages:
         The waits end, since each peer posts its receives before it waits.
         """
         status = self._status
-        for request, (envelope, destination, _) in zip(self._receives, self._coming):
+        for request, (envelope, destination, _) in zip(self._receives, self._incoming):
             try:
                 request.Wait(status)
             except MPI.Exception as error:
@@ -106,11 +106,11 @@ class PreparedMessages:
         self._sends.clear()
 
     def leave(self, reason: str) -> None:
-        """Abandon the messages after an exception: the channel is refused until it is renewed."""
-        for request, (_, destination, _) in zip(self._receives, self._coming):
+        """Abandon the messages after an exception; calls on the channel are refused until it is renewed."""
+        for request, (_, destination, _) in zip(self._receives, self._incoming):
             if request != MPI.REQUEST_NULL:
                 self._channel.hold("receive", request, destination)
-        for request, (_, array, _) in zip(self._sends, self._going):
+        for request, (_, array, _) in zip(self._sends, self._outgoing):
             self._channel.hold("send", request, array)
         self._receives.clear()
         self._sends.clear()

@@ -146,7 +146,7 @@ def _raise_verdict(
 
 
 def _meeting_channel(used: Channel | None, interrupted: bool) -> Channel | None:
-    """Return the largest revoked channel that includes the ranks of this one (for None, of any), else this one."""
+    """Return the largest revoked channel that includes the ranks of `used` (any channel for None), or else `used`."""
     patience = Backoff()
     while True:
         revoked = [found for found in _channels_including(used) if _is_given_up(found)]

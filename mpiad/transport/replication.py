@@ -21,7 +21,7 @@ from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
 
 _SHOWN = 8
-_HUGE = 2**1023  # integers from here on have no float
+_HUGE = 2**1023  # integers from 2¹⁰²⁴ on can't be converted to floats
 # A long double on x86 has 80 bits, in ten of its 16 bytes; the other bytes are arbitrary.
 _USED_BYTES = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 
@@ -55,7 +55,7 @@ def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, ot
     absolute, relative = _largest(mine.reshape(-1)[places], theirs.reshape(-1)[places])
     size = "in the sign of a zero or the bits of a NaN only" if absolute == 0 else f"by at most {absolute:.2g}"
     if absolute != absolute:
-        size = "where one of both is no number"
+        size = "where only one of both is NaN"
     elif absolute != 0:
         size += f" (relative {relative:.2g})"
     at, count = (f" first at {list(first)}", f"{len(places)} of {mine.size} entries differ, ") if first else ("", "")
@@ -109,10 +109,10 @@ class _Leaf(NamedTuple):
         return f"{self.path} ({self.kind})"
 
 
-def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said: str, advice: str = "") -> None:
+def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], prefix: str, advice: str = "") -> None:
     """Raise on all ranks if the copies of a value differ; collective.
 
-    `leaves`: the arrays, numbers, strings and Nones of this rank's copy, each with its path. The message begins with `said`
+    `leaves`: the arrays, numbers, strings and Nones of this rank's copy, with their paths. The message begins with `prefix`
     and ends with `advice`. A ReplicationError contains the ranks that differ, and the first difference with its size. A
     TypeError is raised if a rank has an object whose bits can't be compared.
     """
@@ -131,7 +131,7 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
     least = np.empty_like(mine)
     channel.data.Allreduce(mine, least, MPI.MIN)
     if not least[4] or (least[:2] != ~least[2:4]).any():
-        _explain(channel, values, described, wrong, f"{said}, but ", f" {advice}" if advice else "")
+        _explain(channel, values, described, wrong, f"{prefix}, but ", f" {advice}" if advice else "")
 
 
 def _plain(path: str, value: object) -> Array:
@@ -155,11 +155,11 @@ def _described(value: object) -> tuple[str, bytes]:
     return f"shape {value.shape}, dtype {value.dtype}", digest
 
 
-def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong: str, said: str, advice: str) -> None:
+def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong: str, prefix: str, advice: str) -> None:
     every: list[tuple[list[_Leaf], str]] = channel.data.allgather((described, wrong))
     for rank, (_, text) in enumerate(every):
         if text:
-            raise TypeError(f"{said}{text} This happened on rank {rank}.")
+            raise TypeError(f"{prefix}{text} This happened on rank {rank}.")
     copies = [tuple(found) for found, _ in every]
     # The reference is the most common copy, so a single rank that differs is the one reported.
     reference = copies.index(Counter(copies).most_common(1)[0][0])
@@ -172,7 +172,7 @@ def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong:
     differences = {rank: found[rank] for rank in ranks}
     first, who = differences[ranks[0]], f"rank(s) {ranks} of {channel.size} differ from rank {reference}"
     sizes = [greatest(values) for values in zip(*[(one.absolute, one.relative) for one in differences.values()])]
-    raise ReplicationError(f"{said}{who}.{advice}{listed(differences)}", ranks, first.path, first.index, *sizes)
+    raise ReplicationError(f"{prefix}{who}.{advice}{listed(differences)}", ranks, first.path, first.index, *sizes)
 
 
 def _compared(

@@ -1,8 +1,8 @@
 """The number of threads of a rank: its share of the node's cores, for BLAS and loops.
 
-NumPy and SciPy each have a BLAS with a pool of threads that poll for work. Calls of both libraries in turn take each
-other's cores, so a product of vectors may take a hundred times as long. Therefore NumPy alone works on vectors, on the
-calling thread unless they are long.
+NumPy and SciPy each have a BLAS with a pool of threads that poll for work. If calls of the two libraries alternate, the
+threads of one occupy the cores that the other needs, so a product of vectors may take a hundred times as long. Therefore
+vectors are processed by NumPy only, on the calling thread unless they are long.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def vdot(x: Array, y: Array) -> Any:
 
 
 def _by_blas(rows: np.ndarray, length: int | None) -> bool:
-    """Return whether BLAS makes a product with a matrix: it is short, or long enough for several threads."""
+    """Return whether BLAS computes a product with these rows: they are short, or long enough for several threads."""
     return rows.size <= _ON_ONE_THREAD or (length or rows.shape[1]) >= _LONG
 
 

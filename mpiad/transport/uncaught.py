@@ -87,7 +87,7 @@ def is_reporting() -> bool:
 
 
 def end_by(error: BaseException) -> None:
-    """End the job by an exception; only show it if the hooks aren't installed."""
+    """End the job because of an exception; if the hooks aren't installed, only show the exception."""
     (_end_job if _installed else sys.excepthook)(type(error), error, error.__traceback__)
 
 

@@ -194,7 +194,7 @@ T = TypeVar("T")
 _FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
 
 
-class Unreached(Exception):  # noqa: N818 - no error, as StopIteration is none
+class Unreached(Exception):  # noqa: N818 - not an error, like StopIteration
     """Raised on all ranks to leave a stage in which a solver hasn't converged on some rank; the call then continues."""
 
 
@@ -388,7 +388,7 @@ class DeferredFailures:
             raise reached from self.error
 
     def raise_together(self) -> None:
-        """Raise on all ranks if one has failed: its own exception there, one of the same type and text elsewhere.
+        """If a rank has failed, raise its exception there, and one of the same type and text on the other ranks.
 
         All ranks call this. It takes one small reduction, unless a sum has reported the failure.
         """
@@ -401,7 +401,7 @@ class DeferredFailures:
             self._timer = None
         if not every[0]:
             return
-        # On all ranks alike: a rank that continued without the others would wait for them.
+        # All ranks mark the channel, since a rank that continued without the others would wait for them.
         if every[1]:
             self._used.mark(self._fault or f"an exception left {self._call} in which messages were under way.")
         error, self.error = self.error, None

@@ -26,7 +26,7 @@ from mpiad.transport.threads import limit_threads
 from mpiad.transport.uncaught import install_hooks
 
 _local: tuple[int, int] | None = None
-_TIME_TO_LOAD = 20.0  # seconds; file systems make the ranks differ
+_TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
 _LONG = 60.0
 _log = logging.getLogger("mpiad")
 _begins: list[Callable[[], None]] = []
@@ -61,7 +61,7 @@ def start(call: str) -> None:
     node.Free()
     if aborts:
         install_signal_handlers()
-        watch_departures()  # another duplicate, so behind the meeting too
+        watch_departures()  # after `meet`, too, since it creates a duplicate
     switch.start()
     device_settings.start()
     prepare_memory()

@@ -28,7 +28,7 @@ from mpiad.vi.prior import Prior
 
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
     """Return whether KL(q‖prior) has a closed form: if both distributions are normal."""
-    # Not by attributes, which may have another meaning in a user's class.
+    # Types are compared, not attributes, which may have another meaning in a user's class.
     known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
     return known and prior.normal is not None
 

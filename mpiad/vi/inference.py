@@ -89,7 +89,7 @@ class Training:
         return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Return noise, on the parameters' device, and draws, on the host: NaN after an exception, which is stored."""
+        """Return noise on the parameters' device, and draws on the host; after an exception, store it, and return NaN."""
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
             with np.errstate(all="ignore"):
@@ -229,8 +229,8 @@ class VI:
     Parameters
     ----------
     loss : callable
-        ``loss(theta, data)`` returns one real number for parameters of shape (dim,); the negative log likelihood, if the
-        Bayesian posterior is wanted, with ``w=1``. Each draw is evaluated on one rank, so communication on `comm` inside
+        ``loss(theta, data)`` returns one real number for parameters of shape (dim,). For the Bayesian posterior it is the
+        negative log likelihood, with ``w=1``. Each draw is evaluated on one rank, so communication on `comm` inside
         `loss` ends the run with a WorkerError; use MPI.COMM_SELF instead (``Domain(..., comm=MPI.COMM_SELF)``). For
         pathwise gradients it must be differentiable, that is, written with autograd.numpy.
     posterior : MeanFieldGaussian, FullRankGaussian, Flow, or anything with `dim`, `initial`, `draw` and `log_prob`
@@ -247,15 +247,15 @@ class VI:
         "pathwise": derivatives of the loss. "score": the score-function estimator, for losses that can't be differentiated,
         which needs more draws.
     divergence : {"auto", "closed", "draws", "path"}
-        "closed": KL in closed form. "draws": estimated from the epoch's draws. "path": the same without the part of the
-        gradient whose mean is zero, so that the noise vanishes near an exact posterior. "auto": "closed" if posterior and
-        prior are normal, else "draws".
+        "closed": KL in closed form. "draws": estimated from the epoch's draws. "path": like "draws", without the part
+        of the gradient whose mean is zero, so that the noise vanishes near an exact posterior. "auto": "closed" if
+        posterior and prior are normal, else "draws".
     schedule : {"even", "dynamic"}
         "even": all ranks, including the root, get equal shares of the draws. "dynamic": a free rank other than the root
         gets the next draw, for models whose evaluations take different times.
     devices : sequence of str, optional
-        A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `loss` gets `theta` on it, and its value may be
-        there, too; `loss` must copy `data` itself.
+        A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `theta` is on this GPU, and the value of `loss`
+        may be there, too; `loss` must copy `data` itself.
     seed : int
         Seed of all draws.
     root : int
@@ -346,8 +346,8 @@ class VI:
         n_samples : int
             The number of draws in the result.
         callback : callable, optional
-            ``callback(epoch, objective, params)`` on the root after each epoch. It mustn't communicate; StopIteration from
-            it ends the run on all ranks.
+            ``callback(epoch, objective, params)`` is called on the root after each epoch. It mustn't communicate. If it
+            raises StopIteration, the run ends on all ranks.
         average : bool
             Whether to report the average of the variational parameters over about the last fifth of the epochs. With False
             those after the last epoch are reported, for parameters whose mean has no meaning, such as angles.

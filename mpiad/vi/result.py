@@ -62,7 +62,7 @@ class VIResult:
     average: bool = True
 
     def draw(self, count: int, seed: int = 0, best: bool = False) -> Array:
-        """Return draws of shape (count, dim), on the host, from the reported posterior, or with `best` the best epoch's."""
+        """Return draws of shape (count, dim), on the host, from the reported posterior, or if `best`, the best epoch's."""
         noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
         return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 

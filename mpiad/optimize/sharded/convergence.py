@@ -88,7 +88,7 @@ class NewtonSettings(NamedTuple):
     inner_product: Callable[[Any], Any] | None = None  # product of R⁻¹ with a vector, for the inner product uᵀ R v
     regularizer: Function | None = None  # added to half the sum of squared residuals ("gauss-newton")
     gtol: float = 1e-5  # tolerance of the norm of the gradient
-    grtol: float = 1e-6  # the same, relative to the norm at x0
+    grtol: float = 1e-6  # tolerance of this norm, relative to the norm at x0
     ftol: float = 0.0  # as in L-BFGS-sharded
     maxiter: int = 200
     maxfun: int = 15000
@@ -143,7 +143,7 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function of an option; of an object with methods the method `cost` (regularizer) or `solve` (others)."""
+    """Return the function of an option. Of an object, it is the method `cost` (of a regularizer) or `solve` (others)."""
     method = "cost" if name == "regularizer" else "solve"
     if callable(found := getattr(value, method, None)):
         return found

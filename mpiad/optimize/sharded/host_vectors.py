@@ -24,7 +24,7 @@ LENGTH = 16384
 # Unused columns after those of a full tile, since rows at distances of a power of two share cache sets.
 PADDING = 24
 
-# Slices of rows, each with the slice of its coefficients or products.
+# Slices of rows, each with the slice of the corresponding coefficients or products.
 Parts = list[tuple[slice, slice]]
 Outputs = tuple[np.ndarray, np.ndarray | None]
 
@@ -133,10 +133,10 @@ class HostVectors:
             np.copyto(tile[row], vector[part])
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the products of the ring's rows with the newest change y and with the gradient, and the gradient's square.
+        """Return the inner products of the ring's rows with the newest change y and with the gradient g, and g·g.
 
-        With `change` the row of y holds the previous gradient, from which y is computed. Products that aren't requested by
-        `change` or `gradient` are zero.
+        With `change`, the row of y holds the previous gradient, and is first replaced by y. Products that aren't requested
+        by `change` or `gradient` are zero.
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
@@ -147,9 +147,9 @@ class HostVectors:
         return of_change, of_gradient, square
 
     def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
-        """Replace row `before` by `row` - `before`, unless they are the same row; write its products with rows to `out`.
+        """Replace row `before` by `row` - `before`, unless they are the same row; write its products with `parts` to `out`.
 
-        Return the square of `row`.
+        Return the inner product of `row` with itself.
         """
         out.fill(0.0)
         square = 0.0
@@ -188,7 +188,7 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def take(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient to row `out`; return its largest absolute entry, and the direction's slope and square.
+        """Copy a gradient g to row `out`; return its largest absolute entry, g·d and d·d for the row d = `direction`.
 
         The largest entry is infinite if an entry isn't finite.
         """
@@ -208,7 +208,7 @@ class HostVectors:
     def products_of_free(
         self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
     ) -> tuple[np.ndarray, float]:
-        """Return the products of the ring's rows with each other over free variables, and the slope along held ones.
+        """Return the inner products of the ring's rows over free variables, and the contribution of held ones to the slope.
 
         x is the current point, `norm` the largest absolute entry of the projected gradient on any rank, `before` the
         previous point, if the newest pair belongs to the step from there.

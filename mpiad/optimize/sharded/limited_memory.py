@@ -146,7 +146,7 @@ class LimitedMemory:
         known[rows[-1]] = sums[2 * len(rows) - 1]
 
     def advance(self, at: Point, step: float, outs: tuple[Array, Array | None]) -> None:
-        """Write the point at a step along the direction from the current point `at` to `outs`: a vector, and one or None.
+        """Write the point at a step along the direction from `at`, the current point, to `outs`: one or two vectors.
 
         The first call after `update` also computes the direction.
         """

@@ -59,7 +59,7 @@ class Agreement:
         self._is_open = True
 
     def later(self, lane: int, own: Comm) -> Comm:
-        """Return the communicator for comparisons of nonblocking calls; in threads the channel's communicator `own`."""
+        """Return the communicator for comparisons of nonblocking calls: outside the main thread `own`, the channel's."""
         return own if lane else self._later  # type: ignore[return-value]
 
     def begun(self, lane: int) -> tuple[str, int]:

@@ -37,7 +37,7 @@ def close(close_world: Callable[[], None]) -> None:
     left_over = []
     if given_up:
         # After communication was given up, ranks aren't synchronized, and only MPI's end remains, which may wait forever
-        # for abandoned communication. So the system ends the process, unless the program uses the signal itself.
+        # for abandoned communication. So SIGALRM ends the process, unless the program handles this signal itself.
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, _GRACE)
     else:

@@ -98,15 +98,15 @@ class Guarded:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if hasattr(array, "dtype") else None
-        said = (self.label, step, array, op, root, watch_settings.present().compares_lines)
+        arguments = (self.label, step, array, op, root, watch_settings.present().compares_lines)
         lane = lane_of(self.number)
 
         def make() -> Gathering:
-            # Only after a moment of waiting, since it inspects the stack.
-            return Gathering(self, *agreement.begun(lane), describe(*said))
+            # Called only after a moment of waiting, since `describe` inspects the stack.
+            return Gathering(self, *agreement.begun(lane), describe(*arguments))
 
-        if not agreement.agree(fingerprint(*said), lane, make):
-            mine = (describe(*said), agreement.starts[lane])
+        if not agreement.agree(fingerprint(*arguments), lane, make):
+            mine = (describe(*arguments), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
     def give_up(self, reason: str) -> None:

@@ -155,7 +155,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
     key = (label, step, form, handle, root, call_sites, who)
     found = _known.get(key)
     if found is None:
-        # Cleared completely: an order of use would slow down each call.
+        # Cleared completely, since recording the order of use would slow down each call.
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared
@@ -175,14 +175,14 @@ _ADVICE = {
     "dtype": "Convert x to the same dtype on all ranks (1 is an integer, 1.0 is not).",
     "call site": "If different lines are meant to meet here, allow it with mpiad.debug.checked(call_sites=False) or "
     "MPIAD_DEBUG_SITES=0.",
-    "step": "This is a mistake in the library unless one rank's call differs from the others' above.",
+    "step": "This is a mistake in the library unless one rank's call differs from the others' in the table.",
     _STARTS: "Start nonblocking reductions at the same place among the other calls on all ranks.",
 }
 
 
-def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoReturn:
+def raise_mismatch(described: list[tuple[Description, int]], group: Group) -> NoReturn:
     """Raise the error for different descriptions, on all ranks of a group."""
-    rows = sorted(zip(group.members, said))
+    rows = sorted(zip(group.members, described))
     descriptions = [description for _, (description, _) in rows]
     compared = zip(*(description.compared for description in descriptions))
     different = [name for name, values in zip(_NAMES, compared) if len(set(values)) > 1]

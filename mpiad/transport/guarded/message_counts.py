@@ -29,7 +29,7 @@ class MessageCounts:
         _all[id(self)] = self
 
     def sent(self, peer: int, tag: int, place: str) -> None:
-        """Count a message that leaves."""
+        """Count a sent message."""
         found = self._sent.get((peer, tag))
         if found is None:
             found = self._sent[peer, tag] = [0, deque(maxlen=_SITES)]
@@ -37,7 +37,7 @@ class MessageCounts:
         found[1].append(place)
 
     def received(self, peer: int, tag: int) -> None:
-        """Count a message that has come."""
+        """Count a received message."""
         self._received[peer, tag] = self._received.get((peer, tag), 0) + 1
 
     def close(self) -> None:

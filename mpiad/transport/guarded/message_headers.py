@@ -50,7 +50,7 @@ class HeadedMessages(Guarded):
         super().__init__(bare, *args, **keywords)
         self.post = post
         self.ledger = MessageCounts(self.label, self.members, self.owner)
-        # Numbers of receives (`skipped`) and sends without headers, of messages in flight when debug mode began.
+        # Numbers of receives and of sends whose messages have no headers: in flight when debug mode began.
         self.skipped: dict[tuple[int, int], int] = {}
         self.unannounced: dict[tuple[int, int], int] = {}
         self.parts = tuple(
@@ -64,15 +64,15 @@ class HeadedMessages(Guarded):
         self.ledger.close()
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
-        """Expect no headers for messages of which one end started before debug mode; collective.
+        """Expect no headers for messages whose send or receive was started before debug mode; collective.
 
         `sent`, `received`: the numbers of messages that this rank has sent to, or begun to receive from, each (rank, tag).
         """
-        said = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
+        counts = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
                 for peer in range(self.size)]  # fmt: skip
-        for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(said)):
-            self.skipped |= _ahead(there_sent, said[peer][1], peer)
-            self.unannounced |= _ahead(there_received, said[peer][0], peer)
+        for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(counts)):
+            self.skipped |= _ahead(there_sent, counts[peer][1], peer)
+            self.unannounced |= _ahead(there_received, counts[peer][0], peer)
 
     def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
@@ -181,7 +181,7 @@ class HeadedReceive(GuardedRequest):
         self._compare(status)
 
     def _compare(self, status: Status) -> None:
-        if not watch_settings.debug():  # the sender may have left the watch, too
+        if not watch_settings.debug():  # the sender may have turned debug mode off, too
             self._take_back_header()
             return
         source, tag = status.source, status.tag

@@ -179,13 +179,13 @@ class StartedReduction(GuardedRequest):
         agreement.starts[lane] += 1
         comm.started += 1
         number = comm.started
-        said = _described(comm, out, op)
+        described = _described(comm, out, op)
         super().__init__(
-            begin(comm, comm.bare.Iallreduce, array, out, op), lambda: Gathering(comm, comm.label, number, said)
+            begin(comm, comm.bare.Iallreduce, array, out, op), lambda: Gathering(comm, comm.label, number, described)
         )
-        self.caller = said.operation, said.place
+        self.caller = described.operation, described.place
         self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
-        packed = _packed(said, agreement.starts[lane])
+        packed = _packed(described, agreement.starts[lane])
         self._mine[: packed.size] = packed
         self._unended = int(not lane)
         agreement.begun_later += self._unended
@@ -199,23 +199,23 @@ class StartedReduction(GuardedRequest):
         poll(self._saying.Test, self._make)
         self._agreement.ended_later += self._unended
         self._unended = 0
-        said = [pickle.loads(every.tobytes()) for every in self._every]
-        if len({(description.compared, starts) for description, starts in said}) > 1:
+        described = [pickle.loads(every.tobytes()) for every in self._every]
+        if len({(description.compared, starts) for description, starts in described}) > 1:
             # The buffers are kept, since the sum of mismatched calls may never end.
-            raise_mismatch(said, self._group)
+            raise_mismatch(described, self._group)
         super().Wait(status)
 
 
 def _described(comm: Comm, out: np.ndarray, op: Op | None) -> Description:
-    said, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines), calls.current()
-    # For an array in chunks, the shape of the whole array.
-    return said if call is None or call.arguments.shape is None else said._replace(shape=call.arguments.shape)
+    own, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines), calls.current()
+    # If an array is summed in chunks, the description has the shape of the whole array.
+    return own if call is None or call.arguments.shape is None else own._replace(shape=call.arguments.shape)
 
 
-def _packed(said: Description, starts: int) -> np.ndarray:
+def _packed(described: Description, starts: int) -> np.ndarray:
     """Return a description in at most `_BYTES` bytes; long names are cut in the same way on all ranks."""
-    packed, width = pickle.dumps((said, starts)), 256
+    packed, width = pickle.dumps((described, starts)), 256
     while len(packed) > _BYTES:
-        cut = [value[:width] if isinstance(value, str) else value for value in said]
+        cut = [value[:width] if isinstance(value, str) else value for value in described]
         packed, width = pickle.dumps((Description._make(cut), starts)), width // 2
     return np.frombuffer(packed, np.uint8)

@@ -70,12 +70,12 @@ def _edges(states: list[State | None]) -> dict[int, list[int]]:
     for (key, number), ranks in here.items():
         come = set(ranks)
         members = states[ranks[0]]["members"]  # type: ignore[index]
-        missing = [other for other in members if other not in come and not _has_come(states[other], key, number)]
+        missing = [other for other in members if other not in come and not _has_reached(states[other], key, number)]
         edges |= dict.fromkeys(ranks, missing)
     return edges
 
 
-def _has_come(state: State | None, key: str, number: int) -> bool:
+def _has_reached(state: State | None, key: str, number: int) -> bool:
     return state is not None and state["counts"].get(key, 0) >= number
 
 
@@ -151,7 +151,7 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edg
     gone = [other for other in edges[rank] if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
-    return f"{text}, longer than the limit allows (MPIAD_TIMEOUT, or that of checked)."
+    return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
 
 
 def _arrows(cycle: tuple[int, ...]) -> str:

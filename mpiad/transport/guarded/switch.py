@@ -77,8 +77,8 @@ def apply(wanted: Settings) -> None:
 def restore(before: Settings) -> None:
     """Restore the settings before `apply`; not collective, since an exception may have kept other ranks from this call.
 
-    So no communicator is created. If the previous settings have the watch on and differ in `debug`, they need no headers,
-    and each channel has an agreement, which stays closed if a reset has failed.
+    So no communicator is created. None is needed: if debug mode changes and the watch stays on, it ends, so messages need
+    no headers, and each channel has an agreement, which stays closed if a reset has failed.
     """
     now = watch_settings.put(before)
     if not before.watches:

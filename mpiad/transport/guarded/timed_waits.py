@@ -26,7 +26,7 @@ class Departure(NamedTuple):
     sends: bool  # whether messages from it were still in flight
     how: str
     place: str
-    heard: float  # when it was heard here
+    heard: float  # when this rank received the notice of it
 
 
 departed: dict[int, Departure] = {}  # by rank in the world
@@ -36,7 +36,7 @@ class Awaited(Protocol):
     """Describes a wait."""
 
     def give_up(self, reason: str) -> None:
-        """Mark an object as unusable that will never be complete."""
+        """Mark as unusable the object whose operation is abandoned."""
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether the wait needs ranks that left the program before that time."""
@@ -99,7 +99,7 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = F
 
 
 def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
-    """Return the result of `find` when it isn't None; otherwise as `poll`."""
+    """Return the result of `find` when it isn't None; for `make` and the exceptions see `poll`."""
     found = None
 
     def is_found() -> bool:
@@ -113,7 +113,7 @@ def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
 
 def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
     thread = threading.get_ident()
-    # A wait may be inside another one: if no thread answers, waits send answers.
+    # Waits may be nested: if no thread answers other ranks, a wait does so, and may have to wait itself.
     before = _by_thread.get(thread)
     try:
         try:
@@ -135,7 +135,7 @@ def _wait_again(thread: int, before: Waiting | None) -> None:
 def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
     patience = Backoff(_YIELDS_FOR)
     while not test():
-        # Most messages come soon, so nothing else is tested before the first pause.
+        # Most messages arrive soon, so nothing else is tested before the first pause.
         if patience.nap:
             if waiting.verdict is not None:
                 waiting.what.give_up(str(waiting.verdict))
