@@ -68,7 +68,7 @@ class DistributedDataContainer:
 
     Ranks
     -----
-    Each rank makes a container with the same data, `batch_size`, `shuffle` and `seed`; nothing is communicated. Each sample
+    Each rank creates a container with the same data, `batch_size`, `shuffle` and `seed` without communication. Each sample
     is used exactly once per epoch, on one of the ranks.
 
     Examples

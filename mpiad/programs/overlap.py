@@ -87,7 +87,7 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
 
 
 def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of a divisible loop for each thread; all for one thread if the loop has too few entries.
+    """Return the boxes of a divisible loop for each thread; one thread gets all boxes if the loop is short.
 
     `boxes`: see `LoopText`. The last thread computes the boxes at the edges.
     """

@@ -183,7 +183,7 @@ class _Record(NamedTuple):
 
     nodes: list[Any]  # list of OrderedNode
     values: list[tuple[Any, int]]  # the results, each with the index of its node, -1 for a constant
-    found: list[tuple[Any, int]]  # the cotangents of the variables, likewise
+    found: list[tuple[Any, int]]  # the cotangents of the variables, each with the index of its node
     end: int  # the nodes before this index are those of the variables and the function
     start: int  # the nodes from `end` to `start` are those of the cotangents of the results; the rest is the reverse pass
     build: Callable[[list[Any]], Any]  # assembles the function's result from its leaves

@@ -108,7 +108,7 @@ def _limited(ranks_on_node: int) -> int | None:
     if pools and max(pools) <= share:
         return None
     threadpoolctl.threadpool_limits(share)
-    # Libraries that are loaded later, as SciPy's BLAS, read these at their start.
+    # Libraries that are loaded later, such as SciPy's BLAS, read these variables at their start.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(share)
     return share

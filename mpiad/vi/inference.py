@@ -32,7 +32,7 @@ from mpiad.vi.result import VIResult
 
 
 class Optimizer(Protocol):
-    """The interface of optimizers: those of `mpiad.parallel`, or a user's."""
+    """The interface of optimizers, which those of `mpiad.parallel` have."""
 
     def setup(self, params: Tree) -> Any:
         """Return the state before the first update."""
@@ -487,7 +487,7 @@ class VI:
         with raising_together(used):
             _require_count(n_samples, "n_samples")
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
-        # Another generator than those of epochs and of the result's samples.
+        # This generator differs from the generators of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
         # On the host, so that results are the same on all ranks.
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))

@@ -67,7 +67,7 @@ class VIResult:
         return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 
     def log_prob(self, theta: Array, best: bool = False) -> Array:
-        """Return log densities at points of shape (S, dim), on their device; `best` as in `draw`."""
+        """Return log densities at points of shape (S, dim), on their device; for `best` see `draw`."""
         params = self._chosen(best)
         if is_device_array(theta):
             return self.posterior.log_prob(to_device(params, like=theta), theta)

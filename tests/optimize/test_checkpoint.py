@@ -259,5 +259,5 @@ def test_only_who_writes_needs_the_folder(folder: Path, rank: int, size: int) ->
     assert mpiad.minimize(valley, START, root=root, checkpoint=given).success
     assert [file.name for file in folder.iterdir()] == ["run.npz"]
     given = folder / "elsewhere" / "run.npz" if rank == root else folder / "run.npz"
-    with pytest.raises(ValueError, match=f"doesn't exist: {folder / 'elsewhere'}. Make it"):
+    with pytest.raises(ValueError, match=f"doesn't exist: {folder / 'elsewhere'}. Create it"):
         mpiad.minimize(valley, START, root=root, checkpoint=given)

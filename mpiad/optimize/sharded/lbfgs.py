@@ -201,7 +201,7 @@ def _cubic_terms(a: End, b: End) -> tuple[float, float]:
 class Trials:
     """Evaluation of points along a direction; `count` is the number of evaluations so far.
 
-    It takes two small messages per point in addition to those of the objective.
+    Each evaluation takes two small messages in addition to the messages of the objective.
     """
 
     def __init__(self, evaluation: Evaluation, packing: LocalPacking, totals: Totals, memory: LimitedMemory):

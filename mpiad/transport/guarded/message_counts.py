@@ -10,7 +10,7 @@ _SITES = 32  # the last lines of each kind are kept: unreceived messages are mos
 
 
 class Entry(NamedTuple):
-    """Messages of one kind; ranks are those of the world."""
+    """Messages of one kind; ranks are numbered as in the world."""
 
     communicator: str
     peer: int
