@@ -161,12 +161,15 @@ def test_an_interrupt_while_steps_are_recorded_or_read(numbers, backend, calls, 
     whole = calls[numbers]
     calls.clear()
     kernel_rows._spare.clear()
-    call = work_shares.Paced.__call__
+    call, interrupts = work_shares.Paced.__call__, iter([signal.SIGINT])
 
     def interrupting(self, *given):
         call(self, *given)
-        if len(self._state) == numbers and calls[numbers] == 40:
-            os.kill(os.getpid(), signal.SIGINT)
+        # Of two threads, each may see the count only after the other one has increased it beyond 40.
+        if len(self._state) == numbers and calls[numbers] >= 40:
+            for interrupt in interrupts:
+                os.kill(os.getpid(), interrupt)
+            time.sleep(0.001)  # the threads work until the main thread has received the interrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(work_shares.Paced, "__call__", interrupting)
