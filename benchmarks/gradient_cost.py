@@ -27,15 +27,17 @@ from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from wave import Wave
+
 import autograd.numpy as np
 import numpy
+from linalg import Clock, problem
 from mpi4py import MPI
 from reaches import report
 
 import mpiad
 from mpiad import ensemble
-from mpiad.linalg import Elliptic, Multigrid, solve
-from mpiad.timestepping import CheckpointSchedule, scan
+from mpiad.timestepping import CheckpointSchedule
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--repeats", type=int, default=7)
@@ -56,8 +58,9 @@ class Program(NamedTuple):
 
     def sides(self) -> dict[str, Callable[[], object]]:
         gradient = mpiad.value_and_grad(self.loss)
-        compile = mpiad.jit if self.compiled else lambda fun: fun
-        forward, gradient = compile(self.loss), compile(gradient)
+        forward = self.loss
+        if self.compiled:
+            forward, gradient = mpiad.jit(forward), mpiad.jit(gradient)
         return {"forward": lambda: forward(self.variable), "gradient": lambda: gradient(self.variable)}
 
 
@@ -67,37 +70,9 @@ def short_loss() -> Program:
 
 def wave(compiled: bool, checkpoints: CheckpointSchedule | None = None) -> Program:
     """Return the energy of a wave as a function of the squared speed in each cell."""
-    domain = mpiad.Domain((CELLS, CELLS))
-    x, y = domain.coordinates()
-    start = numpy.exp(-((x - CELLS / 2) ** 2 + (y - CELLS / 3) ** 2) / 50)
-
-    def step(state, k, squared_speed):
-        u, previous = state
-        p = domain.exchange(u)
-        laplacian = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4.0 * u
-        return 2.0 * u - previous + squared_speed * laplacian, u
-
-    def energy(squared_speed):
-        last, _ = scan(compiled_step if compiled else step, (start, start), STEPS, squared_speed, checkpoints=checkpoints)
-        return domain.sum(last**2)
-
-    compiled_step = mpiad.jit(step)
-    return Program(energy, 0.2 + 0.05 * numpy.cos(x / 9) * numpy.sin(y / 7))
-
-
-def poisson() -> Program:
-    """Return the misfit of the solution of -div(κ grad u) = 1 as a function of κ."""
-    cell = {"spacing": 1.0 / CELLS, "centred": True}
-    domain = mpiad.Domain((CELLS, CELLS))
-    operator = Elliptic(domain, **cell)
-    y, x = domain.coordinates(extent=1.0, centred=True)
-    source, observed = 1.0 + 0.0 * x * y, 0.05 * numpy.sin(numpy.pi * x) * numpy.sin(numpy.pi * y)
-
-    def misfit(kappa):
-        levels = Multigrid(domain, mpiad.stop_gradient(kappa), **cell)
-        return domain.sum((solve(operator, source, kappa, preconditioner=levels) - observed) ** 2)
-
-    return Program(misfit, numpy.exp(numpy.sin(6 * x) * numpy.cos(5 * y)))
+    program = Wave(CELLS, STEPS)
+    step = mpiad.jit(program.slices) if compiled else program.slices
+    return Program(program.energy(step, checkpoints), program.square)
 
 
 def lorenz(compiled: bool) -> Program:
@@ -105,15 +80,13 @@ def lorenz(compiled: bool) -> Program:
 
     def f(u, p, t):
         x, y, z = u
-        if compiled:
-            return 10.0 * (y - x), x * (p[0] - z) - y, x * y - 8 / 3 * z
-        return np.stack((10.0 * (y - x), x * (p[0] - z) - y, x * y - 8 / 3 * z))
+        return 10.0 * (y - x), x * (p[0] - z) - y, x * y - 8 / 3 * z
 
     one = ensemble.ODEProblem(f, numpy.array([1.0, 0.0, 0.0]), (0.0, 1.0), numpy.zeros(1))
 
     def loss(rho):
-        problem = ensemble.EnsembleProblem(one, p=rho)
-        solution = ensemble.solve(problem, trajectories=SYSTEMS, rtol=1e-6, atol=1e-9, compile=compiled)
+        many = ensemble.EnsembleProblem(one, p=rho)
+        solution = ensemble.solve(many, trajectories=SYSTEMS, rtol=1e-6, atol=1e-9, compile=compiled)
         return np.sum(solution.u_end**2)
 
     return Program(loss, RHO)
@@ -125,7 +98,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "wave, interpreted": lambda: wave(False),
     "wave, compiled step": lambda: wave(True),
     "wave, compiled step, 8 checkpoints": lambda: wave(True, CheckpointSchedule(8, recorded=8)),
-    "Poisson, multigrid": poisson,
+    "Poisson, multigrid": lambda: Program(*problem(CELLS, False, False, Clock())),
     "Lorenz, arrays": lambda: lorenz(False),
     "Lorenz, compiled kernel": lambda: lorenz(True),
 }
