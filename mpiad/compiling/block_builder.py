@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,9 +77,9 @@ class Block:
         self.label, self.ended = label, False
         self.lines: list[str] = []
 
-    def text(self) -> str:
-        """Return the block as LLVM text."""
-        return "\n  ".join([f"{self.label}:", *self.lines])
+    def text(self, slots: Sequence[str] = ()) -> str:
+        """Return the block as LLVM text, with instructions for stack slots before the others."""
+        return "\n  ".join([f"{self.label}:", *slots, *self.lines])
 
 
 class BlockBuilder:
@@ -98,9 +98,8 @@ class BlockBuilder:
 
     def text(self) -> str:
         """Return all blocks as LLVM text, with the stack slots of variables in the first."""
-        first, *others = (block.text() for block in self.blocks)
-        label, *lines = first.split("\n", 1)
-        return "\n".join(["\n  ".join([label, *self._slots]), *lines, *others])
+        first, *others = self.blocks
+        return "\n".join([first.text(self._slots), *(block.text() for block in others)])
 
     # ---- blocks
 

@@ -49,10 +49,6 @@ def _composed(function: Callable[..., Any], arity: int = 1) -> Operation:
     return Operation(arity, function, "", simple=False)
 
 
-_ROUNDING = ("floor", "ceil", "trunc", "rint")
-_ELEMENTARY = ("exp", "expm1", "log", "log1p", "log10", "sin", "cos", "tan", "sinh", "cosh", "tanh")
-_INVERSE = ("sin", "cos", "tan", "sinh", "cosh", "tanh")  # arcsin in NumPy, and asin in `math`
-
 OPERATIONS: dict[str, Operation] = {
     "add": Operation(2, np.add, "{0} + {1}", commutes=True),
     "subtract": Operation(2, np.subtract, "{0} - {1}"),
@@ -67,7 +63,10 @@ OPERATIONS: dict[str, Operation] = {
     "fmax": _chosen("({0} > {1}) | ({1} != {1})", np.fmax),
     "fmin": _chosen("({0} < {1}) | ({1} != {1})", np.fmin),
     "sign": Operation(1, np.sign, "where({0} > {zero}, {one}, where({0} < {zero}, -{one}, {0}))"),
-    **{name: Operation(1, getattr(np, name), f"np.{name}({{0}})") for name in _ROUNDING},
+    "floor": Operation(1, np.floor, "np.floor({0})"),
+    "ceil": Operation(1, np.ceil, "np.ceil({0})"),
+    "trunc": Operation(1, np.trunc, "np.trunc({0})"),
+    "rint": Operation(1, np.rint, "np.rint({0})"),
     "copysign": Operation(2, np.copysign, "math.copysign({0}, {1})"),
     "less": _compared("<", np.less),
     "less_equal": _compared("<=", np.less_equal),
@@ -82,11 +81,26 @@ OPERATIONS: dict[str, Operation] = {
     # Powers with a small constant exponent become multiplications and roots; the others are calls, which prevent the
     # vectorization of a loop over lanes.
     "power": _called(np.power, "math.pow", 2),
-    **{name: _called(getattr(np, name), f"math.{name}") for name in _ELEMENTARY},
-    **{f"arc{name}": _called(getattr(np, f"arc{name}"), f"math.a{name}") for name in _INVERSE},
+    "exp": _called(np.exp, "math.exp"),
+    "expm1": _called(np.expm1, "math.expm1"),
+    "log": _called(np.log, "math.log"),
+    "log1p": _called(np.log1p, "math.log1p"),
     "log2": _called(np.log2, "np.log2"),
+    "log10": _called(np.log10, "math.log10"),
     "cbrt": _called(np.cbrt, "np.cbrt"),
+    "sin": _called(np.sin, "math.sin"),
+    "cos": _called(np.cos, "math.cos"),
+    "tan": _called(np.tan, "math.tan"),
+    "arcsin": _called(np.arcsin, "math.asin"),
+    "arccos": _called(np.arccos, "math.acos"),
+    "arctan": _called(np.arctan, "math.atan"),
     "arctan2": _called(np.arctan2, "math.atan2", 2),
+    "sinh": _called(np.sinh, "math.sinh"),
+    "cosh": _called(np.cosh, "math.cosh"),
+    "tanh": _called(np.tanh, "math.tanh"),
+    "arcsinh": _called(np.arcsinh, "math.asinh"),
+    "arccosh": _called(np.arccosh, "math.acosh"),
+    "arctanh": _called(np.arctanh, "math.atanh"),
     "erf": _called(np.vectorize(math.erf, otypes=[float]), "math.erf"),
     "erfc": _called(np.vectorize(math.erfc, otypes=[float]), "math.erfc"),
     "hypot": _called(np.hypot, "math.hypot", 2),

@@ -102,7 +102,7 @@ _FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 
 def codes_of(names: Array) -> Array:
     """Return the numbers of the names in an array, the inverse of `ReturnCode.names_of`."""
-    return (np.asarray(names)[:, None] == ReturnCode._member_names_).argmax(axis=1)
+    return (np.asarray(names)[:, None] == [code.value for code in ReturnCode]).argmax(axis=1)
 
 
 def came_through(codes: Array) -> Array:

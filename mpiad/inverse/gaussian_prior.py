@@ -134,11 +134,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
                     f"{value!r:.60}."
                 )
             for each in value if several else [value]:
-                try:
-                    valid = 0.0 < float(each) < math.inf
-                except (TypeError, ValueError):
-                    valid = False
-                if not valid:
+                if not _is_positive(each):
                     raise ValueError(f"{call}: {name} must be a positive number, but got {each!r:.60}.")
         # Fields are numbers or blocks; all but the first, the mean, are positive.
         for k, (name, value) in enumerate(fields.items()):
@@ -153,6 +149,13 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
             found.append(np.broadcast_to(block, domain.local_shape).copy())
     require_same(group, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
     return found
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        return 0.0 < float(value) < math.inf
+    except (TypeError, ValueError):
+        return False
 
 
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:

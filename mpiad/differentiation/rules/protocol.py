@@ -53,7 +53,8 @@ _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Make the adjoint by the rule of autograd or `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
-    on_host = _is_on_host(fun, ans)
+    on_host = _is_on_host(ans)
+    _require_support(fun, ans, on_host)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
     if fun in _OWN_PRIMITIVES:
         pull = checked(fun, rule, argnums, ans, args, kwargs)
@@ -71,7 +72,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Compute the tangent by autograd's own rule."""
-    _is_on_host(fun, ans)
+    _require_support(fun, ans, _is_on_host(ans))
     return checked_tangent(fun, primitive_jvps[fun], argnums, gs, ans, args, kwargs)
 
 
@@ -136,13 +137,13 @@ def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, An
     return given
 
 
-def _is_on_host(fun: Primitive, ans: Array) -> bool:
-    """Return whether `ans` is on the host; raise an error if it is on a device, and `fun` has no derivative there."""
-    if type(ans) is np.ndarray or _array_module(ans) is None:
-        return True
-    if fun in DEVICE_REFUSALS:
+def _is_on_host(ans: Array) -> bool:
+    return type(ans) is np.ndarray or _array_module(ans) is None
+
+
+def _require_support(fun: Primitive, ans: Array, on_host: bool) -> None:
+    if not on_host and fun in DEVICE_REFUSALS:
         refuse_on_device(fun, ans)
-    return False
 
 
 def _array_module(x: Array) -> ArrayModule | None:
