@@ -476,8 +476,11 @@ def rows_of(table: Table) -> dict[str, list[str]]:
 
 def rows_of_page() -> dict[str, list[str]]:
     """Return the cells of the page as it is."""
-    found = re.findall(r"^\| `(.*?)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    return {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in found}
+    text = PAGE.read_text()
+    complete = text.partition("## All four derivatives")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(.*?)` \| (.*) \|$", text, re.MULTILINE)
+    rows = {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in found}
+    return rows | {name: ["yes"] * len(MODES) + [""] for name in re.findall("`(.*?)`", complete)}
 
 
 def against_page(table: Table) -> list[str]:
@@ -510,9 +513,12 @@ def page() -> str:
         raise SystemExit("\n".join(bad))
     head = ("Function", "Reverse", "Forward", "Reverse over reverse", "Forward over reverse", "Refused calls")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    lines += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows_of(table).items()]
+    rows = rows_of(table)
+    complete = [f"`{name}`" for name, cells in rows.items() if set(cells[: len(MODES)]) == {"yes"}]
+    lines += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items() if f"`{name}`" not in complete]
     constant, refused = ([f"`{name}`" for name in names] for names in ([n for n in offered() if is_constant(n)], others))
-    return TEXT.format(table="\n".join(lines), constant=wrapped(constant), refused=wrapped(refused))
+    text = {"complete": wrapped(complete), "constant": wrapped(constant), "refused": wrapped(refused)}
+    return TEXT.format(table="\n".join(lines), **text)
 
 
 def wrapped(names: list[str]) -> str:
@@ -521,37 +527,40 @@ def wrapped(names: list[str]) -> str:
 
 TEXT = """# NumPy's functions: which derivatives are available
 
-Which functions of `autograd.numpy`, its `linalg` and its `fft` can be differentiated by {{py:func}}`mpiad.value_and_grad` and its
-family. The table is made by `make docs-functions` (`tests/derivative_sweep.py`): each function is called with arrays of 0 to 3 axes, empty
-ones too, real and complex, with no axis, negative axes and tuples of axes, with and without `keepdims`, and each of the four
-derivatives is compared with differences of values. A test compares this page with the functions.
+This page lists which functions of `autograd.numpy`, its `linalg` and its `fft` {{py:func}}`mpiad.value_and_grad` and its family can
+differentiate, in reverse and forward mode and to second order. Tests compare each derivative with finite differences, for real and
+complex arrays of 0 to 3 axes.
 
-- *yes*: right for all of these calls.
-- *in part*: right but for the calls in the last column, which raise a `NotImplementedError` (a `TypeError` for a universal
-  function such as `add`) that names the function.
-- *no*: all calls raise that error. Functions of several results (`linalg.eigh`, `linalg.svd`, `linalg.slogdet`) have no forward
-  derivative.
+- Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
+- `array`, `concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm` accept lists of traced arrays.
+  Other functions convert a list to an array of objects, for which most functions raise an error.
+- At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), autograd's convention holds.
+  The derivatives of `linalg.norm`, `std` and `sinc` at zero are NaN.
 
-Differences say nothing about points where a function has no derivative: `abs`, `max` and `sort` of equal elements and similar
-functions have the values there that autograd chose, and `linalg.norm` and `std` have NaN at zero. `sinc` has NaN at zero too.
+## All four derivatives
 
-Traced arrays are arguments by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`. In a list they are found by `array`,
-`concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm`; other functions make an array of objects
-of a list, with which most of NumPy raises an error.
+{complete}.
+
+## Some of the derivatives
+
+- *yes*: the derivative is available.
+- *in part*: the calls in the last column raise a `NotImplementedError` that names the function; for a universal function such as
+  `add` the error is a `TypeError`.
+- *no*: all calls raise this error.
 
 {table}
 
 ## Constants
 
-The derivative is zero: the results are numbers of elements, indices, booleans or steps.
+The results are sizes, indices, booleans or step functions, so the derivative is zero.
 
 {constant}.
 
-`full_like(x, y)` is a constant too, although y may be traced: use `full(x.shape, y)`.
+`full_like(x, y)` is a constant even if y is traced. Use `full(x.shape, y)` instead.
 
 ## Functions without a derivative
 
-Each raises the error above when it is called with a traced array.
+A call with a traced array raises the same error.
 
 {refused}.
 """
