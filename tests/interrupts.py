@@ -503,7 +503,7 @@ def compiled_within():
 
 
 def compiled_solve():
-    """Return a compiled function that solves a system, and so runs as it is, and its closed form."""
+    """Return a compiled function that solves a system, and so is interpreted, and its closed form."""
 
     def matvec(u, d):
         return d * u + mpiad.mpi_allreduce(anp.sum(u))

@@ -469,7 +469,7 @@ class Jitted:
         _log.debug("jit: why %s isn't compiled", self.__name__, exc_info=cause)
         if self.strict:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {reason}.") from cause
-        self._warn("%s isn't compiled, and runs as it is: %s.", reason)
+        self._warn("%s isn't compiled, and falls back to interpreted execution: %s.", reason)
 
     def _warn(self, text: str, reason: str) -> None:
         if not self._warned:

@@ -22,8 +22,8 @@ from mpiad.transport.device_arrays import register_arrays
 
 _boxes = Box.types
 _DECIDES = (
-    "it decides by a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or leave this "
-    "part out of the jitted function"
+    "control flow depends on a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or "
+    "leave this part out of the jitted function"
 )
 # Functions whose results depend on the shapes and dtypes of the arguments only.
 _STATIC = frozenset(

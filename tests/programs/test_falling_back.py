@@ -1,4 +1,4 @@
-"""What can't be compiled runs as it is: the right result, one warning that names the line, no communication twice."""
+"""What can't be compiled is interpreted: the right result, one warning that names the line, no communication twice."""
 
 import contextlib
 import logging
@@ -124,7 +124,7 @@ def decided_line(fun):
 
 
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
-def test_runs_as_it_is_with_one_warning(fun, caplog):
+def test_is_interpreted_with_one_warning(fun, caplog):
     caplog.set_level(logging.WARNING, "mpiad")
     jitted, total = mpiad.jit(fun), mpiad.value_and_grad(mpiad.jit(lambda x: anp.sum(fun(x))))
     for factor in (1.0, 2.0, -1.0) if fun is decides else (1.0, 2.0):
@@ -181,7 +181,7 @@ def test_of_many_ranks_a_few_warn(caplog, monkeypatch):
 
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
 def test_strict_raises_with_the_line_and_the_reason(fun):
-    with pytest.raises(TypeError, match=f"jit: {fun.__name__} can't be compiled: .*:{decided_line(fun)} in .*: it "):
+    with pytest.raises(TypeError, match=f"jit: {fun.__name__} can't be compiled: .*:{decided_line(fun)} in .*: (it|control flow) "):
         mpiad.jit(fun, strict=True)(X.copy())
 
 
@@ -235,7 +235,7 @@ def test_communications_before_the_line_are_made_once(rank, size):
         gradient = mpiad.grad(mpiad.jit(lambda x: anp.sum(fun(x)), strict=strict))
         for x in (X, X * 2):
             if strict:
-                with pytest.raises(TypeError, match="decides by a traced value"):
+                with pytest.raises(TypeError, match="control flow depends on a traced value"):
                     jitted(x)
                 assert mpiad.mpi_allreduce(1.0) == size
                 continue
@@ -272,7 +272,7 @@ def test_messages_are_numbered_alike_where_a_rank_leaves(how, leaves, rank, size
 
     def fun(x, u):
         v = exchanged(anp.sin(u))
-        # Another length ends the programs of the other ranks; one rank decides by a value.
+        # Another length ends the programs of the other ranks; on one rank, control flow depends on a value.
         y = mpiad.mpi_bcast(x * 2 if rank == last else None, root=last)
         if leaves == "its trace" and rank == 0 and anp.sum(y) > 0:
             y = y * 3
@@ -337,7 +337,7 @@ def doubled(x):
 defvjp(doubled, lambda ans, x: lambda g: 2 * g if float(anp.sum(g)) else 0 * g)
 
 
-def test_an_adjoint_that_decides_runs_as_it_is(rank, size, caplog):
+def test_an_adjoint_with_a_branch_is_interpreted(rank, size, caplog):
     """After the adjoint of a sum, which isn't communicated again: J is size Σ (2 s)², where s adds up (r + 1) x_r."""
     caplog.set_level(logging.WARNING, "mpiad")
 
@@ -349,7 +349,7 @@ def test_an_adjoint_that_decides_runs_as_it_is(rank, size, caplog):
     for k in (1.0, 2.0, 3.0):
         total = k * X * size * (size + 1) / 2
         assert_same(gradient(k * X), (np.float64(4 * size * total @ total), 8 * size * (rank + 1) * total), 1e-14)
-    assert [record.getMessage().count("it decides by a traced value") for record in caplog.records] == [1]
+    assert [record.getMessage().count("control flow depends on a traced value") for record in caplog.records] == [1]
 
 
 @pytest.mark.parametrize("where", ["before", "after", "within"])

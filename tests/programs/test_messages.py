@@ -351,7 +351,7 @@ def test_products_with_zeros_and_without(rank, size):
 
 
 def test_requests_are_waited_for_where_they_are_started(rank):
-    """One that is left over is the caller's, so that function runs as it is, and its message is sent once."""
+    """One that is left over is the caller's, so that function is interpreted, and its message is sent once."""
     start = mpiad.jit(lambda x: mpiad.mpi_isend(x * 2, rank, tag=7))
     wait = mpiad.jit(lambda request, x: mpiad.mpi_wait(request) * x)
     for x in (X, X * 2, X * 3):
