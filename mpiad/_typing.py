@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-# NumPy arrays, autograd boxes and device arrays have no common type that a checker knows.
+# NumPy arrays, autograd boxes and device arrays have no common type that type checkers know.
 Array: TypeAlias = Any
 Scalar: TypeAlias = Any
 Tree: TypeAlias = Any

@@ -17,8 +17,8 @@ def cache_folder() -> Path | None:
     """Return the cache folder, created if necessary; None if nothing can be cached.
 
     ``MPIAD_CACHE`` names the folder; 0 disables it. By default it is ``mpiad`` in the user's cache, or, without a home
-    directory, in the system's temporary directory. The folder contains code, and isn't used if other users can write into
-    it or replace it.
+    directory, in the system's temporary directory. Since the folder contains code, it isn't used if other
+    users can write into it or replace it.
     """
     given = path("MPIAD_CACHE")
     if given is None:
@@ -69,7 +69,7 @@ def _is_exposed(parent: Path) -> bool:
 
 
 def first_time(name: str) -> bool:
-    """Return whether no process of this user has called this with this name; True if nothing can be cached."""
+    """Return whether this is the first call with a name in all processes of this user; True if nothing can be cached."""
     folder = cache_folder()
     if folder is None:
         return True
@@ -78,5 +78,5 @@ def first_time(name: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        _log.debug("%s can't be made: %s", folder / name, error)
+        _log.debug("%s can't be created: %s", folder / name, error)
     return True

@@ -117,7 +117,7 @@ def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
 
 
 def _checksum(file: IO[bytes]) -> bytes:
-    """Return the checksum of all bytes before the stored checksum, which is read next."""
+    """Return the checksum of all bytes before the stored checksum; the file's position is then at the latter."""
     left, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
     file.seek(0)
     while left > 0:

@@ -44,7 +44,7 @@ class RequestError(RuntimeError):
 
 
 class CommunicationMismatchError(RuntimeError):
-    """Report ranks that were about to communicate with each other in different calls; under ``MPIAD_DEBUG=1``.
+    """Report ranks whose next calls of a communication don't match; raised only with ``MPIAD_DEBUG=1``.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class CommunicationMismatchError(RuntimeError):
 
 
 class MessageMismatchError(CommunicationMismatchError, ValueError):
-    """Report a message that doesn't match its array; a ValueError, too, since one is raised without ``MPIAD_DEBUG``."""
+    """Report a message that doesn't match its array; without ``MPIAD_DEBUG``, a plain ValueError is raised instead."""
 
 
 class DeadlockError(RuntimeError):
@@ -194,7 +194,7 @@ class RemoteError(RuntimeError):
     traceback : str
         That rank's traceback, which is also the end of the message; empty if the rank died.
     exit_code : int
-        Exit code of the job if this error isn't caught: that of a `sys.exit`, 1 for other exceptions.
+        Exit code of the job if this error isn't caught: the exit code of `sys.exit`, or 1 for another exception.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = "", exit_code: int = 1):

@@ -25,8 +25,8 @@ def custom_operator(fun: Function) -> Communicating:
     Parameters
     ----------
     fun : callable
-        Function of positional arguments, arrays and others, and keyword constants; it gets plain arrays, and returns an
-        array, a number or None.
+        Function of positional arguments (arrays or other objects), and of keyword arguments, which are constants. It gets
+        plain arrays, and returns an array, a number or None.
 
     Returns
     -------
@@ -64,8 +64,8 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     ----------
     operator : Communicating
     *makers : callable or None
-        ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of that argument; None for arguments
-        without one. All rules run on every rank, in this order, even if an argument isn't traced or `g` is zero.
+        ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of that argument. Pass None for an
+        argument without a rule. All rules run on every rank, in this order, also for untraced arguments, and if `g` is zero.
 
     Raises
     ------
@@ -130,8 +130,9 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     operator : Communicating
         A result of `custom_operator`; a TypeError is raised for another object.
     *rules : callable or None
-        ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; None
-        for arguments without one. All rules run on every rank, in this order, with zeros if an argument isn't traced.
+        ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; pass
+        None for an argument without a rule. All rules run on every rank, in this order; `g` is zero for arguments that
+        aren't traced.
 
     Examples
     --------

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _StandardError:
-    """Standard error that ignores failed writes, so that the computation continues if the reader has ended."""
+    """Standard error that ignores failed writes, so that the computation continues after the reading process has ended."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr

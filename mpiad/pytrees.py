@@ -136,7 +136,7 @@ def _kind(leaf: Array) -> Any:
 
 
 def join(parts: Sequence[Array]) -> Array:
-    """Concatenate numbers and arrays to a flat array; a single one isn't copied."""
+    """Concatenate numbers and arrays to a flat array; a single array isn't copied."""
     return np.ravel(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=None)
 
 

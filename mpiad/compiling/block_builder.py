@@ -109,7 +109,7 @@ class BlockBuilder:
         return Block(f"block{self._numbers}")
 
     def enter(self, block: Block) -> None:
-        """Make a block the current one."""
+        """Make a block the current block."""
         self.blocks.append(block)
         self.current = block
 

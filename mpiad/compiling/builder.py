@@ -183,7 +183,7 @@ class Builder:
         return self._number(Instruction(operation, arguments))
 
     def value(self, number: int) -> float | bool | None:
-        """Return the value of a constant, None if it isn't one."""
+        """Return the value of a constant, or None for a value that isn't constant."""
         instruction = self.instructions[number]
         return instruction.value if instruction.operation == "constant" else None  # type: ignore[return-value]
 

@@ -174,8 +174,8 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     """Return the compiled function `name` of a source text in the kernel language (see `translation`).
 
     `signature` and `fast`: see `code_of`. The call isn't collective. If several processes need the same kernel, one of them
-    compiles it, and the others wait for its file; without a cache folder, all compile it. Compiling and loading are logged,
-    at level INFO if `call`, the name of a public function, is given.
+    compiles it, and the others wait for its file; without a cache folder, each of them does. Compiling and loading are
+    logged, at level INFO if `call`, the name of a public function, is given.
     """
     # A second thread that needs the same kernel waits for the first one.
     with _lock:

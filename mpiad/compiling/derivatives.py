@@ -34,12 +34,12 @@ def _power(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
 def _divide(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
     if y.builder.value(y.number) is not None:
         return [1.0 / y, None]
-    # The quotient g / y is computed once for both.
+    # The quotient g / y is computed once for both derivatives.
     return [lambda g: g / y, lambda g: -(r * (g / y))]
 
 
 def _largest(*arguments: Symbol) -> list[Partial]:
-    """Return the derivatives of the largest or smallest of several arguments; equal ones share the derivative equally.
+    """Return the derivatives of the largest or smallest of several arguments; equal arguments share the derivative equally.
 
     The last of `arguments` is the largest or smallest value.
     """
@@ -54,7 +54,7 @@ def _largest(*arguments: Symbol) -> list[Partial]:
 
 
 def _larger(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
-    """Return the derivatives of the maximum or minimum r of two arguments: 1 for the one that equals it, 1/2 in a tie."""
+    """Return the derivatives of the maximum or minimum r of two arguments: 1 if the argument equals r, 1/2 in a tie."""
     tie = x == y
 
     def share(argument: Symbol) -> Callable[[Symbol], Symbol]:
@@ -189,7 +189,7 @@ def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
 
 def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
     if seeds in program.groups:
-        raise ValueError(f"the program has a group {seeds!r} already, of {program.groups[seeds]}: name the seeds otherwise")
+        raise ValueError(f"the program has a group {seeds!r} already, of {program.groups[seeds]}: choose another name")
     return {**program.groups, seeds: count}
 
 

@@ -72,7 +72,7 @@ class _ValueReader(FunctionReader):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Any] = []
-        self._places: dict[int, int] = {}  # the indices in `found` of functions
+        self._places: dict[int, int] = {}  # by `id`, the indices of functions in `found`
 
     def is_known(self, value: object) -> bool:
         if len(self.found) > _MAX_VALUES:

@@ -98,7 +98,7 @@ class FunctionReader:
             self.read_state(value)  # of an object of a user's subclass
 
     def read_first_argument(self, fun: FunctionType, value: Any) -> None:
-        """Record the attributes that a function reads of its first argument."""
+        """Record the attributes that a function reads from its first argument."""
         if isinstance(value, _VALUES) or self.is_constant(value):
             self.read(value)
             return
@@ -145,7 +145,7 @@ class FunctionReader:
     def _function(self, value: FunctionType) -> None:
         code, module = value.__code__, value.__globals__.get("__name__", "")
         cells = dict(zip(code.co_freevars, value.__closure__ or ()))
-        is_primitive = module == "autograd.tracer"  # of NumPy, or one that wraps a user's function
+        is_primitive = module == "autograd.tracer"  # a primitive of NumPy, or one that wraps a user's function
         if is_primitive or _is_in(module, self.constant_modules):  # such as a derivative of a user's function
             self.constant(code)
             for cell in cells.values():
@@ -233,7 +233,7 @@ class FunctionReader:
             if isinstance(value, _VALUES) and not isinstance(common, property):
                 return _UNFOLLOWED  # an attribute of the built-in type of which it is a subclass
             raise Unknown
-        # The namespace in which the attribute is found, and those searched before.
+        # The namespace in which the attribute is found, and the namespaces searched before it.
         for names in (own, *(base.__dict__ for base in bases)):
             self.name(names, name)
             if name in names:
@@ -300,7 +300,7 @@ _Chain: TypeAlias = "tuple[str, Any, tuple[str, ...]]"
 
 
 def _chains(code: CodeType) -> list[_Chain]:
-    """Return the instructions of a code object: operation, argument, and the chain of attributes read of the result."""
+    """Return the instructions of a code object: operation, argument, and the chain of attributes read from the result."""
     chains: list[tuple[str, Any, list[str]]] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):
@@ -334,7 +334,7 @@ def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
 
 @lru_cache(maxsize=256)
 def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the chains of attributes that a method reads of its first parameter, `self`.
+    """Return the chains of attributes that a method reads from its first parameter, `self`.
 
     Raise Unknown if a nested function uses `self`, or the method assigns to it.
     """
@@ -353,7 +353,7 @@ def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 @lru_cache(maxsize=256)
 def attributes_of_results(code: CodeType) -> set[str]:
-    """Return the attributes that a code object and its nested functions read of objects other than its variables."""
+    """Return the attributes that a code object and its nested functions read from objects other than its variables."""
     found = set()
     for operation, _, attributes in _chains(code):
         found.update(() if operation in ("LOAD_GLOBAL", "LOAD_DEREF") else attributes)

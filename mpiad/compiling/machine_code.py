@@ -71,7 +71,7 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     if not file.startswith(_OBJECT_FILES) or not are_in_c_library(outside):
         raise OSError("this is no machine code, or it calls functions that the C library doesn't have")
     _target()
-    # The engine destroys its target together with itself.
+    # Each engine gets its own target, which it destroys when it is destroyed itself.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
     try:
         engine.add_object_file(llvm.ObjectFileRef.from_data(file))

@@ -26,7 +26,7 @@ from mpiad.compiling.symbols import Symbol, choose, whole_power
 # Operations are lowered when a program becomes text, after differentiation. At zeros and ties, the derivatives of a lowered
 # operation (such as a power written as a product) would differ from autograd's.
 
-# Powers up to this one take at most twelve multiplications.
+# A power with an exponent up to this one takes at most twelve multiplications.
 _LARGEST_EXPONENT = 64
 
 
@@ -69,7 +69,7 @@ def _by_pairs(operation: str) -> Callable[..., Symbol]:
     return lambda *arguments: reduce(lambda x, y: x.call(operation, y), arguments)
 
 
-# The remainder has the sign of the divisor, unlike C's.
+# The remainder has the sign of the divisor, unlike in C.
 def _remainder(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
     return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)

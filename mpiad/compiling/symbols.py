@@ -20,7 +20,7 @@ from mpiad.compiling.operations import OPERATIONS
 #
 # Programs have only real values, and their derivatives are with respect to real and imaginary parts, whether or not the
 # function is holomorphic. For finite numbers the results agree with NumPy's to rounding. Products with a constant zero,
-# such as the real part of 1j, are omitted, so infinities may give other results than in NumPy, where they make NaN.
+# such as the real part of 1j, are omitted, so infinities may give other results than in NumPy, where such products are NaN.
 
 # NumPy computes powers with integer exponents up to this one by multiplication.
 _LARGEST_EXPONENT = 100
@@ -254,7 +254,7 @@ class Symbol:
         return self if self.is_boolean else self.call("not_equal", 0.0)
 
     def call(self, operation: str, *others: Any) -> Symbol:
-        """Return the value of an operation with this as its first argument."""
+        """Return the value of an operation with this symbol as its first argument."""
         arguments = [self, *(self._as_symbol(other) for other in others)]
         arguments = [x.truth() if operation.startswith("logical") else x.as_number() for x in arguments]
         if any(x.is_complex for x in arguments):
@@ -313,7 +313,7 @@ class Symbol:
     __lt__, __le__ = _operator("less"), _operator("less_equal")
     __gt__, __ge__ = _operator("greater"), _operator("greater_equal")
     __eq__, __ne__ = _operator("equal"), _operator("not_equal")  # type: ignore[assignment]
-    # Since equality is recorded, symbols can't be keys.
+    # Since `==` is recorded as an operation, symbols can't be keys of dictionaries.
     __hash__ = None  # type: ignore[assignment]
 
 

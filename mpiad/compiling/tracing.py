@@ -1,11 +1,11 @@
 """Tracing: a user's function is called with symbols, which record it as a program.
 
 Values that the function closes over become constants of the program. To exclude values that change at each call, such as
-random numbers, a function is traced twice, and refused if the two programs differ. Functions that passed this check aren't
-traced twice again.
+random numbers, a function is traced twice, and refused if the two programs differ. A function that has passed this check
+is traced only once in later calls.
 
 A function that checks the types of its arguments may compute something else with numbers than with symbols. Callers
-therefore compare a few values of the program with the function's (`first_difference`) before they use the program.
+therefore compare a few values of the program with those of the function (`first_difference`) before they use the program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def trace_program(
     outputs: Callable[[Builder, Any], Sequence[int]],
     groups: Mapping[str, int],
 ) -> Program:
-    """Return a function's computation as a program with these groups of inputs; raise Untraceable if there is none.
+    """Return a function's computation as a program with these groups of inputs; raise Untraceable if it can't be traced.
 
     ``arguments(builder)`` returns the symbolic arguments of the function (see `input_array`), and
     ``outputs(builder, result)`` the value numbers of the scalars in its result (see `Program`).
@@ -90,7 +90,7 @@ def input_array(
     if in_pairs:
         numbers = [builder.pair(real, imag) for real, imag in zip(numbers[::2], numbers[1::2])]
     result = np.array(numbers, int).reshape(shape)
-    result.flags.writeable = False  # as the arguments of a function that isn't traced
+    result.flags.writeable = False  # like the arguments in calls with numbers
     return SymbolicArray(builder, result, dtype)
 
 

@@ -68,7 +68,7 @@ _WAITS = ("mpi_wait", "mpi_waitall")
 
 
 class Message(NamedTuple):
-    """A message between two ranks; equal on both, except for `outgoing`."""
+    """A message between two ranks; its fields are equal on both, except for `outgoing`."""
 
     outgoing: bool
     communicator: str

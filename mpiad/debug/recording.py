@@ -320,7 +320,7 @@ class Recording:
 
     @contextmanager
     def compared(self) -> Iterator[tuple[Comm, Clock]]:
-        """Enter a context with the clock of all ranks and a communicator for recorded events; collective."""
+        """Enter a context with a clock common to all ranks, and a communicator to exchange events; collective."""
         with _scratch() as comm:
             yield comm, Clock(self._first, read_clock(comm))
 

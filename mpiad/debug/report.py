@@ -213,7 +213,7 @@ def _share(seconds: np.ndarray, totals: Totals) -> float:
 
 
 def over_mean(values: np.ndarray) -> float:
-    """Return the largest value over the mean; 0 if the mean isn't positive."""
+    """Return the largest value divided by the mean; 0 if the mean isn't positive."""
     mean = values.mean() if values.size else 0.0
     return float(values.max() / mean) if mean > 0 else 0.0
 
@@ -264,7 +264,7 @@ class Row(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The largest wait of a rank over the mean; 1 if all wait equally long, 0 if none waits."""
+        """The largest wait of a rank, divided by the mean wait; 1 if all wait equally long, 0 if none waits."""
         return over_mean(self.waited)
 
 

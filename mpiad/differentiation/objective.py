@@ -52,7 +52,7 @@ class Sharing(NamedTuple):
 
 
 def check_objective(objective: object, call: str) -> str:
-    """Return the objective; raise a ValueError if it is unknown."""
+    """Return the objective; raise a ValueError if it isn't one of the three choices."""
     if isinstance(objective, str) and objective in _CHOICES:
         return objective
     raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _CHOICES))}, but got {objective!r}.")

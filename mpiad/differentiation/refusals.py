@@ -58,7 +58,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     if advice is None or advice in text or advice in getattr(error, "__notes__", ()):
         return
     error.args = (f"{text.rstrip('.')}. {advice}",)
-    # NumPy's casting errors ignore `args` in their text. Python 3.10 has no notes; there only repr shows the advice.
+    # The text of NumPy's casting errors doesn't contain `args`. Python 3.10 has no notes; there only repr shows the advice.
     note = getattr(error, "add_note", None)
     if advice not in str(error) and note is not None:
         note(advice)

@@ -169,7 +169,7 @@ Box.types.update({ShortcutBox, BundleBox})
 
 
 def shortened(x: Array) -> Array:
-    """Return a traced array with the faster operators of this module; return anything else unchanged."""
+    """Return a traced array with the faster operators of this module; return another object unchanged."""
     if type(x) is not ArrayBox:
         return x
     box = BundleBox if type(x._node) is BundleNode else ShortcutBox

@@ -28,7 +28,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     Returns
     -------
     array
-        Shape ``(size, *x.shape)``, or that of the concatenation; equal on all ranks.
+        Shape ``(size, *x.shape)``, or the shape of the concatenation; equal on all ranks.
 
     Raises
     ------

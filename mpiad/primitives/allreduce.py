@@ -48,8 +48,8 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
 
     Adjoint
     -------
-    SUM: the sum of all ranks' cotangents, on every rank. PROD: that sum times the product of the other ranks' factors,
-    which may be zero. MAX, MIN: that sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
+    SUM: the sum of all ranks' cotangents, on every rank. PROD: this sum times the product of the other ranks' factors,
+    which may be zero. MAX, MIN: this sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
     result is NaN.
 
     Examples

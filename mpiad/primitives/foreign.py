@@ -50,7 +50,7 @@ def _trace_is_open(tape: object) -> bool:
     frame: Any = sys._getframe(1)
     foreign = tracer.trace.__code__
     while frame is not None:
-        # Also in forward mode, since a receive, which has no traced input, would miss the tangent.
+        # In forward mode, too: a receive has no traced input, so its result would have no tangent.
         if frame.f_code is foreign and type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode):
             return True
         # The frames that called this one are outside of our trace.
@@ -61,7 +61,7 @@ def _trace_is_open(tape: object) -> bool:
 
 
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
-    """Return an adjoint that raises if plain autograd runs it too early among those of the trace number `level`."""
+    """Return an adjoint that raises if plain autograd runs it before the adjoints of later calls in the trace `level`."""
     pending = _sequence.pending.setdefault(level, set())
     _sequence.last = number = _sequence.last + 1
     pending.add(number)

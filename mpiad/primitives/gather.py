@@ -27,7 +27,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Returns
     -------
     array
-        On the root, shape ``(size, *x.shape)``, or that of the concatenation. Elsewhere an empty array: length 0 along
+        On the root, shape ``(size, *x.shape)``, or the shape of the concatenation. Elsewhere an empty array: length 0 along
         the first axis, or along `axis`.
 
     Raises

@@ -52,7 +52,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # Like a message, it may be unfinished after an exception, and raises under plain autograd.
+    # Like a message, the sum may be unfinished after an exception, and the call raises under plain autograd.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 

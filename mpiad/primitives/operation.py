@@ -38,7 +38,7 @@ class Tape(Protocol):
     # Whether the tape records a product with a transposed Jacobian, and its only variable on all ranks is the cotangent.
     of_cotangents: bool
     # The reverse passes over the record. "one": one, immediately after the trace. "several": any number, by the library.
-    # "kept": any number, by the user, with any cotangents. "recorded": as "kept", and a reverse pass may be recorded, too.
+    # "kept": any number, by the user, with any cotangents. "recorded": like "kept", but a reverse pass may be recorded.
     passes: str
 
     def communicated(
@@ -161,7 +161,7 @@ class Operation(Recorded):
         ``forward(x, params) -> ans`` works on plain arrays. ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the
         cotangent of x; `g` has the shape and dtype of the result (zeros if nothing depends on it), and is None if the
         result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
-        dtype of x (zeros if x isn't traced). The default is that of a linear operation: its result for dx.
+        dtype of x (zeros if x isn't traced). The default is the rule of a linear operation: its result for dx.
         """
         self.adjoint = adjoint
         self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
@@ -266,7 +266,7 @@ def refuse_suspended(node: object, call: str) -> None:
 
 
 def differentiable(ans: Array) -> bool:
-    """Return whether a result is recorded: not if it is an array of integers, or a request for one."""
+    """Return whether a result has derivatives: False for an array of integers, or a request for one."""
     dtype = getattr(ans, "dtype", None)
     if dtype is None:
         spec = getattr(ans, "spec", None)

@@ -46,7 +46,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
 
     Adjoint
     -------
-    The cotangent goes back to the sender (with a wildcard, to the actual one).
+    The cotangent goes back to the sender (with a wildcard, to the actual sender).
 
     Examples
     --------

@@ -12,7 +12,7 @@ from mpiad.transport import SUM, channel, collectives
 
 
 def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Add up the arrays of this rank and of those before it.
+    """Add up the arrays of this rank and of the ranks before it.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
     Adjoint
     -------
-    The sum of the cotangents of this rank and of those after it.
+    The sum of the cotangents of this rank and of the ranks after it.
 
     Examples
     --------

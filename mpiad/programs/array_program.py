@@ -15,7 +15,7 @@ Kinds of nodes, and in parentheses the contents of `Node.data`:
 - "communicate": a communication (a `Call`).
 - "item": one of several results of a call (its position).
 
-Communications are never dropped or reordered. Another node is dropped if no output and no communication depends on it.
+Communications are never dropped or reordered. Other nodes are dropped if no output or communication depends on them.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class ArrayProgram:
         self.constants: list[Array] = []
         self.outputs: list[int] = []
         self.ends: list[int] = []  # for each part but the last, the number of outputs of this part and the earlier ones
-        self.weak: set[int] = set()  # the nodes that are Python scalars
-        self.logged = 0  # number of parts whose communications are logged for playback
+        self.weak: set[int] = set()  # the nodes of Python scalars, which take the precision of the other operand
+        self.logged = 0  # number of parts whose communications are logged, to continue without repeating them
         self.contracts = False  # whether the program contains a contraction
         self.componentwise: set[int] = set()  # joins with separately computed parts, and elementwise functions of these
         self.site: Site | None = None  # the user's line, for new nodes
@@ -101,7 +101,7 @@ class ArrayProgram:
         if kind in ("call", "communicate", "item", "input"):
             self.nodes.append(node)
             return len(self.nodes) - 1
-        # As a key, a float is replaced by its digits: 0 differs from -0, and NaN equals itself.
+        # The key contains the digits of a float instead of the float, so that 0 differs from -0, and NaN equals itself.
         mark = (type(data), data.hex()) if isinstance(data, float) else data
         key = (kind, node.inputs, node.shape, node.dtype, mark)
         if key not in self._known:
@@ -246,7 +246,7 @@ class ArrayProgram:
         if part.shape == node.shape:
             return block
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
-            # Along a short axis, the result is a join of the parts before, in and after the block.
+            # Along a short axis, the result is a join of the entries before, inside and after the block.
             if n < length <= SHORT and len(node.shape) > 1:
                 ends = pairwise((0, start, start + n, length))
                 before, inside, after = [self.slice(x, axis, *pair) for pair in ends]
@@ -280,7 +280,7 @@ class ArrayProgram:
 
 
 class Opaque(Exception):
-    """Raised if a call can't be translated to nodes that loops compute; the call then remains one of NumPy."""
+    """Raised if a call can't be translated to nodes that loops compute; the call then remains a call of NumPy."""
 
 
 class Value:

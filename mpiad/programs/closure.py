@@ -157,10 +157,10 @@ class _Reader(FunctionReader):
     def __init__(self) -> None:
         super().__init__()
         self.watch = Watch()
-        # The methods of the communicators, and the attributes that are read of unknown objects.
+        # Names: those of the communicators' methods, and those of the attributes that are read from unknown objects.
         self._communicating: set[str] = set()
         self._names: set[str] = set()
-        self._known: dict[int, Any] = {}  # also references, so that identities aren't reused
+        self._known: dict[int, Any] = {}  # by `id`; the references keep the ids from being used again
 
     def check_communicators(self) -> None:
         """Refuse functions that may use a communicator by another name."""

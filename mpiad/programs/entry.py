@@ -89,7 +89,7 @@ def entry_by_shapes(
     try:
         with np.errstate(all="ignore"):  # the values are those of uninitialized memory
             parts, build = trace_parts(trace)
-            # Complex numbers need a warning, which the trace that runs the function gives.
+            # For complex numbers a warning must be logged, which the trace that runs the function does.
             if trace.recorder.complex_line():
                 return None
             return entry_of(trace.recorder, parts, build, watch)

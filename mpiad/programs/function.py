@@ -119,14 +119,14 @@ def _name_of(node: Node) -> str:
 #
 # A small program takes a few µs, as long as `Jitted.__call__` takes to select it. Therefore a function is generated for a
 # signature: it checks that the arguments have this signature and that the program is valid, and runs the program. It
-# returns `MISSED` if `Jitted.__call__` must go on: for other arguments, after a change of the closure, if all replays are
-# in use, or if calls are recorded or watched.
+# returns `MISSED` if `Jitted.__call__` must handle the call: for other arguments, after a change of the closure, if all
+# replays are in use, or if calls are recorded or watched.
 MISSED: Any = object()
 _PLAIN = (np.ndarray, float, np.float64)
 
 
 def fast_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
-    """Return a fast call for positional arguments with the signature of `args`, None if there can't be one.
+    """Return a fast call for positional arguments with the signature of `args`; None if it needs `Jitted.__call__`.
 
     `made`: outputs of the program.
     """
@@ -190,8 +190,9 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
     ----------
     fun : callable
         A function written with autograd.numpy, mpiad's primitives and `Domain`; its arguments and results are pytrees of
-        arrays and numbers. It is compiled separately for each combination of the structure, shapes and dtypes of the
-        arguments, and of the values of booleans and strings among them, and of integers on which it branches.
+        arrays and numbers. It is compiled separately for each structure of the arguments, and for different
+        shapes and dtypes. It is also compiled separately for each value of an argument that is a boolean, a string, or an
+        integer on which the function branches.
     strict : bool
         Whether to raise an error if the function can't be compiled. By default a warning is logged once, and the function
         is interpreted.
@@ -251,8 +252,8 @@ class Jitted:
         self._traces = 0
         # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
         self._asked: set[Any] = set()
-        self._derived: dict[Any, Jitted] = {}  # such as the compiled function of value and tangent
-        self._plain_closure: Watch | None = None  # for calls with tangents; None if the closure had traced values
+        self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
+        self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
         self._pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
 
     def __repr__(self) -> str:
@@ -315,7 +316,7 @@ class Jitted:
 
     @property
     def refused(self) -> bool:
-        """Whether some call can't be compiled, or can be only for fixed values of integers."""
+        """Whether some call can't be compiled, or only for fixed values of its integer arguments."""
         return bool(self._reasons or self._asked)
 
     @property
@@ -383,7 +384,7 @@ class Jitted:
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by `entry_by_shapes` if possible, and the closure's watch; or None.
 
-        If the entry is None, the caller runs and traces the function. If the watch is None, too, it interprets it.
+        If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
         """
         entry = self._entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
@@ -414,7 +415,9 @@ class Jitted:
             return None
         self._traces += 1
         if self._traces > MAX_TRACES:
-            self._give_up(key, f"it was traced {MAX_TRACES} times already: shapes, integers or what it closes over change")
+            self._give_up(
+                key, f"it was traced {MAX_TRACES} times already: shapes, integers or variables of its closure change"
+            )
             return None
         return watch
 
@@ -438,7 +441,7 @@ class Jitted:
     def _is_worth_another(self, trace: TraceRun) -> bool:
         """Return whether another trace may succeed after this one has failed.
 
-        It may if the function branches on an integer argument, since later traces treat this integer as a constant.
+        It may if the function branches on an integer argument: later traces treat this integer as a constant.
         """
         given, recorder = trace.given, trace.recorder
         if recorder.asked is None:

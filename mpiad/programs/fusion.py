@@ -136,7 +136,7 @@ class Fusion:
         self._place(n, Place(buffer, beginning_at(lead + tuple(operator.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
-        """Record which arguments of the program have been copied to places in a buffer that its operator doesn't change."""
+        """Record arguments of the program that were copied to entries of the buffer that its operator doesn't change."""
         for loop in loops:
             for item in [item for item in loop.items if item.place.buffer == buffer]:
                 n, map = item.node, item.reads
@@ -265,7 +265,7 @@ class Fusion:
                 if shape is not None and (own_shape != shape or partial or has_partial_fold):
                     continue
                 if own_precision is not None and precision is not None and own_precision != precision:
-                    continue  # a loop computes in one precision, and wouldn't round results to the other
+                    continue  # a loop computes in one precision, and doesn't round values to another one
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
                     shape, precision, has_partial_fold = own_shape, precision or own_precision, partial

@@ -118,7 +118,7 @@ class LoopWriter:
         return f"{'boolean' if found.dtype == bool else found.dtype.name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
 
     def _boxes(self) -> tuple[Box, Array | None]:
-        """Return the largest box that needs no branches, and the boxes around it as rows of an array (None for none)."""
+        """Return the largest box that needs no branches, and the boxes around it as rows of an array, or None."""
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
         seen: set[tuple[int, IndexMap]] = set()
@@ -152,7 +152,7 @@ class LoopWriter:
         return self.schedule.since.get(n, -1) < self.at
 
     def place_of(self, n: int) -> Place:
-        """Return the place from which a node is read: that of a copy if the loop reads the copy's buffer anyway."""
+        """Return the place from which a node is read: the place of a copy, if the loop reads the copy's buffer anyway."""
         since, copy = self.schedule.copies.get(n, (math.inf, None))
         if copy is not None and self.at >= since and any(self.schedule.places[x].buffer == copy.buffer for x in self._read):
             return copy

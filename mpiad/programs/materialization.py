@@ -1,4 +1,4 @@
-"""Materialization: the choice of the arrays that are kept in memory. Loops compute the entries of others at each read.
+"""Materialization: the choice of the arrays that are kept in memory. Other arrays are computed at each read.
 
 Operands of communications and calls, and the program's results, must be in memory. Another array is kept if this is cheaper
 than computing its entries again at each read, or if otherwise many of its operands would have to stay in memory.
@@ -28,7 +28,7 @@ _SIMPLE = frozenset(
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     at_least at_most""".split()
 )
-# Maximum depth of an expression, numbers of arrays and of eras (see `_era`) that it reads; number of iterations in `kept`.
+# Limits of an expression: its depth, and the numbers of arrays and eras (see `_era`) that it reads. Iterations in `kept`.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 
 

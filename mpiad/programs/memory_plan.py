@@ -108,8 +108,8 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         found, layout = schedule.buffers[buffer], layouts[buffer]
         nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
-        # If a later part of the program reads a buffer of an earlier part, its memory isn't reused, since the later part
-        # may run several times. Small buffers aren't in scratch memory.
+        # If a later part of the program reads a buffer of an earlier part, the buffer's memory isn't reused, since the
+        # later part may run several times. Small buffers aren't in scratch memory.
         is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
         if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
@@ -132,7 +132,7 @@ def aligned(nbytes: int) -> Array:
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
-    """Return layouts in which the rows that loops write begin at cache lines; `first`: by buffer, the one it overwrites."""
+    """Return layouts in which rows written by loops begin at cache lines; `first`: the buffer that each one overwrites."""
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
     dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}

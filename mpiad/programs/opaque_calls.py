@@ -49,8 +49,8 @@ class _Call:
     ) -> tuple[Any, ...]:
         """Return the leaves of the result, in forward mode their tangents, and the outcome.
 
-        `places`: positions of the variables among the leaves; None outside of derivatives. `tangents`: of the variables, in
-        forward mode; None otherwise.
+        `places`: positions of the variables among the leaves; None outside of derivatives. `tangents`: the
+        tangents of the variables in forward mode, None otherwise.
         """
         # The function may keep or return its arguments. They are copied, since the program reuses their memory.
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
@@ -80,7 +80,7 @@ class _Adjoint:
         self.__name__ = f"adjoint of {call.__name__}"
 
     def __call__(self, outcome: _Outcome, gs: list[Any]) -> tuple[Any, ...]:
-        """Return the cotangents of the variables, and None: a step returns arrays followed by another object."""
+        """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
         with suspended(body=False):
             return *backwards(outcome.traced, [True] * len(gs), gs, self._specs), None
 

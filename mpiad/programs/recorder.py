@@ -183,7 +183,7 @@ class Recorder:
                 x.recorder.is_noting()
                 return self._constant(np.asarray(x.value))  # belongs to another trace
             if x.stale is not None:
-                self.refuse("it reads an array whose memory has been changed in place by another name (a view)")
+                self.refuse("it reads an array whose memory has been changed in place through another name (a view)")
             return Ref(x.number)
         if id(x) in self._objects:
             return Ref(self._objects[id(x)][1])

@@ -230,7 +230,7 @@ def _call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = 
 
 
 def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
-    """Return a function that makes a call, and records it as one in an adjoint or tangent rule, if calls are recorded.
+    """Return a function that makes a call, and if calls are recorded, records it as part of an adjoint or tangent rule.
 
     The recorded line is that of the call that computes the derivative.
     """
@@ -373,7 +373,7 @@ class _ReplayWriter:
         return self.replays.allocations[b].layout.of(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
-        """Return a function that takes scratch memory for a run, and binds buffers to it if it isn't the last run's."""
+        """Return a function that takes scratch memory for a run, and binds buffers to it unless the last run used it."""
         buffers = [b for b, allocation in self.replays.allocations.items() if allocation.is_scratch]
         in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
         exchanged = [at for at, step in in_place if self._prepares and step.inputs[0] in buffers]

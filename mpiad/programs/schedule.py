@@ -21,7 +21,7 @@ class Buffer(NamedTuple):
     kind: str
     shape: Shape
     dtype: np.dtype
-    data: int = -1  # number of the input, constant or output, of the result's node, or of the alias's buffer
+    data: int = -1  # number of the input, constant or output; for a result, of the node; for an alias, of the buffer
 
 
 class Place(NamedTuple):

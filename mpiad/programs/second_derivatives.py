@@ -132,7 +132,7 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
 def _trace_with_tangents(
     fun: Function, variables: Sequence[int], outer_leaves: Sequence[int], leaves: Sequence[Any], trace: TraceRun
 ) -> tuple:
-    """Trace a function and its reverse pass, both with tangents; return their leaves, and `Record.build`."""
+    """Trace a function and its reverse pass, both with tangents; return their leaves, and `_Record.build`."""
     recorder = trace.recorder
     with suspended(body=False), Noting(trace.recorder), TangentTape() as tape:
         given = trace.leaves()
@@ -204,7 +204,7 @@ class _Record(NamedTuple):
 
 
 def _seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
-    """Add cotangents to those of nodes, given as pairs of index and cotangent; the index -1 means no node."""
+    """Add cotangents to the sums at nodes; `pairs`: the index of a node (-1 for none), and a cotangent."""
     for place, g in pairs:
         if place >= 0:
             lane.totals[place], lane.owned[place] = accumulate(lane.totals[place], bool(lane.owned[place]), g)
@@ -216,8 +216,8 @@ def _recorded(
 ) -> _Record:  # fmt: skip
     """Run a function and its reverse pass on an outer tape.
 
-    `seeds`: function that returns the cotangents of the given results, None for constants. `contexts`: in which the
-    function and its reverse pass run.
+    `seeds`: function that returns the cotangents of the given results, None for constants. `contexts`: the contexts
+    in which the function and its reverse pass run.
     """
     with OrderedTape(of_cotangents=by.parts == 3) as tape:
         given = list(leaves)

@@ -1,8 +1,8 @@
 """`ShapeRecorder`: a trace of shapes and dtypes, in which large arrays are neither computed nor communicated.
 
-Uninitialized memory stands for each result. So a function of large arrays is compiled before it runs, as fast as one of
-small arrays. If an operation needs values of large arrays, or a message from another rank, this trace fails without having
-sent a message, and the function is traced while it runs (see `Recorder`).
+Uninitialized memory stands for each result. So a function of large arrays is compiled before it runs, which takes
+no longer than for small arrays. If an operation needs values of large arrays, or a message from another rank, this trace
+fails before it sends a message, and the function is traced while it runs (see `Recorder`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShapeRecorder(Recorder):
     """A trace of shapes and dtypes in progress; it overrides the methods of `Recorder` that compute or communicate."""
 
     def looked_up(self, call: str) -> None:
-        """Handle the lookup of a channel by a function: end the trace if the shape of its result is unknown."""
+        """Handle the lookup of a channel by a function: end the trace if the shape of the function's result is unknown."""
         if call not in _KNOWN:
             self.refuse(f"the result of {call} is known only in a run")
 

@@ -85,7 +85,7 @@ def put_on_tape(
 
     A node for each result stores the cotangent of the result, and one node for the call runs the reverse pass.
 
-    `inputs`: the nodes of the variables. `pull`: returns their cotangents, given those of the results. `pull_all`: does the
+    `inputs`: the nodes of the variables. `pull`: returns their cotangents, given the results'. `pull_all`: does the
     same for the cotangents of several reverse passes that run together ("lanes").
     """
     slots: dict[int, list[Any]] = {}  # the cotangents of the results, by lane
@@ -139,7 +139,7 @@ def conformed(g: Any, spec: Spec) -> Any:
 def backwards(run: Any, inside: Sequence[bool], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
     """Return the cotangents of the variables of a traced run.
 
-    `inside`: for each leaf of the result, whether it belongs to the program. `gs`: the cotangents of the leaves that do.
+    `inside`: for each leaf of the result, whether it belongs to the program. `gs`: the cotangents of those leaves.
     """
     places = [place for place, is_in in zip(run.places, inside) if is_in]
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]

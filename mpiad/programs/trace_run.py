@@ -27,7 +27,7 @@ from mpiad.transport.tracing import tracing
 class _Playback:
     """Replaces the recorder when a function runs again on plain arrays: communications return the results in the log.
 
-    When the log is exhausted, they communicate. `log`: of a failed trace, or of a replay.
+    When the log is exhausted, they communicate. `log`: the log of a failed trace or of a replay.
     """
 
     def __init__(self, log: Sequence[Any]):
@@ -80,7 +80,7 @@ class _Playback:
     def looked_up(self, call: str) -> None: ...
 
     def entered_body(self) -> None:
-        # This ends the playback, since the log contains operations before the body only.
+        # This ends the playback, since the log contains only operations before the body.
         tracing.recorder = None
 
     def communicated_by_itself(self) -> None: ...

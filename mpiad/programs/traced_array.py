@@ -1,8 +1,8 @@
 """`TracedArray`: the arrays in the first call of a compiled function. Their operations are run and recorded.
 
 A traced array has a value, computed by NumPy, and a number in the trace. So the first call has the same shapes, dtypes,
-errors and communications as the interpreted function. If the function branches on a value, or passes it to code that isn't
-part of NumPy's protocols, the trace fails, and the function runs again on plain arrays. The rest of the library handles
+errors and communications as the interpreted function. If the function branches on a value, or passes it to code that
+doesn't use NumPy's protocols, the trace fails, and the function runs again on plain arrays. The rest of the library handles
 traced arrays like arrays on devices.
 """
 
@@ -21,7 +21,7 @@ from mpiad.programs.steps import Traced, plain
 from mpiad.transport.device_arrays import register_arrays
 
 _boxes = Box.types
-_DECIDES = (
+_CONTROL_FLOW = (
     "control flow depends on a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or "
     "leave this part out of the jitted function"
 )
@@ -149,7 +149,7 @@ class TracedArray(Traced):
 
     # Operations that need the values, and therefore end the trace in failure.
 
-    def _required_value(self, reason: str = _DECIDES) -> Any:
+    def _required_value(self, reason: str = _CONTROL_FLOW) -> Any:
         if self.recorder.is_noting():
             self.recorder.ask(self, reason)
         return self.value
@@ -184,7 +184,7 @@ class TracedArray(Traced):
         # numpy.array and numpy.asarray call this method, and their results can't be traced arrays.
         return np.asarray(
             self._required_value(
-                "it makes an array of NumPy's of traced values (numpy.array, numpy.asarray): put them together by "
+                "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by "
                 "np.concatenate or np.stack of autograd.numpy"
             ),
             dtype,
@@ -236,7 +236,7 @@ def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
     return np.array(x, *args, **kwargs)
 
 
-# Attributes and methods that are the same as functions of NumPy.
+# Attributes and methods that correspond to functions of NumPy.
 _PARTS: dict[str, Callable[..., Any]] = {"T": np.transpose, "real": np.real, "imag": np.imag}
 _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)

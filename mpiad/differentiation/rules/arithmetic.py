@@ -93,7 +93,7 @@ def _times_minus(t: Array, factor: Array) -> Array:
 
 
 class Tangent(NamedTuple):
-    """The tangent of a result z of x and y, if only x has a tangent, only y has one, or both have one."""
+    """Formulas of the tangent of z(x, y) for three cases: only x has a tangent, only y has one, or both have one."""
 
     first: Callable[[Any, Any, Any, Any], Any]
     second: Callable[[Any, Any, Any, Any], Any]

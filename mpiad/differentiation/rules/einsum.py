@@ -18,7 +18,7 @@ from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp, re
 
 
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the other operands, and sum over the indices that the operand doesn't have."""
+    """Multiply the cotangent by the other operands, and sum over the indices that don't occur in the operand."""
     if not isinstance(args[0], str):
         return inherited_vjp(anp.einsum, argnums, ans, args, kwargs)
     operands = args[1:]

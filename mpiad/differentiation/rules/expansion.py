@@ -57,7 +57,7 @@ def expanded(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
 
 
 def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
-    """Repeat a cotangent that is one number, as `expanded` does."""
+    """Return an array whose entries are the cotangent g, one number; see `expanded`."""
     if type(g) is np.float64 and dtype == np.float64:
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
     return expanded(g, shape, (1,) * len(shape), dtype)

@@ -1,4 +1,4 @@
-"""Maxima and minima over axes, and bounds; elements that tie share the cotangent equally, as in autograd."""
+"""Maxima and minima over axes, and bounds; tied elements share the cotangent equally, as in autograd."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tupl
         free_y = tuple([j for j in range(rank_y) if j not in axes_y])
 
         def part(i: int, g: Array) -> Array:
-            # The free axes of factor i come from `g`, its summed axes from the other factor and in that factor's order.
+            # The free axes of factor i come from `g`. Its summed axes come from the other factor, in that factor's order.
             if i == 0:
                 out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), free_y))
                 return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])

@@ -14,7 +14,7 @@ _KNOWN_TO_SUM = _KNOWN | {"initial"}
 
 
 def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Repeat the cotangent of a sum to every term."""
+    """Pass the cotangent of a sum to every term."""
     x = args[0]
     if type(x) is np.ndarray and len(args) == 1 and not kwargs:
         shape, dtype = x.shape, x.dtype
@@ -31,7 +31,7 @@ def sum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -
 
 
 def mean_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Repeat the cotangent of a mean to every term, divided by their number."""
+    """Pass the cotangent of a mean, divided by the number of terms, to every term."""
     if not is_known(args, kwargs, _KNOWN):
         return inherited_vjp(primitive_mean, argnums, ans, args, kwargs)
     x, axis, where = getval(args[0]), axis_of(args, kwargs), kwargs.get("where", True)
