@@ -65,7 +65,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     operator : Communicating
     *makers : callable or None
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of that argument. Pass None for an
-        argument without a rule. All rules run on every rank, in this order, also for untraced arguments, and if `g` is zero.
+        argument without a rule. All rules run on every rank, in this order, even for untraced arguments and zero `g`.
 
     Raises
     ------
@@ -131,8 +131,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         A result of `custom_operator`; a TypeError is raised for another object.
     *rules : callable or None
         ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; pass
-        None for an argument without a rule. All rules run on every rank, in this order; `g` is zero for arguments that
-        aren't traced.
+        None for an argument without a rule. All rules run on every rank, in this order, with zero `g` if untraced.
 
     Examples
     --------

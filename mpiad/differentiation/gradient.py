@@ -37,7 +37,7 @@ def value_and_grad(
     objective : {"root", "sum", "mean"}
         J = L_root, the sum of all L_r, or their mean.
     shared : bool
-        Whether the argument is one variable of which every rank holds a copy: each rank then gets dJ/dx, the sum over all copies.
+        Whether the argument is one variable of which every rank holds a copy. Each rank then gets dJ/dx for all copies.
     root : int
     comm : mpi4py intracommunicator, optional
         The ranks that share J.

@@ -190,9 +190,8 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
     ----------
     fun : callable
         A function written with autograd.numpy, mpiad's primitives and `Domain`; its arguments and results are pytrees of
-        arrays and numbers. It is compiled separately for each structure of the arguments, and for different
-        shapes and dtypes. It is also compiled separately for each value of an argument that is a boolean, a string, or an
-        integer on which the function branches.
+        arrays and numbers. It is compiled separately for each structure, shape and dtype of the arguments, and for
+        each value of a boolean or string among them, or of an integer on which the function branches.
     strict : bool
         Whether to raise an error if the function can't be compiled. By default a warning is logged once, and the function
         is interpreted.
@@ -415,9 +414,7 @@ class Jitted:
             return None
         self._traces += 1
         if self._traces > MAX_TRACES:
-            self._give_up(
-                key, f"it was traced {MAX_TRACES} times already: shapes, integers or variables of its closure change"
-            )
+            self._give_up(key, f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change")
             return None
         return watch
 

@@ -181,9 +181,7 @@ def test_of_many_ranks_a_few_warn(caplog, monkeypatch):
 
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
 def test_strict_raises_with_the_line_and_the_reason(fun):
-    with pytest.raises(
-        TypeError, match=rf"{fun.__name__} can't be compiled: .*:{decided_line(fun)} in .*: (it|control flow) "
-    ):
+    with pytest.raises(TypeError, match=f"{fun.__name__} can't be compiled: .*:{decided_line(fun)} in .*: (it|control)"):
         mpiad.jit(fun, strict=True)(X.copy())
 
 
