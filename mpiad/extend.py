@@ -131,7 +131,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         A result of `custom_operator`; a TypeError is raised for another object.
     *rules : callable or None
         ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; pass
-        None for an argument without a rule. All rules run on every rank, in this order, with zero `g` if untraced.
+        None for an argument without a rule. All rules run on every rank, in this order; `g` is zero for untraced arguments.
 
     Examples
     --------
