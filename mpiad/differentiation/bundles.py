@@ -27,7 +27,7 @@ class BundleNode(TangentNode):
     ):
         tape = parents[0].tape
         if tape.record is None:
-            return  # `__new__` has returned a node made by LastingNode
+            return  # `__new__` has returned a node made by DetachedNode
         self.tape = tape
         rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
         if len(parents) == 1:

@@ -5,7 +5,7 @@ our rule for a function if there is one, else autograd's. It refers to its input
 value kept by the user after the trace doesn't keep the whole record in memory.
 
 After the end of its trace a value is a constant. But a later trace may have the same number, and autograd would then create
-nodes of the ended trace's type. Therefore the nodes of a trace become `LastingNode` at its end. The constructor of this
+nodes of the ended trace's type. Therefore the nodes of a trace become `DetachedNode` at its end. The constructor of this
 type creates a node of the type of an input that is still traced.
 """
 
@@ -92,7 +92,7 @@ def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple
 _ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
 
 
-class LastingNode(OrderedNode):
+class DetachedNode(OrderedNode):
     """A node after the end of its trace; the constructor makes a node of the type of an input that is still traced."""
 
     __slots__ = ()
@@ -108,7 +108,7 @@ class LastingNode(OrderedNode):
         """Do nothing: Python also calls this for `_CONSTANT`."""
 
 
-_CONSTANT: Any = object.__new__(LastingNode)
+_CONSTANT: Any = object.__new__(DetachedNode)
 _CONSTANT.tape = _ENDED
 
 
@@ -119,9 +119,9 @@ class TangentNode(JVPNode):
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node, by the constructor of `LastingNode` if the trace of the first input has ended."""
+        """Make a node, by the constructor of `DetachedNode` if the trace of the first input has ended."""
         if parents[0].tape.record is None:
-            return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
+            return DetachedNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
 
     def __init__(
@@ -129,7 +129,7 @@ class TangentNode(JVPNode):
     ):
         tape = parents[0].tape
         if tape.record is None:
-            return  # `__new__` has returned a node made by LastingNode
+            return  # `__new__` has returned a node made by DetachedNode
         if not _all_on(tape, parents):
             parent_argnums, parents = _still_traced(parent_argnums, parents)
         tangents = [parent.g for parent in parents]
@@ -147,5 +147,5 @@ class TangentNode(JVPNode):
 
 # Like autograd, don't record functions without a derivative (comparisons, rounding).
 notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
-notrace_primitives[LastingNode] = notrace_primitives[VJPNode]
+notrace_primitives[DetachedNode] = notrace_primitives[VJPNode]
 notrace_primitives[TangentNode] = notrace_primitives[JVPNode]

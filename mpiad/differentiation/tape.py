@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from autograd.tracer import trace_stack
 
 from mpiad._typing import Array
-from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
+from mpiad.differentiation.nodes import DetachedNode, OrderedNode, TangentNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, Tape, VectorizedVjp, suspended
@@ -100,7 +100,7 @@ class OrderedTape(_Tape):
     def end_values(self) -> None:
         """Turn the values of this trace into constants, by changing the type of their nodes."""
         for node in self.record or ():
-            node.__class__ = LastingNode
+            node.__class__ = DetachedNode
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]

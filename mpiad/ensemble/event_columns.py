@@ -12,7 +12,7 @@ from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.jumps import FOUND, Jump, rates_of_change
+from mpiad.ensemble.jumps import FOUND, Jump, mass_matrix_rhs
 from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.settings import MOVING, Acting
 
@@ -75,7 +75,7 @@ class EventColumns:
         twice, batch = two_at_least(len(rows)), self._batch
         leaves = batch.p.chosen(self.ids[rows[twice]])
         u, t = at[0][:, twice], at[1][twice].astype(at[0].real.dtype)
-        return (rates_of_change(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
+        return (mass_matrix_rhs(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
         """Apply the affect of event e to some columns, at roots or given times `slot`; return which results are finite.

@@ -78,7 +78,7 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
 _STEPS = 3
 
 
-def rates_of_change(batch: Batch, mass: Array | None, u: Array, leaves: Sequence[Any], t: Array) -> Array:
+def mass_matrix_rhs(batch: Batch, mass: Array | None, u: Array, leaves: Sequence[Any], t: Array) -> Array:
     """Return u' for at least two columns, shape (d, n); `u`, `leaves` and `t` may be traced."""
     field = Field(batch)
     rate = field.array(u, leaves, t)

@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event import affect_field
-from mpiad.ensemble.jumps import FOUND, Jumps, rates_of_change
+from mpiad.ensemble.jumps import FOUND, Jumps, mass_matrix_rhs
 from mpiad.ensemble.linearization import transposed_columns
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns
@@ -122,7 +122,7 @@ def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     # In C order NumPy sums over components row by row.
     u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
     if mass is not None:
-        return rates_of_change(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]
+        return mass_matrix_rhs(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]
     found = np.empty_like(u)
     derivative_of(batch.f, batch.shape).write(found, u, batch.p.columns(ids[columns], run.field.one_by_one), t)
     return found[:, : len(ids)]

@@ -22,7 +22,7 @@ from mpiad.differentiation.products import jvp
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.event import affect_field
-from mpiad.ensemble.jumps import FOUND, rates_of_change
+from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
@@ -270,7 +270,7 @@ class _Replay:
             return u
         run, twice = self._run, two_at_least(len(ids))
         leaves, now, between = run.columns(self._leaves, ids[twice]), (t + shift)[twice], between[twice]
-        rate_at = partial(rates_of_change, run.batch, run.settings.mass)
+        rate_at = partial(mass_matrix_rhs, run.batch, run.settings.mass)
         rate = rate_at(u[:, twice], leaves, now)
         # A step of second order, for correct derivatives up to second order.
         rate = 0.5 * (rate + rate_at(u[:, twice] + between * rate, leaves, now + between))
