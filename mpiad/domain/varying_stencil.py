@@ -73,8 +73,10 @@ def _pieces(lengths: Shape, cells: Shape) -> Iterator[tuple[Shape, tuple]]:
 
 
 def _of_kind(value: LocalArray, x: LocalArray) -> LocalArray:
-    """Return the real part of `value` if `x` is real, else `value`."""
-    return anp.real(value) if np.iscomplexobj(getval(value)) and not np.iscomplexobj(getval(x)) else value
+    """Return `value` with the dtype of `x`; if `x` is real, the real part."""
+    value = anp.real(value) if np.iscomplexobj(getval(value)) and not np.iscomplexobj(getval(x)) else value
+    dtype = getval(x).dtype
+    return value if getval(value).dtype == dtype else value.astype(dtype)
 
 
 # Each map is the derivative of Σ g w u with respect to one factor, and linear in the other two.

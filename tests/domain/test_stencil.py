@@ -1,5 +1,6 @@
 """Stencils against scipy.ndimage.correlate on the whole grid: values, adjoint, tangent, and both again."""
 
+import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from scipy import ndimage
 import mpiad
 import mpiad.domain.stencil_sums
 from mpiad.domain import Domain
+from mpiad.domain.varying_stencil import varying_sum
 from mpiad.testing import check_adjoint, check_grads
 
 ROUNDING = 1e-12
@@ -84,6 +86,26 @@ def test_dot_product(rng, rank_rng, boundary, star):
         u = rng.standard_normal((2, *domain.local_shape))
         check_adjoint(lambda x: domain.correlate(x, weights, boundary), u)  # noqa: B023
         check_adjoint(lambda w: domain.correlate(u, w, boundary), weights)  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("of_field", "of_weights"), [("f4", "f8"), ("f8", "f4"), ("f4", "c16"), ("c8", "f8"), ("c8", "c16")]
+)
+def test_cotangents_have_the_dtypes_of_field_and_weights(rng, of_field, of_weights):
+    domain = Domain((8, 13), halo=1)
+    u = rng.standard_normal(domain.local_shape).astype(of_field)
+    weights = rng.standard_normal((3, 3, *domain.local_shape)).astype(of_weights)
+
+    def loss(z):
+        return domain.sum(anp.abs(domain.correlate(z["u"], z["w"])) ** 2)
+
+    found = mpiad.grad(loss)({"u": u, "w": weights})
+    assert (found["u"].dtype, found["w"].dtype) == (u.dtype, weights.dtype)
+    padded = domain.exchange(u)
+    pull, ans = autograd.make_vjp(lambda u: varying_sum(u, weights))(padded)
+    assert pull(ans).dtype == padded.dtype
+    pull, ans = autograd.make_vjp(lambda w: varying_sum(padded, w))(weights)
+    assert pull(ans).dtype == weights.dtype
 
 
 @pytest.mark.parametrize("boundary", ["zero", "edge"])
