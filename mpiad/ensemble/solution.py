@@ -62,6 +62,8 @@ def quantile(u: Array, q: float | list[float]) -> Array:
         ends = (np.take_along_axis(order, end[None], 0)[0] for end in (below, np.minimum(below + 1, last)))
         lower, upper = (rows[end, each] for end in ends)
         found.append(lower + (upper - lower) * (place - below).astype(values.dtype))
+    if not found:
+        return values.reshape(-1)[:0].reshape(*wanted.shape, *values.shape[1:])
     return anp.reshape(stack(found), (*wanted.shape, *values.shape[1:]))
 
 

@@ -355,6 +355,12 @@ def test_quantiles_are_differentiated_among_those_that_came(gather, q):
     np.testing.assert_allclose(gradient, differences, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("gather", [True, False])
+def test_no_quantiles_of_the_trajectories_of_all_ranks(gather):
+    sol = solve(EnsembleProblem(BASE), ensemblealg=EnsembleMPI(gather=gather), trajectories=4, saveat=[0.0, 0.5])
+    assert sol.quantile([]).shape == (0, 2, sol.u.shape[-1])
+
+
 def test_there_are_no_statistics_of_outputs():
     made = EnsembleProblem(BASE, output_func=lambda sol, i: (sol.u_end, False))
     for way in (EnsembleVectorized(), EnsembleMPI(), EnsembleMPI(gather=False)):

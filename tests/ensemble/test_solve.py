@@ -174,6 +174,12 @@ def test_statistics_are_over_the_survivors(caplog):
         solve(ensemble, throw=True)
 
 
+@both
+def test_no_quantiles():
+    sol = solve(EnsembleProblem(OSCILLATOR, u0=np.eye(3, 2)), saveat=[1.0, 2.0])
+    assert sol.quantile([]).shape == np.quantile(sol.u, [], axis=0).shape
+
+
 def test_plot():
     import matplotlib
 
