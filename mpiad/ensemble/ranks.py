@@ -165,7 +165,9 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     Notes
     -----
-    Reuse the object for the next solve of an ensemble of this size: it stores the number of steps of each trajectory.
+    Reuse the object for the next solve of an ensemble of this size: it stores the number of steps of each trajectory, and
+    changes the shares. With ``gather=False`` select each rank's data by ``sol.indices`` of the same solve. In residuals for
+    `least_squares` create a new object per solve, since the number of a rank's residuals must not change.
 
     Examples
     --------
