@@ -118,10 +118,13 @@ class _ValueReader(FunctionReader):
         self.found.append(name)
 
     def library_object(self, value: Any) -> None:
-        if not hasattr(value, "__dict__"):
-            raise Unknown
+        slots = [kind.__dict__.get("__slots__") for kind in type(value).__mro__[:-1]]
+        if not hasattr(value, "__dict__") and None in slots:
+            raise Unknown  # an object of a class written in C
         self.found.append(type(value))
         self.read_state(value)
+        for name in (name for names in slots for name in names or ()):  # such as `sparse` of np.mgrid
+            self.read(getattr(value, name, None))
 
 
 class _PortableReader(_ValueReader):

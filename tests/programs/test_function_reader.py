@@ -216,6 +216,22 @@ def test_a_change_is_seen_or_the_function_is_not_followed(case, by_fingerprint, 
     assert watch is None or not watch.is_the_same()
 
 
+@pytest.mark.parametrize("name", ["r_", "s_", "index_exp", "mgrid", "ogrid"])
+def test_numpys_objects_with_an_index_have_fingerprints(name):
+    found = {other: fingerprint_of(fun) for other, fun in INDEXED.items()}
+    assert found[name] is not None and fingerprint_of(INDEXED[name]) == found[name]
+    assert list(found.values()).count(found[name]) == 1
+
+
+INDEXED = {
+    "r_": lambda x: x * np.r_[1.0, 2.0],
+    "s_": lambda x: x[np.s_[1:]],
+    "index_exp": lambda x: x[np.index_exp[1:]],
+    "mgrid": lambda x: x * np.mgrid[0:3],
+    "ogrid": lambda x: x * np.ogrid[0:3],
+}
+
+
 class Level(enum.IntEnum):
     HIGH = 2
 
