@@ -20,7 +20,7 @@ from pathlib import Path
 from mpiad.environment_variables import switch
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_MMAP_BYTES = 32 << 20  # the largest that glibc accepts on 64 bits; larger arrays are mapped as before
+_MMAP_BYTES = 32 << 20  # mallopt's documented maximum on 64 bits (glibc 2.36 accepts more); larger arrays are mapped
 _TRIM_BYTES = 512 << 20  # the free memory that may stay at the top of the heap
 _PAD_BYTES = 16 << 20
 _USERS_OWN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
