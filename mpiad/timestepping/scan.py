@@ -299,8 +299,8 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # The tape is the same on all ranks, except in a plain autograd trace.
-        linear = tracing.tape is not None and tracing.tape.of_cotangents and not any(map(isbox, leaves))
+        # A surrounding trace differentiates the reverse pass of a tape of cotangents only.
+        linear = tracing.tape is not None and tracing.tape.of_cotangents
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
     return vjp

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from autograd.tracer import isbox
-
 from mpiad._typing import LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
@@ -135,10 +133,10 @@ def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *
     """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
-        # On a tape of cotangents nothing is differentiated with respect to κ and c, unless a surrounding autograd trace
-        # does so. All ranks have the same kind of tape, so they decide identically.
+        # On a tape of cotangents nothing is differentiated with respect to κ and c; a surrounding trace differentiates its
+        # reverse pass only. All ranks have the same kind of tape, so they decide identically.
         tape = tracing.tape
-        linear = tape is not None and tape.of_cotangents and not (isbox(kappa) or isbox(c))
+        linear = tape is not None and tape.of_cotangents
         # The operator is its own transpose, so the existing levels solve for all cotangents at once.
         multiplier = _solution(g, kappa, c, problem=problem._replace(start={}, linear=linear))
         if problem.linear:
