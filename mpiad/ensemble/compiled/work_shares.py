@@ -3,17 +3,22 @@
 While machine code runs, Python handles no signals: a Ctrl-C would wait until all trajectories have ended. So a kernel
 returns after a given number of turns (see `forward_kernel`), about ten times a second, and continues in the next call. It
 doesn't read the clock, which would slow it down: the number of turns is adapted from call to call.
+
+An interrupt may be raised in this process's main thread between any two of its bytecodes. If it is raised between the
+acquisition of a lock and the statement that releases it, the lock is never released. So the threads share only objects
+whose operations are single calls in C (lists, deques, `SimpleQueue`), and neither futures nor events.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import time
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,7 +35,7 @@ _FIRST = 64  # number of turns in the first call of a kernel; for the largest f 
 # Maximum change of the number of turns between calls, since the process may have been suspended.
 _CHANGE = 64.0
 
-_executors: dict[int, ThreadPoolExecutor] = {}
+_queues: dict[int, SimpleQueue[Callable[[], None]]] = {}  # of calls for a number of threads
 _known: WeakKeyDictionary[Callable[..., None], int] = WeakKeyDictionary()
 
 Result = TypeVar("Result")
@@ -54,15 +59,19 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
     if threads == 1 or len(items) < 2:
         return [fun(item, lambda: None) for item in items]
     results: list[Any] = [None] * len(items)
-    left, ended = deque(range(len(items))), threading.Event()
+    left, count = deque(range(len(items))), min(threads, len(items)) - 1
+    errors: list[BaseException] = []  # after the first one all threads end
+    # Each other thread takes a ticket when it starts. This thread takes back those that are left, up to the last one.
+    tickets, returned, finished = deque([*[True] * count, False]), list[bool](), list[bool]()
+    signals: SimpleQueue[None] = SimpleQueue()
 
     def pause() -> None:
-        if ended.is_set():
+        if errors:
             raise _Ended
 
     def work() -> None:
         try:
-            while not ended.is_set():
+            while not errors:
                 try:
                     i = left.popleft()
                 except IndexError:
@@ -70,29 +79,45 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
                 results[i] = fun(items[i], pause)
         except _Ended:
             return  # another thread raises
-        except BaseException:
-            ended.set()
+        except BaseException as error:  # noqa: BLE001 the calling thread raises it
+            errors.append(error)
+
+    def work_in_another_thread() -> None:
+        with contextlib.suppress(IndexError):
+            if tickets.popleft():
+                work()
+                finished.append(True)
+                signals.put(None)
+
+    def wait() -> None:
+        """Wait for the running threads, even if interrupted, so that none writes to arrays of this solve afterwards."""
+        try:
+            with contextlib.suppress(IndexError):
+                returned.extend(iter(tickets.popleft, False))
+            # Poll first, since sleeping and waking up takes 0.1 to 0.2 ms.
+            end = time.perf_counter() + _POLLING
+            while len(finished) < count - len(returned):
+                if time.perf_counter() < end:
+                    time.sleep(0)
+                else:
+                    signals.get()
+        except BaseException as error:
+            errors.append(error)
+            wait()
             raise
 
-    # Threads are reused, since starting one takes as long as a thousand trajectories. No lock is used, since a process
-    # could be forked while the lock is held. `setdefault` may create an executor in vain, but it starts no threads.
-    executor = _executors.get(threads - 1) or _executors.setdefault(
-        threads - 1, ThreadPoolExecutor(threads - 1, thread_name_prefix="mpiad-kernels")
-    )
-    others: list[Future] = []
     try:
-        for _ in range(min(threads, len(items)) - 1):
-            others.append(executor.submit(work))
+        for _ in range(count):
+            _queue_for(threads - 1).put(work_in_another_thread)
         # This thread works, too: if it waited for results, it would wake up for each result, on a core that others need.
         work()
-    except BaseException:
-        ended.set()
+    except BaseException as error:
+        errors.append(error)
         raise
     finally:
-        _wait(others, ended)
-    for other in others:
-        if not other.cancelled():
-            other.result()
+        wait()
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, Exception))  # an interrupt, or else the first one
     return results
 
 
@@ -100,24 +125,26 @@ class _Ended(Exception):  # noqa: N818 control flow, not an error
     """Stops a thread after an exception in another thread."""
 
 
-def _wait(others: list[Future], ended: threading.Event) -> None:
-    """Wait for the running threads, even if interrupted, so that none writes to arrays of this solve afterwards."""
-    try:
-        running = [other for other in others if not other.cancel()]
-        # Poll first, since sleeping and waking up takes 0.1 to 0.2 ms.
-        end = time.perf_counter() + _POLLING
-        while not all(other.done() for other in running) and time.perf_counter() < end:
-            time.sleep(0)
-        wait(running)
-    except BaseException:
-        ended.set()
-        _wait(others, ended)
-        raise
+def _queue_for(threads: int) -> SimpleQueue[Callable[[], None]]:
+    """Return the queue of calls that this number of threads run; they are started once and end with the process."""
+    # Threads are reused, since starting one takes as long as a thousand trajectories. Two threads that get here at once
+    # start threads for the same queue, which does no harm; fewer threads, after an interrupt, don't either.
+    queue = _queues.get(threads)
+    if queue is None:
+        queue = _queues.setdefault(threads, SimpleQueue())
+        for _ in range(threads):
+            start_new_thread(_serve, (queue,))  # `Thread.start` waits for an event
+    return queue
+
+
+def _serve(queue: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        queue.get()()
 
 
 # A forked process doesn't inherit the threads.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_executors.clear)
+    os.register_at_fork(after_in_child=_queues.clear)
 
 
 class Paced:

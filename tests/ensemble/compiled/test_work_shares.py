@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
+from mpiad.ensemble.compiled import work_shares
 from mpiad.ensemble.compiled.work_shares import each, shares_of
 
 pytestmark = pytest.mark.serial
@@ -75,6 +78,33 @@ def test_what_one_thread_raises_ends_the_others_at_their_next_pause(where):
     with pytest.raises(IndexError, match="of item"):
         each(fun, range(3), 3)
     assert len(ended) == (2 if where == "here" else 1)
+
+
+def test_interrupts_at_any_moment_of_waiting_leave_no_lock_behind(monkeypatch):
+    """A lock that the waiting thread holds forever would stop the other thread, which then never ends."""
+    here, begun, count = threading.get_ident(), [], 1500
+    monkeypatch.setattr(work_shares, "_POLLING", 10.0)
+
+    def fun(item, pause):
+        if threading.get_ident() != here:
+            begun.append(item)
+            while True:
+                pause()
+        while not begun:
+            time.sleep(0)
+        signal.setitimer(signal.ITIMER_REAL, next(delays))
+
+    delays = iter(np.random.default_rng(0).uniform(2e-4, 8e-4, count).tolist())
+    handler, interval = signal.signal(signal.SIGALRM, signal.default_int_handler), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns, and handle signals, in the middle of short functions too
+    try:
+        for _ in range(count):
+            begun.clear()
+            with pytest.raises(KeyboardInterrupt):
+                each(fun, range(2), 2)
+    finally:
+        sys.setswitchinterval(interval)
+        signal.signal(signal.SIGALRM, handler)
 
 
 @pytest.mark.parametrize("twice", [False, True])
