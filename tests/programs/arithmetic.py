@@ -19,6 +19,7 @@ def on_arrays(single):
     return SimpleNamespace(
         sin=anp.sin, cos=anp.cos, exp=anp.exp, tanh=anp.tanh, real=anp.real, imag=anp.imag, conj=anp.conj,
         concatenate=anp.concatenate, stack=anp.stack, reshape=anp.reshape, dot=anp.dot, total=anp.sum,
+        rot90=anp.rot90, rollaxis=anp.rollaxis, transpose=anp.transpose, swapaxes=anp.swapaxes,
         stop=mpiad.stop_gradient,
         constant=lambda x: np.asarray(x, real),
     )  # fmt: skip
@@ -33,8 +34,14 @@ FORMS = (
     lambda num, a, b: num.stop(a) * b + a / 2,
     lambda num, a, b: num.concatenate([b[1:], a[:1]]) * 2,
     lambda num, a, b: num.cos(num.sin(a) * b + a),
+    lambda num, a, b: num.rot90(a[:, None] * num.sin(b))[1] + b,
+    lambda num, a, b: num.rollaxis(num.stack([a * b, num.sin(a), b]), 1)[0],
+    lambda num, a, b: num.reshape(num.stack([num.cos(b), a * a]), (3, 2), order="F")[:, 1],
+    lambda num, a, b: num.transpose(num.stack([a, a - b, num.tanh(b)]))[2] * a,
+    lambda num, a, b: num.swapaxes(num.sin(a)[:, None] + b, 0, 1)[::-1, ::2][:, 1],
+    lambda num, a, b: num.reshape(num.transpose(num.reshape(num.concatenate([a * b, b]), (2, 3))), (6,), order="F")[1:6:2],
 )
-"""Functions of two registers; one depends on neither."""
+"""Functions of two registers; one depends on neither. Of the last six NumPy makes views of temporary arrays."""
 
 
 def pattern(rows, columns):

@@ -188,8 +188,27 @@ def stack(parts, axis=0):
     return Jet(np.stack([part.coefficients for part in parts], axis))
 
 
-def reshape(x, shape):
+def reshape(x, shape, order="C"):
+    if order == "F":
+        return transpose(reshape(transpose(x), shape[::-1]))
     return Jet(x.coefficients.reshape(*shape, *x.coefficients.shape[-2:]))
+
+
+def transpose(x):
+    ndim = len(x.shape)
+    return Jet(x.coefficients.transpose(*range(ndim)[::-1], ndim, ndim + 1))
+
+
+def swapaxes(x, one, other):
+    return Jet(x.coefficients.swapaxes(one, other))
+
+
+def rollaxis(x, axis, start=0):
+    return Jet(np.rollaxis(x.coefficients, axis, start))
+
+
+def rot90(x):
+    return Jet(np.rot90(x.coefficients))
 
 
 def dot(matrix, vector):
