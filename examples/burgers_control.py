@@ -90,25 +90,25 @@ def block_borders(domain):
 
 
 def draw_picture(path, truth, found, states, borders, history):
-    """Write the picture of the flow, the amplitudes and the way there."""
+    """Write the picture of the amplitudes, the flow and the loss."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
-    image = axes[0].imshow(states, aspect="auto", origin="lower", extent=(0, 1, 0, TIME))
-    figure.colorbar(image, ax=axes[0], label="u")
-    axes[0].vlines(borders[0] / states.shape[1], 0, TIME, colors="0.5", linewidths=0.7, linestyles="--")
-    axes[0].set(title="the flow", xlabel="x", ylabel="t")
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
     t = (numpy.arange(len(truth)) + 0.5) * TIME / len(truth)
     for j in range(truth.shape[1]):
-        axes[1].step(t, truth[:, j], f"C{j}", where="mid", label=f"true $a_{j + 1}$")
-        axes[1].plot(t, found[:, j], f"C{j}o", fillstyle="none", label=f"recovered $a_{j + 1}$")
-    axes[1].set(title="amplitudes", xlabel="t")
-    axes[1].legend()
-    axes[2].semilogy(history.loss)
-    axes[2].set(title="convergence of L-BFGS", xlabel="iteration", ylabel="loss")
+        left.step(t, truth[:, j], f"C{j}", where="mid", label=f"true $a_{j + 1}$")
+        left.plot(t, found[:, j], f"C{j}o", fillstyle="none", label=f"recovered $a_{j + 1}$")
+    left.set(title="amplitudes of the actuators", xlabel="t")
+    left.legend()
+    image = middle.imshow(states, "RdBu_r", vmin=-1.5, vmax=1.5, aspect="auto", origin="lower", extent=(0, 1, 0, TIME))
+    figure.colorbar(image, ax=middle, label="u")
+    middle.vlines(borders[0] / states.shape[1], 0, TIME, colors="0.2", linewidths=1.0, linestyles="--")
+    middle.set(title="the observed flow", xlabel="x", ylabel="t")
+    right.semilogy(history.loss)
+    right.set(title="convergence of L-BFGS", xlabel="iteration", ylabel="loss")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
 

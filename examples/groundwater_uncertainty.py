@@ -145,8 +145,8 @@ def draw_picture(path, aquifer, elevation, fields, values, heads):
         (~aquifer.left_out, "o", "cyan", "used"),
         (aquifer.left_out, "^", "white", "held out"),
     ):
-        axes[0, 2].plot(x[chosen], y[chosen], marker, color=colour, markeredgecolor="black", markersize=5, label=label)
-    axes[0, 2].legend(loc="upper left", title="boreholes")
+        axes[0, 2].plot(x[chosen], y[chosen], marker, color=colour, markeredgecolor="black", markersize=7, label=label)
+    axes[0, 2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, title="boreholes")
     panel(axes[1, 0], "prior sample", "a sample of the prior")
     panel(axes[1, 1], "sample", "a sample of the posterior")
     panel(axes[1, 2], "other sample", "another sample of the posterior")

@@ -1,10 +1,11 @@
-"""Find the velocity of sound in a block of ground from twelve shots at its surface, and how sure one can be of it.
+"""Find the velocity of sound between the surface and a mine from twelve shots, and how sure one can be of it.
 
     mpiexec -n 4 python examples/seismic_3d.py
 
 Sound obeys u_tt = c² Δu + source in three dimensions, with a layer around the block in which it dies away. Each shot sends
-a Ricker wavelet from a point, and a grid of receivers records what arrives, with noise. Sought is m = log(c / guess) in
-each of 64 x 96 x 96 cells, by the misfit of the records and a prior that says how smooth m is.
+a Ricker wavelet from a point at the surface, and a grid of receivers in the mine, at the bottom of the block, records what
+arrives, with noise. Sought is m = log(c / guess) in each of 64 x 96 x 96 cells, by the misfit of the records and a prior
+that says how smooth m is.
 
 The receivers are the same for all shots, so that shots may be added up: `--encoded` of them with random signs go into one
 run of the wave (source encoding), and so do their records. The ranks form groups (`--groups`), each with a
@@ -34,12 +35,12 @@ parser = argparse.ArgumentParser(description="Recover a velocity model in 3-D, w
 parser.add_argument("--shape", type=int, nargs=3, default=(64, 96, 96), help="cells in depth and along the surface")
 parser.add_argument("--shots", type=int, nargs=2, default=(3, 4), help="shots along both sides of the surface")
 parser.add_argument("--encoded", type=int, default=6, help="shots that are added up, with random signs")
-parser.add_argument("--receivers", type=int, default=16, help="receivers along each side of the surface")
+parser.add_argument("--receivers", type=int, default=16, help="receivers along each side of the mine")
 parser.add_argument("--steps", type=int, default=300, help="steps in time")
 parser.add_argument("--recorded", type=int, default=16, help="steps between states that are kept for the gradient")
 parser.add_argument("--layer", type=int, default=10, help="cells of the layer in which sound dies away")
 parser.add_argument("--groups", type=int, help="groups of ranks that share the shots; by default about the square root")
-parser.add_argument("--iterations", type=int, nargs=2, default=(3, 10), help="of Gauss-Newton, and of L-BFGS at the most")
+parser.add_argument("--iterations", type=int, nargs=2, default=(4, 14), help="of Gauss-Newton, and of L-BFGS at the most")
 parser.add_argument("--products", type=int, default=4, help="most products in a step of Gauss-Newton")
 parser.add_argument("--pairs", type=int, default=6, help="eigenpairs that are kept")
 parser.add_argument("--picture", type=Path, help="draw slices and sections into this file")
@@ -56,10 +57,10 @@ def guess(depth):
 
 
 def true_field(depth, north, east):
-    """Return m: a slow body, and a dipping layer beneath that is faster; coordinates in parts of the block."""
-    body = numpy.exp(-(((depth - 0.4) / 0.1) ** 2) - ((north - 0.42) / 0.13) ** 2 - ((east - 0.58) / 0.15) ** 2)
-    layer = 1 / (1 + numpy.exp(-(depth - 0.53 - 0.14 * east) / 0.025))
-    return 0.12 * layer - 0.15 * body
+    """Return m: a slow body, and a fast one that lies deeper; coordinates in parts of the block."""
+    slow = numpy.exp(-(((depth - 0.38) / 0.14) ** 2) - ((north - 0.46) / 0.14) ** 2 - ((east - 0.64) / 0.15) ** 2)
+    fast = numpy.exp(-(((depth - 0.6) / 0.14) ** 2) - ((north - 0.54) / 0.14) ** 2 - ((east - 0.36) / 0.15) ** 2)
+    return 0.15 * fast - 0.15 * slow
 
 
 def ricker(time):
@@ -91,10 +92,12 @@ class Ground:
 
         edge = (self.layer + 2) * CELL
         lines = [edge + (n * CELL - 2 * edge) * numpy.linspace(0, 1, options.receivers) for n in options.shape[1:]]
-        self.receivers = numpy.stack(numpy.meshgrid([edge], *lines, indexing="ij"), axis=-1).reshape(-1, 3)
+        bottom = options.shape[0] * CELL - edge
+        self.receivers = numpy.stack(numpy.meshgrid([bottom], *lines, indexing="ij"), axis=-1).reshape(-1, 3)
         shots = [(numpy.arange(k) + 0.5) / k for k in options.shots]
         shots = [edge + (n * CELL - 2 * edge) * along for n, along in zip(options.shape[1:], shots)]
         shots = numpy.stack(numpy.meshgrid([edge], *shots, indexing="ij"), axis=-1).reshape(-1, 3)
+        self.shots = shots
         draw, runs = numpy.random.default_rng(SEED), -(-len(shots) // options.encoded)
         self.sources = [self.encoded(shots[k::runs], draw) for k in range(runs)]
         self.measure(draw)
@@ -155,6 +158,11 @@ class Ground:
                 self.measured[k] = self.measured[k] + mine * noise
 
     @property
+    def expected(self):
+        """Return the misfit of the true ground, from noise alone."""
+        return len(self.sources) * self.steps * len(self.receivers) / 2
+
+    @property
     def own(self):
         """Return the numbers of the runs that `sum_over` gives to this rank's group."""
         return range(self.groups.index, len(self.sources), self.groups.count)
@@ -209,29 +217,35 @@ def draw_picture(path, ground, fields, descents, values):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(3, 4, figsize=(19, 12), layout="constrained")
-    shape = ground.model.shape
-    cuts = [int(part * n) for part, n in zip((0.4, 0.42, 0.58), shape)]
-    names = "depth", "north", "east"
-    for row, (axis, cut) in enumerate(zip(range(3), cuts)):
+    panels = [f"{field} {row}" for row in range(3) for field in fields]
+    layout = [[*panels[:3], "objective"], [*panels[3:6], "objective"], [*panels[6:], "eigenvalues"]]
+    figure, axes = pyplot.subplot_mosaic(layout, figsize=(18, 12), layout="constrained", height_ratios=(2, 3, 3))
+    shape, names = ground.model.shape, ("depth", "north", "east")
+    for row, (axis, part) in enumerate(((1, 0.5), (0, 0.38), (0, 0.6))):
+        cut = int(part * shape[axis])
         down, along = (k for k in range(3) if k != axis)
         extent = (0, shape[along] * CELL, shape[down] * CELL, 0)
-        for column, (title, (field, colours, low, high)) in enumerate(fields.items()):
-            section = numpy.take(field, cut, axis)
-            image = axes[row, column].imshow(section, colours, vmin=low, vmax=high, extent=extent)
-            where = f"{title}, {names[axis]} {cut * CELL:.1f} km"
-            axes[row, column].set(title=where, xlabel=f"{names[along]}, km", ylabel=f"{names[down]}, km")
-            figure.colorbar(image, ax=axes[row, column], shrink=0.8)
+        for title, (field, colours, low, high) in fields.items():
+            panel, section = axes[f"{title} {row}"], numpy.take(field, cut, axis)
+            image = panel.imshow(section, colours, vmin=low, vmax=high, extent=extent)
+            label = f"{title}, {names[axis]} {cut * CELL:.1f} km"
+            panel.set(title=label, xlabel=f"{names[along]}, km", ylabel=f"{names[down]}, km")
+            panel.yaxis.set_major_locator(pyplot.MultipleLocator(0.5))
+            figure.colorbar(image, ax=panel, shrink=0.9)
+    for places, marker, label in ((ground.shots, "k*", "shots"), (ground.receivers, "kv", "receivers")):
+        axes["true 0"].plot(places[:, 2], places[:, 0], marker, markersize=4, label=label)
+    axes["true 0"].legend(loc="lower center", ncols=2, fontsize="x-small")
     for descent in descents:
-        axes[0, 3].semilogy(descent.seconds, descent.result.history.loss, ".-", label=descent.name)
-    axes[0, 3].set(title="objective", xlabel="s of processor time of a rank")
-    axes[0, 3].legend()
-    axes[1, 3].semilogy(1 + numpy.arange(len(values)), values, ".-")
-    axes[1, 3].set(title="what the records tell: eigenvalues", xlabel="number")
-    axes[2, 3].axis("off")
-    axes[2, 3].text(0, 0.5, "\n".join(f"{each.name}: relative error {each.error:.3f}" for each in descents))
+        label = f"{descent.name}: relative error {descent.error:.2f}"
+        losses = numpy.array(descent.result.history.loss) / ground.expected
+        axes["objective"].semilogy(descent.seconds, losses, ".-", label=label)
+    axes["objective"].axhline(1, color="0.5", linestyle=":", label="noise alone")
+    axes["objective"].set(title="objective / misfit by noise alone", xlabel="s of processor time of a rank")
+    axes["objective"].legend(loc="upper right")
+    axes["eigenvalues"].semilogy(1 + numpy.arange(len(values)), values, ".-")
+    axes["eigenvalues"].set(title="eigenvalues of the data's Hessian", xlabel="number")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
 
 
 def main():
@@ -267,13 +281,14 @@ def main():
     cells, runs = " x ".join(map(str, model.shape)), f"{len(ground.sources)} runs of {options.steps} steps"
     print(f"{cells} cells on {mpiad.mpi_size()} ranks in {ground.groups.count} groups, {runs}")
     print(*descents, sep="\n")
-    noise = len(ground.sources) * options.steps * len(ground.receivers) / 2
+    noise = ground.expected
     print(f"noise alone leaves {noise / found.history.loss[0]:.6f} of the objective")
     after = f"{mean:.6f} on average, {least:.6f} at the least"
     print(f"deviation of m: {DEVIATION} before; with {len(posterior.values)} eigenpairs {after}")
     tell("done")
     if options.picture:
-        bounds = {"true": ("RdBu_r", -0.2, 0.2), "found": ("RdBu_r", -0.2, 0.2), "deviation": ("magma", 0, DEVIATION)}
+        bounds = {"true": ("RdBu_r", -0.15, 0.15), "found": ("RdBu_r", -0.15, 0.15)}
+        bounds["deviation"] = "magma", fields["deviation"].min() // 0.01 * 0.01, DEVIATION
         draw_picture(options.picture, ground, {k: (fields[k], *bounds[k]) for k in fields}, descents, posterior.values)
         print(f"written: {options.picture}")
     left = (found.fun - noise) / (found.history.loss[0] - noise)
