@@ -188,7 +188,7 @@ _RULES: dict[str, Callable[..., Symbol]] = {
     "tanh": _tanh,
 }
 
-BRANCHES = "it decides by a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
+BRANCHES = "control flow depends on a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
 _OBJECTS = (
     "it compares, rounds or branches on an array that np.array or autograd's np.stack made of traced values, or takes its "
     "sign, maximum or minimum: do this with the components, or join them by np.concatenate"

@@ -95,7 +95,7 @@ def check_adjoint(
     if error > ulps:
         raise AdjointError(
             f"check_adjoint: Σ⟨A x, y⟩ = {sides[0]!r}, but Σ⟨x, Aᵀ y⟩ = {sides[1]!r} over {used.size} ranks: "
-            f"{error:.3g} roundings apart, but {ulps:g} are allowed. The adjoint isn't the transpose."
+            f"they differ by {error:.3g} ulp, but {ulps:g} are allowed. The adjoint isn't the transpose."
         )
     return float(error)
 

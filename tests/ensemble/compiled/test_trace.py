@@ -185,7 +185,7 @@ def swallows(u, p, t):
     (of_math, 1, "math.sin"),
     (makes_a_number, 2, "float"),
     (fills_an_array, 2, "zeros_like"),
-    (within_a_function, 5, "decides by a traced value"),
+    (within_a_function, 5, "control flow depends on a traced value"),
     (looks_up, 1, "int"),
     (masks, 1, "np.where"),
     (compares_complex_numbers, 2, "greater of complex numbers"),
