@@ -183,6 +183,7 @@ def test_lists_of_traced_arrays_give_no_array_of_objects():
 # ---- the table
 
 
+@pytest.mark.limit(400)  # jitted: one compilation for each entry
 def test_table_of_the_reference():
     chosen = [case for case in derivative_sweep.cases() if zlib.crc32(str(case).encode()) % 3 == 0]
     table = derivative_sweep.run(chosen)
@@ -203,6 +204,7 @@ def test_all_other_functions_are_refused_by_name():
 
 
 @pytest.mark.thorough
+@pytest.mark.limit(1200)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_whole_table_of_the_reference(seed):
     if seed == 0:
