@@ -1,4 +1,4 @@
-"""A Matérn field whose inverse covariance is the square of an elliptic operator: its covariance takes two solves."""
+"""A Matérn field whose inverse covariance is the square of an elliptic operator, so samples and products take solves."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Bilaplacian(GaussianPrior):
     anisotropy : sequence of float, optional
         Factors of the correlation length along each dimension.
     mean : float or array of shape local_shape
-    spacing : float or one for each dimension
-        Distance between cells.
+    spacing : float or sequence of float
+        Distance between cells, or one distance per dimension.
     rtol : float
         Relative tolerance of the solves.
 
@@ -42,7 +42,7 @@ class Bilaplacian(GaussianPrior):
 
     Ranks
     -----
-    All ranks of the domain call it, and its methods.
+    All ranks of the domain construct it and call its methods.
 
     References
     ----------
@@ -88,12 +88,12 @@ class Bilaplacian(GaussianPrior):
         return self._scale * self._inverse(self._inverse(self._scale * g))
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Return an approximation of `solve`, symmetric and positive definite, by two V-cycles; collective."""
+        """Apply a symmetric positive definite approximation of the covariance to r, by two V-cycles; collective."""
         r = own_block(self.domain, r, "inverse.Bilaplacian.precondition")
         return self._scale * self._levels(self._levels(self._scale * r))
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ for untraced noise ξ of shape local_shape, with S Sᵀ the covariance, by one solve; collective."""
+        """Return S ξ for untraced noise ξ of shape local_shape, where S Sᵀ is the covariance, by one solve; collective."""
         return self._scale * self._inverse(xi)
 
     def _inverse(self, b: LocalArray) -> LocalArray:

@@ -42,7 +42,7 @@ class GaussianPrior:
     variance : array of shape local_shape
         Variance of each cell.
     noise : tuple of int
-        Leading axes of the argument of `sqrt`.
+        Lengths of the leading axes of the argument of `sqrt`.
 
     Examples
     --------
@@ -67,15 +67,15 @@ class GaussianPrior:
         raise NotImplementedError
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Return an approximation of `solve`, symmetric and positive definite, by one V-cycle per solve; collective."""
+        """Apply a symmetric positive definite approximation of the covariance to r, one V-cycle per solve; collective."""
         raise NotImplementedError
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ for untraced noise ξ of shape (*noise, *local_shape), with S Sᵀ the covariance; collective."""
+        """Return S ξ for untraced noise ξ of shape (*noise, *local_shape), where S Sᵀ is the covariance; collective."""
         raise NotImplementedError
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return half the squared norm of m - mean in the inverse covariance: the negative log density up to a constant.
+        """Return ½ (m - mean)ᵀ R (m - mean) for the inverse covariance R: the negative log density up to a constant.
 
         Parameters
         ----------
@@ -94,8 +94,8 @@ class GaussianPrior:
         -------
         The cotangent of m is the product of the inverse covariance with m - mean.
         """
-        away = m - self.mean
-        return 0.5 * self.domain.dot(away, self.apply(away))
+        deviation = m - self.mean
+        return 0.5 * self.domain.dot(deviation, self.apply(deviation))
 
     def sample(self, seed: int) -> LocalArray:
         """Return this rank's block of a sample, the same on any number of ranks; collective.
@@ -108,7 +108,7 @@ class GaussianPrior:
 
 
 def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
-    """Return the block; raise a ValueError on all ranks if it has the wrong shape; `several`: it may have leading axes."""
+    """Return the block, or raise a ValueError on all ranks if its shape is wrong; `several`: leading axes are allowed."""
     with raising_together(channel(domain.comm, call)):
         shape = np.shape(block)
         if (shape[-len(domain.shape) :] if several else shape) != domain.local_shape:
@@ -159,24 +159,24 @@ def _is_positive(value: Any) -> bool:
 
 
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
-    """Return this rank's block of the diagonal of A⁻ᵖ, A = c - Σ a_i ∂²_i, c > 0, p = 1 or 2, without flux at sides."""
-    # The coefficients `a`, of shape (d,), include the factors 1 / spacing².
+    """Return this rank's block of the diagonal of A⁻ᵖ, for A = c - Σ a_i ∂²_i without flux at the sides, and `power` p."""
+    # c > 0, p = 1 or 2. The coefficients `a`, of shape (d,), include the factors 1 / spacing².
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_FIRST_TIME / largest), math.log(_LAST_TIME / c), _STEP)
     times = np.exp(s)
     weights = _STEP * times**power * np.exp(-c * times) / math.gamma(power)
     factors = [
-        _diagonal(n, cells, rate, wraps, times)
-        for n, cells, rate, wraps in zip(domain.shape, domain.owned, a, domain.periodic)
+        _diagonal(n, cells, rate, periodic, times)
+        for n, cells, rate, periodic in zip(domain.shape, domain.owned, a, domain.periodic)
     ]
     head, *rest = factors
     found = np.stack([_outer(weights * row, rest) for row in head])
-    # The second term is the integral from 0 to the first t, where the integrand is nearly tᵖ⁻¹.
+    # The second term is the integral from 0 to the first t, where the integrand is nearly tᵖ⁻¹ / Γ(p).
     return found + (times[0] * math.exp(-0.5 * _STEP)) ** power / math.gamma(power + 1)
 
 
 def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
-    """Return the sums, over the times, of the products of row and factors, shape (n_1, n_2, ...)."""
+    """Return Σ_t row[t] factors[0][i, t] factors[1][j, t] for all cells i, j, or the same with one factor or none."""
     if not factors:
         return np.asarray(row.sum())
     if len(factors) == 1:
@@ -184,11 +184,11 @@ def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
     return (factors[0] * row) @ factors[1].T
 
 
-def _diagonal(n: int, cells: slice, rate: float, wraps: bool, times: np.ndarray) -> np.ndarray:
+def _diagonal(n: int, cells: slice, rate: float, periodic: bool, times: np.ndarray) -> np.ndarray:
     """Return the diagonal of one dimension's factor of e^(-tA), without e^(-tc), shape (cells, times)."""
     k, i = np.arange(n), np.arange(cells.start, cells.stop)
-    decay = np.exp(-np.outer(rate * (2.0 - 2.0 * np.cos((2.0 if wraps else 1.0) * math.pi * k / n)), times))
-    if wraps:
+    decay = np.exp(-np.outer(rate * (2.0 - 2.0 * np.cos((2.0 if periodic else 1.0) * math.pi * k / n)), times))
+    if periodic:
         squares = np.full((i.size, n), 1.0 / n)
     else:
         squares = 2.0 / n * np.cos(math.pi * np.outer(i + 0.5, k) / n) ** 2

@@ -1,4 +1,4 @@
-"""A prior that penalizes gradients: rougher samples than those of `Bilaplacian`, and one solve for its covariance."""
+"""A prior that penalizes gradients. Its samples are rougher than those of `Bilaplacian`, and a product takes one solve."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class H1(GaussianPrior):
     gradient, value : float
         The positive coefficients a and c. A small c makes the cost positive definite, and has little other effect.
     mean : float or array of shape local_shape
-    spacing : float or one for each dimension
-        Distance between cells.
+    spacing : float or sequence of float
+        Distance between cells, or one distance per dimension.
     rtol : float
         Relative tolerance of the solves.
 
@@ -37,7 +37,7 @@ class H1(GaussianPrior):
 
     Ranks
     -----
-    All ranks of the domain call it, and its methods.
+    All ranks of the domain construct it and call its methods.
 
     Examples
     --------
@@ -71,13 +71,13 @@ class H1(GaussianPrior):
         return self._levels.solve(g, rtol=self._rtol) / self._volume
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Return an approximation of `solve`, symmetric and positive definite, by one V-cycle; collective."""
+        """Apply a symmetric positive definite approximation of the covariance to r, by one V-cycle; collective."""
         return self._levels(own_block(self.domain, r, "inverse.H1.precondition")) / self._volume
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ for noise ξ of shape (d + 1, *local_shape), with S Sᵀ the covariance, by one solve; collective."""
-        # The operator is GᵀG + c, where G computes differences across faces: it is the covariance of Gᵀξ₁ + √c ξ₂ for white
-        # noise ξ₁ on the faces and ξ₂ in the cells.
+        """Return S ξ for noise ξ of shape (d + 1, *local_shape), where S Sᵀ is the covariance, by one solve; collective."""
+        # The operator is GᵀG + c, where G computes differences across faces. The operator is also the covariance of the
+        # right-hand side Gᵀξ₁ + √c ξ₂, for white noise ξ₁ on the faces and ξ₂ in the cells.
         padded = self._levels.domain.exchange(xi[:-1], "zero", corners=False)
         total = math.sqrt(self._value) * xi[-1]
         for axis, rate in enumerate(self._rates):

@@ -1,8 +1,8 @@
-"""The Laplace approximation: a Gaussian around the most probable field, from leading eigenpairs of the data's Hessian.
+"""The Laplace approximation: a Gaussian around the most probable field, from leading eigenpairs of the misfit's Hessian.
 
-Let H be the Hessian of the data misfit and R the inverse covariance of the prior. With the eigenpairs H u = λ R u the
-covariance of the posterior is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Terms of small λ, in directions not determined by the data, are
-omitted.
+Let H be the Hessian of the data misfit and R the inverse covariance of the prior. With the eigenpairs H u = λ R u,
+uᵀ R u = 1, the covariance of the posterior is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Terms with small λ are omitted: they belong to
+directions that the data don't determine.
 
 References
 ----------
@@ -23,7 +23,7 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
 from mpiad.linalg.randomized_eigenpairs import ritz_pairs
 
-# Tolerances of negative Ritz values: absolute (the prior's own Hessian has eigenvalues 1), and relative to the largest.
+# Tolerances for negative Ritz values: absolute (the prior's Hessian has eigenvalues 1), and relative to the largest one.
 _ZERO, _ROUNDING = 1e-3, 1e-6
 
 
@@ -67,9 +67,9 @@ class Posterior:
 
     def sample(self, seed: int) -> LocalArray:
         """Return this rank's block of a sample, which is the same on any number of ranks; collective."""
-        away = self.prior.sample(seed) - self.prior.mean
-        weights = (1.0 - 1.0 / np.sqrt(1.0 + self.values)) * self._products(self.prior.apply(away))
-        return self.mean + away - self._combined(weights, self.vectors)
+        deviation = self.prior.sample(seed) - self.prior.mean
+        weights = (1.0 - 1.0 / np.sqrt(1.0 + self.values)) * self._products(self.prior.apply(deviation))
+        return self.mean + deviation - self._combined(weights, self.vectors)
 
     def information_gain(self) -> float:
         """Return the Kullback-Leibler divergence KL(posterior‖prior) in nats; collective."""
@@ -103,13 +103,13 @@ def laplace_approximation(
         This rank's block of the most probable field.
     prior : GaussianPrior
     k : int
-        The number of eigenpairs; the cost is 2 (k + oversample) products.
+        The number of eigenpairs. H is applied 2 (k + oversample) times.
     oversample : int
-        As in `mpiad.linalg.eigsh`.
+        Number of random directions in addition to k, as in `mpiad.linalg.eigsh`.
     seed : int
         Seed of the random directions, which don't depend on the number of ranks.
     batch : bool
-        As in `mpiad.linalg.eigsh`: whether `product` takes several fields at once, along a first axis.
+        Whether `product` takes several fields at once, along a first axis, as in `mpiad.linalg.eigsh`.
 
     Returns
     -------

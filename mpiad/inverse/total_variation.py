@@ -14,7 +14,7 @@ from mpiad.inverse.gaussian_prior import agreed_fields
 
 
 class TotalVariation:
-    """The integral of a (√(|∇m|² + ε²) - ε).
+    """The integral of a (√(|∇m|² + ε²) - ε) for a field m.
 
     Parameters
     ----------
@@ -23,8 +23,8 @@ class TotalVariation:
         The factor a.
     smoothing : float
         The parameter ε; for slopes below it the penalty is nearly quadratic.
-    spacing : float or one for each dimension
-        Distance between cells.
+    spacing : float or sequence of float
+        Distance between cells, or one distance per dimension.
 
     Raises
     ------

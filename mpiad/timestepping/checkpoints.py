@@ -9,7 +9,7 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
-# Binomial checkpointing: the order in which the steps of a loop are run, stored, run again and reversed.
+# Binomial checkpointing: when the steps of a loop are run, run again and reversed, and when states are stored.
 #
 # With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!)
 # steps can be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank
@@ -32,14 +32,14 @@ class Advance(NamedTuple):
 
 
 class Reverse(NamedTuple):
-    """Run the steps first, ..., stop - 1 with a record, and then their adjoints."""
+    """Run and record the steps first, ..., stop - 1, then run their adjoints."""
 
     first: int
     stop: int
 
 
 class Restore(NamedTuple):
-    """Restore the stored state before step `number`; `last`: whether it isn't needed again."""
+    """Restore the stored state before step `number`; `last`: whether the state won't be needed again."""
 
     number: int
     last: bool
@@ -50,7 +50,7 @@ def actions(steps: int, schedule: CheckpointSchedule) -> Iterator[Keep | Advance
     length = schedule.recorded
     blocks = -(-steps // length)
     # Blocks of steps that are recorded together are scheduled like single steps.
-    for action in _binomial(blocks, _places(blocks, schedule)):
+    for action in _binomial(blocks, _levels_on_disk(blocks, schedule)):
         if isinstance(action, (Advance, Reverse)):
             yield type(action)(action.first * length, min(action.stop * length, steps))
         else:
@@ -84,8 +84,8 @@ def _steps_to_next_state(steps: int, states: int) -> int:
     """
     # With n steps left and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is
     # optimal: the first m steps run at most r - 1 more times, and the others at most r more times, with s - 1 states.
-    # The value that is returned stores the fewest states; r is the smallest number of repetitions with which s states
-    # suffice.
+    # Of these m, the returned one leads to the fewest stored states. r is the smallest number of repetitions with which s
+    # states suffice.
     repeats = 1
     while comb(states + repeats, states) < steps:
         repeats += 1
@@ -95,7 +95,7 @@ def _steps_to_next_state(steps: int, states: int) -> int:
     return min(max(steps - behind - further, most - behind, 1), most)
 
 
-def _places(steps: int, schedule: CheckpointSchedule) -> list[bool]:
+def _levels_on_disk(steps: int, schedule: CheckpointSchedule) -> list[bool]:
     """Return for each level of the stack whether it is on disk."""
     # The state before the last step is available when the reverse pass begins, and needn't be stored.
     states = min(schedule.memory + schedule.disk, steps - 1)
@@ -125,8 +125,8 @@ class CheckpointSchedule(NamedTuple):
         Folder for the files. Each loop on each rank creates a subfolder, which is removed after the gradient. By default
         the system's folder for temporary files, which may itself be in memory.
     recorded : int
-        Number of consecutive steps whose records are in memory at once in the reverse pass. With √n stored states and √n
-        recorded steps, each of n steps runs only twice.
+        Number of consecutive steps whose intermediate values are in memory at once in the reverse pass. With √n stored
+        states and √n recorded steps, each of n steps runs only twice.
     dtype : str, optional
         With ``"float32"``, double-precision states are stored in single precision (complex64 if complex), in half the
         memory. The reverse pass runs the steps again from states with seven digits; the forward run is unaffected.

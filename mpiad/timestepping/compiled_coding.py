@@ -1,12 +1,12 @@
 """Compiled loops that convert fields to 16 bits per entry and back.
 
-Each loop reads the field once. NumPy would read it a dozen times, which takes as long as one or two time steps of the wave
+Each loop reads the field once. NumPy would read it a dozen times, which takes as long as one or two time steps of a wave
 equation. The loops are written in the kernel language (see `mpiad.compiling.translation`), and compiled from this file's
 source. A field consists of rows of `width` entries. The loops process it in blocks of columns: the last eight rounded rows
 of a block, from which differences are computed, are in a ring buffer that fits into the cache.
 
 Integers are represented by doubles, exactly. Adding 1.5 * 2^52 rounds a double to the nearest integer, ties to even as
-in NumPy, and leaves it in the last bits of the sum: vector instructions for conversions to integers are rare.
+in NumPy, and leaves it in the last bits of the sum. Few processors have vector instructions for this conversion.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pays_off(dtype: np.dtype, size: int, width: int) -> bool:
 
 
 def weights(order: int) -> np.ndarray:
-    """Return the coefficients of the four preceding numbers in the difference of this order."""
+    """Return the coefficients of the four preceding numbers in the backward difference of this order."""
     return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
 
 

@@ -144,7 +144,7 @@ class _CheckpointedRun:
                 self._perform(action, loop, args, None)
 
     def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
-        """Run some steps with a record, and yield them in reverse order."""
+        """Run and record some steps, and yield them in reverse order."""
         state, found = self.state, []
         for span in spans(loop.stepping, action.first, action.stop):
             # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
@@ -191,7 +191,7 @@ class _Cotangents:
         if k < self._states + self._inputs:
             if k not in self._sums:
                 self._sums[k] = np.zeros_like(leaf)
-            # Each step has its own entry of the inputs, so no cotangents are added.
+            # Each step reads its own entry of the inputs, so the cotangents of different steps aren't summed.
             self._sums[k][slice(*span)] = g
         elif k in self._sums:
             self._sums[k] += conform(g, *spec_like(leaf))
@@ -254,7 +254,7 @@ class LoopOperator:
         return self._cotangents.vector(found)
 
     def tangent(self, leaves: Sequence[Any], directions: Sequence[Any]) -> Array:
-        """Return the tangent of the results along directions of the leaves (None: constant); enclosing traces record it."""
+        """Return the tangent of the results; a direction is None for a constant leaf. Enclosing traces record the run."""
         args, along = self._like.like(leaves), self._like.like(directions)
         inputs = [k for k, direction in enumerate(along.inputs) if direction is not None]
         params = [k for k, direction in enumerate(along.params) if direction is not None]
@@ -270,14 +270,14 @@ class LoopOperator:
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def directions(self, vector: Array) -> list[Any]:
-        """Return a vector of cotangents as directions of all leaves."""
+        """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active."""
         found: list[Any] = [None] * len(self._like.all())
         for k, part in zip(self.active, self._cotangents.parts(vector)):
             found[k] = part
         return found
 
     def curvature(self, g: Array, leaves: Sequence[Any], directions: Sequence[Any]) -> tuple[Array, Array]:
-        """Return the tangent of the results along directions, and the cotangents of ⟨g, tangent⟩ as one vector."""
+        """Return the tangent of the results along directions, and the gradient of ⟨g, tangent⟩ as one vector."""
         leaves = list(leaves)
         traced = trace_backwards(lambda given: self.tangent(given, directions), Variables(leaves, self.active, list))
         tangent, place = traced.values[0], traced.places[0]
@@ -299,7 +299,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # A surrounding trace differentiates the reverse pass of a tape of cotangents only.
+        # On a tape of cotangents, the enclosing trace differentiates the reverse pass with respect to g only.
         linear = tracing.tape is not None and tracing.tape.of_cotangents
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 

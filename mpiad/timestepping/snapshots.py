@@ -32,12 +32,12 @@ from mpiad.transport.device_arrays import arrays_of
 # .. [3] N. Kukreja et al., "Lossy checkpoint compression in full waveform inversion", Geosci. Model Dev. 15 (2022).
 
 SMALLEST = 256  # smallest number of entries for which compression is worthwhile
-# The largest difference in 16 bits, and the size that the largest difference of a field must have for a small step.
+# The largest difference that fits into 16 bits. If the largest difference of a field is below _FULL, the step is reduced.
 _LARGEST, _FULL = 32767, 10000
 _HIGHEST = 4  # highest order of differences
 _RANGE = 2.0**24  # ratio of the largest entry to the smallest step: the accuracy of single precision
 _WIDE = 2000  # smallest number of entries per layer with which layers are added one by one
-_NEAR = 8  # number of cells around the largest entry that determine the order
+_NEAR = 8  # the order is determined from cells up to this distance from the largest entry
 
 
 class Coded(NamedTuple):
@@ -112,7 +112,7 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
 def _by_compiled_passes(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the results of `_by_numpy`; only the first few rows are computed by NumPy."""
+    """Return the results of `_by_numpy`, computed by compiled loops except for the first few rows."""
     numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
     found = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
     first, corner, most = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
@@ -123,7 +123,7 @@ def _by_compiled_passes(
 def _by_numpy(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the differences, the values of the corner, and the largest difference, which may exceed 16 bits."""
+    """Return the differences, `Coded.corner`, and the largest difference, which may exceed 16 bits."""
     scaled = (entries if before is None else entries - before) * (1.0 / step)
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
     for axis in axes:
@@ -219,7 +219,7 @@ def _packed(leaf: Array, before: Any, schedule: CheckpointSchedule) -> Packed:
 
 
 class Snapshots:
-    """The stored states of one loop, by the number of steps before them."""
+    """The stored states of one loop. A state is identified by the number of steps before it."""
 
     def __init__(self, schedule: CheckpointSchedule):
         self._schedule = schedule

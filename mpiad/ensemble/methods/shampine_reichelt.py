@@ -24,7 +24,7 @@ class Rosenbrock23(Algorithm):
 
     Notes
     -----
-    Each step takes the exact Jacobian of f, computed by automatic differentiation, one factorization and three solves.
+    Each step takes one exact Jacobian of f (by automatic differentiation), one factorization, and three solves.
 
     References
     ----------

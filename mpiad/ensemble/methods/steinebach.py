@@ -11,7 +11,7 @@ from mpiad.ensemble.tableaus import Algorithm, RosenbrockTableau, rosenbrock
 
 _A6 = (-7.502846399306121, 2.561846144803919, -11.627539656261098, -0.18268767659942256, 0.030198172008377946)
 _B = np.array([*_A6, 1.0, 1.0, 1.0])
-# The interpolant at the fraction x is u (1 - x) + x (u_new + (1 - x) (H2 + x (H3 + x H4))), with H linear in the stages.
+# The interpolant at the fraction x is u (1 - x) + x (u_new + (1 - x) (H2 + x (H3 + x H4))), each H a sum of stages.
 _H2 = np.array([
     25.948786856663858, -2.5579724845846235, 10.433815404888879, -2.3679251022685204, 0.524948541321073,
     1.1241088310450404, 0.4272876194431874, -0.17202221070155493,
@@ -36,7 +36,7 @@ class Rodas5P(Algorithm):
 
     Notes
     -----
-    Each step takes the exact Jacobian of f, computed by automatic differentiation, one factorization and eight solves.
+    Each step takes one exact Jacobian of f (by automatic differentiation), one factorization, and eight solves.
 
     References
     ----------

@@ -20,9 +20,9 @@ class Vern7(Algorithm):
 
     Notes
     -----
-    Verner's own interpolants take three and six additional stages. The interpolant used here has order 5 and takes none. Of
+    Verner's own interpolants need three and six additional stages. The interpolant used here has order 5 and needs none. Of
     all polynomials of degree 5 that satisfy the conditions of order 5, and match value and derivative at both ends of the
-    step, it has the least error terms of order 6 (in the mean of squares over the step); among equals, the least norm.
+    step, it has the smallest error terms of order 6 (mean square over the step) and, if several have, the smallest norm.
 
     References
     ----------

@@ -27,7 +27,7 @@ def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
 
 
 class DeviceRun(Run):
-    """A solve on a device and its closed record. Arrays are on the device."""
+    """A solve on a device, and its record, for which `Record.close` has been called. Arrays are on the device."""
 
     few = 0  # gradients are computed by the adjoint, unless tangents are requested
     keeps_tangents = False
@@ -48,7 +48,7 @@ class DeviceRun(Run):
 
     @property
     def slots(self) -> int:
-        """The number of slots for saved values, the last of which is never read."""
+        """The number of slots for saved values per trajectory, the last of which is never read."""
         return self.n_saved + 1
 
     # ---- steps
@@ -59,7 +59,7 @@ class DeviceRun(Run):
         return (RoundSweep(self, block, None if whole else self.record.every) for block in blocks if len(block.ids))
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the stages of a visit and the states after it, computed again."""
+        """Recompute the stages of a visit and the states after it."""
         batch, table = self.batch, self.coefficients
         derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
         first = derivative_at(derivative, visit.u, p, visit.t, None)
@@ -71,7 +71,7 @@ class DeviceRun(Run):
 
     @cached_property
     def ends(self) -> Array:
-        """The ends of tspan in the direction of the solve."""
+        """The ends of tspan, multiplied by -1 for trajectories that go backwards."""
         return self.placed(self.batch.end * self.record.signs)
 
     # ---- saved states
@@ -104,25 +104,25 @@ class DeviceRun(Run):
 
     @property
     def crossed_ids(self) -> Array:
-        """The trajectories of these events, shape (m,)."""
+        """The trajectories of all events, shape (m,)."""
         return self.record.events.ids  # type: ignore[union-attr]
 
     @cached_property
     def crossed_row(self) -> np.ndarray:
-        """Per row of the sorted table of events: the index among `crossed`; -1 if the event ended its trajectory."""
+        """For each row of the sorted table of events, its index in `crossed`, or -1 if the event ended its trajectory."""
         return np.where(self._event_columns[-1], -1, self.record.events.order)  # type: ignore[union-attr]
 
 
 class Slots(Saved):
-    """Values saved in one round, several in each column: ids of shape (n,), place and x (s, n), weights (s, 1, n)."""
+    """Values saved in one round, s per column. Shapes: ids (n,), place and x (s, n), weights (s, 1, n)."""
 
     def of(self, states: Array) -> Array:
-        """Return states, with an axis for several values in each column."""
+        """Return states with an additional axis of length 1, for the values per column."""
         return states[..., None, :, :]
 
 
 class RoundSweep(StepSweep):
-    """The visits of a block of rounds; `every`: the interval between kept states, None if none must be recomputed."""
+    """The visits of a block of rounds; `every`: the number of rounds between stored states, None to recompute none."""
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
         self._run, self._block, self._every = run, block, every
@@ -148,7 +148,7 @@ class RoundSweep(StepSweep):
         return Visit(number, t, h, u, done, done.accepted)
 
     def _advanced(self, visit: Visit) -> Array:
-        """Return the states after a round, computed again."""
+        """Recompute the states after a round."""
         u, table = visit.u, self._run.coefficients
         k, new = self._run.stages_again(self, visit)
         new = np.where(visit.made, new, u)  # type: ignore[arg-type, call-overload]
@@ -182,7 +182,7 @@ class RoundSweep(StepSweep):
         return [located._replace(row=self.ids[located.columns]) if located.terminal else located for located in found]
 
     def moves(self, visit: Visit) -> Array:
-        """Return the columns in which the step ends with tspan."""
+        """Return a mask of the columns in which the step ends at the end of tspan."""
         found = visit.made & (visit.about.t_new == self._run.ends[self.ids])
         for located in visit.about.located:
             if located.terminal:  # the step ends before the end of tspan

@@ -54,7 +54,7 @@ class DeviceStages:
         return np.where(accepted, self.k[-1], self.first)
 
     def inside(self, u: Array, x: Array) -> Array:
-        """Return the states at the fractions x, shape (m, n), of the step; shape (m, d, n)."""
+        """Return the states, shape (m, d, n), at the fractions x, shape (m, n), of the step."""
         return states_at(polynomials(self._table, u, self._h, self.k), x[:, None].astype(self._table.real))
 
 
@@ -66,7 +66,7 @@ def stages_on_device(table: DeviceCoefficients, derivative: Derivative, first: A
 
 
 class DeviceRosenbrockStages(DeviceStages):
-    """`DeviceStages` for Rosenbrock methods, whose stages follow f at the current state."""
+    """`DeviceStages` for Rosenbrock methods: k[0] is f at the current state; k[1], k[2], ... are the method's stages."""
 
     def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch):
         super().__init__(table, derivative, first)

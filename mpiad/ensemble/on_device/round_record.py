@@ -15,7 +15,7 @@ from mpiad.transport.device_arrays import arrays_of
 
 
 class Round(NamedTuple):
-    """One step of all columns of a block; times are in the direction of the solve."""
+    """One step of all columns (trajectories) of a block; times are multiplied by `Record.signs`, so they increase."""
 
     t: Array  # shape (n,), like `h` and `t_new`
     h: Array
@@ -29,7 +29,7 @@ class Round(NamedTuple):
     located: list[LocatedEvent]
 
     def at(self, columns: Array) -> Round:
-        """Return the round of some columns."""
+        """Return the round with some of its columns."""
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
         if not self.located:
             return Round._make([*taken, self.most, []])
@@ -39,7 +39,7 @@ class Round(NamedTuple):
 
 
 def _moved(located: LocatedEvent, place: Array) -> LocatedEvent:
-    """Return an event without removed columns; `place`: the new index of each column, or -1."""
+    """Return an event without removed columns; `place`: the new index of each column, -1 for removed ones."""
     columns = place[located.columns]
     kept = np.flatnonzero(columns >= 0)
     return located._replace(columns=columns[kept], x=located.x[kept], time=located.time[kept], row=located.row[kept])
@@ -55,7 +55,7 @@ class Events(NamedTuple):
 
 
 class Block:
-    """Rounds of the same columns, with the trajectories `ids`, shape (n,), and the direction of time, (n,), or None."""
+    """Rounds of the same columns. `ids`: the trajectories, shape (n,). `sign`: directions of time, (n,), or None."""
 
     def __init__(self, ids: Array, sign: Array | None, leaves: list[Any]):
         self.ids, self.sign, self.leaves = ids, sign, leaves
@@ -63,7 +63,7 @@ class Block:
 
 
 class Record:
-    """All rounds of a solve, block by block; `every`: the number of rounds between kept states, None if all are kept.
+    """All rounds of a solve, block by block; `every`: the number of rounds between stored states, None if all are stored.
 
     When the record is closed, the columns of failed trajectories are removed from `blocks`.
     """
@@ -104,7 +104,7 @@ class Record:
         return found
 
     def due(self, block: Block, done: Round) -> Due:
-        """Return the values saved in a round."""
+        """Return the slots and times of the values saved in a round."""
         saves: Any = self.saves
         end = done.t_new if done.reached is None else done.reached
         return saves.due(block.ids, done.place, done.count, done.most, done.t, done.h, end)

@@ -128,7 +128,7 @@ class DeviceWorkingSet(Turns):
     # ---- one turn
 
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
-        """Take the accepted steps, and end the trajectories that they complete."""
+        """Advance by the accepted steps, and end the trajectories that have reached their ends or a terminal event."""
         stages = self._stages
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
         crossed = [] if self._watch is None else self._watch.crossed(step, self._p)
@@ -141,7 +141,7 @@ class DeviceWorkingSet(Turns):
             found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
             located, ended = found.located, found.ended
             if ended is not None:
-                # Take the steps that events have cut short instead.
+                # Undo `_advance`, and advance by the steps that events have shortened.
                 reached = step.t + np.where(ended, found.part, 0.0) * (step.t_new - step.t)
                 step = step._replace(t_new=np.where(ended, reached, step.t_new), new=found.states)
                 self.live, self.end, self.h, self.idle, self._code, self._tries = before
@@ -159,7 +159,7 @@ class DeviceWorkingSet(Turns):
         self._report_progress(self._alive - alive)
 
     def _advance(self, step: Step, terminated: Array | None) -> None:
-        """Take the accepted steps, and set the codes of ended trajectories."""
+        """Advance by the accepted steps, and set the return codes of ended trajectories."""
         accepted = step.accepted
         self.t, self.u = np.where(accepted, step.t_new, step.t), np.where(accepted, step.new, step.u)
         self.number, self._stages.first = step.number + accepted, self._stages.following(accepted)
@@ -180,7 +180,7 @@ class DeviceWorkingSet(Turns):
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
     def _read_counts(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
-        """Return numbers of a round: active trajectories, most saved times, saved times per column, columns per event."""
+        """Return the numbers of active trajectories, saved times (largest, per column), and columns with each event."""
         numbers, count = [np.sum(self.live)], None
         if self._examines_steps:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)

@@ -20,7 +20,7 @@ _BLOCK = 1 << 24
 
 
 class Due(NamedTuple):
-    """The values saved in one step."""
+    """The slots and times of the values saved in one step."""
 
     slot: Array  # int, shape (m, n); the slots of each column's values; the additional slot if a column has fewer than m
     x: Array  # shape (m, n); the saved time as a fraction of the step; 0 for unused slots
@@ -30,8 +30,8 @@ class Due(NamedTuple):
 class SaveTimes:
     """The saved times of a batch; `times`: shape (n_saved,) or (N, n_saved), on the host.
 
-    - `initial`, `final`: bool, shape (N, n_saved), on the host. Whether the saved value is the initial state, or is taken
-      from the final states after the last step.
+    - `initial`, `final`: bool, shape (N, n_saved), on the host. Whether each saved value is the initial state, or is copied
+      from the final state after the last step.
     - `examines_steps`: whether each step must be checked for saved times.
     """
 
@@ -58,7 +58,7 @@ class SaveTimes:
         return np.sum(self._rows[ids] <= t[:, None], axis=1)
 
     def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
-        """Return the values saved in a step: `count` per column, in slots from `place` on; `most` is the largest count."""
+        """Return `count` slots and times per column for a step, with slots from `place` on; `most` is the largest count."""
         xp: Any = arrays_of(t)
         k = xp.arange(most)[:, None]
         mine = k < count
@@ -76,7 +76,7 @@ class SaveTimes:
 
 
 class EveryStep:
-    """The counterpart of `SaveTimes` for ``save_everystep=True``; the number of slots is known after the solve."""
+    """The counterpart of `SaveTimes` for ``save_everystep=True``; the number of slots is known only after the solve."""
 
     examines_steps, inside = True, False
 
