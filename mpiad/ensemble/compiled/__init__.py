@@ -1,1 +1,1 @@
-"""The user's f as straight-line arithmetic on scalars: traced, simplified, differentiated, written as source text."""
+"""Compiled solves: f is traced as arithmetic on scalars, simplified, differentiated, and written as kernel source."""

@@ -157,9 +157,9 @@ def output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     for e in range(len(spec.events)):
         value += [f"{'el' if e else ''}if e == {e}:"]
         value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
-        rests = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
+        near_root = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
         late += [
-            f"if $fraction[{e}] > first and {_changed(spec, steps, e)} and not ({rests}):",
+            f"if $fraction[{e}] > first and {_changed(spec, steps, e)} and not ({near_root}):",
             f"    $fraction[{e}] = first",
         ]
     terminal = [f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends]
@@ -184,18 +184,18 @@ def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
         lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
         if spec.affects is not None:
             # After a very short step near a root, rounding may determine the sign, so a change isn't counted.
-            rests = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
-            lines += [f"crossed{e} = where({rests}, 0.0, crossed{e})"]
+            near_root = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
+            lines += [f"crossed{e} = where({near_root}, 0.0, crossed{e})"]
         lines += [f"$crossed[{e}] = crossed{e}"]
     return lines
 
 
 def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
-    """Return an expression: whether a condition has changed its sign in the direction of its event."""
+    """Return an expression for whether a condition has changed its sign in the direction of its event."""
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in spec.sided:
         return steps.changed(e, *values)
-    # A condition that has left its root to one side returns from that side.
+    # The sign must change from the side to which the condition left its last root.
     up, down = (steps.changed(e, *values, way) for way in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
@@ -294,8 +294,8 @@ now = sign * t
 span = sign * goal - now
 @first_step
 h = h if h < dtmax else dtmax
-# The smallest step, as `least_step`: ten times the distance to the next larger double. For numbers >= 0, incrementing the
-# bits gives that double; for negative ones, decrementing. Adding 0.0 turns -0.0 into 0.0.
+# The smallest allowed step, as in `least_step`: ten times the distance to the next larger double, whose bits are those of
+# `now` plus 1, or minus 1 if `now` is negative. Adding 0.0 turns -0.0 into 0.0.
 least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
 h = h if h > least else least
 each c: $u[{c}] = u_{c}
@@ -338,7 +338,7 @@ if place[l] < n_saved:
     $due = $sign * times[i if by_row else 0, place[l]]
 """
 
-# An upper bound on the smallest step at any time in tspan. Only shorter steps are compared with the exact smallest step.
+# An upper bound on the smallest allowed step in tspan. Only steps below it are compared with the exact smallest step.
 _LEAST = """
 most = max(abs(t), abs(goal))
 $least = 10.0 * (number_of(bits_of(most) + 1) - most)
@@ -409,7 +409,7 @@ $event = small + exhausted + ended + due{changed}
 _FIELDS = """
 u[{d}] k[{d}] p[{varying}]
 exact now tn sign size end due least live rejected tries number
-# Errors are double, as the step sizes that are computed from them.
+# Errors are double, like the step sizes that are computed from them.
 exact q2 accepted next event
 when remembers: exact q2_before
 # The last stage, which is the first stage of the next step, has a field of its own.
@@ -420,9 +420,9 @@ when inside: dk[{m}, {last+1}, {d}]
 when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fraction[{count}]
 # `begun`: per event, the time when it last acted, or the start. `met`: the time of the last root of any condition. `short`:
 # the number of successive short intervals between roots. `side`: per event that acts in both directions, the sign with
-# which its condition left the root. `limit`: an upper bound on the end of the next step, unless it has passed.
+# which its condition left the root. `limit`: an upper bound on the end of the next step, unless this time has passed.
 when acts: exact begun[{count}] met short side[{count}] limit
-# In shorter steps, rounding may determine the sign of a condition near its root.
+# In steps shorter than `unresolved`, rounding may determine the sign of a condition near its root.
 when affected: exact unresolved
 """
 
@@ -478,7 +478,7 @@ def _tangent(spec: KernelSpec, steps: Steps, j: int) -> list[str]:
 
 
 # Powers by series, since a call in the loop over lanes would prevent its vectorization. For x = m 2^n with m near 1,
-# log2 m = r q(r²) with r = (m - 1) / (m + 1). The second series is that of 2^f for |f| <= 1/2.
+# log2 m = r q(r²) with r = (m - 1) / (m + 1) and the power series q, _LOG2. _EXP2 is the series of 2^f for |f| <= 1/2.
 _LOG2 = [2 / math.log(2) / (2 * k + 1) for k in range(11)]
 _EXP2 = [math.log(2) ** k / math.factorial(k) for k in range(14)]
 _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2

@@ -1,6 +1,6 @@
 """Kernel lines for events that change the state, in the forward and the reverse kernel.
 
-They call the programs of affects, `affect0`, `affect1`, ..., and the adjoints of these programs, `back0`, `back1`, ...
+The function by which an event changes the state is its affect: `affect0`, `affect1`, ..., with adjoints `back0`, ...
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ if acted and code < 0 and tn != $end:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition after affects. If it is still near its root, rounding determines its computed sign. Then the
-# sign is set: after the event, the sign beyond the root; after a very short step, the sign before the step.
+# The value of a condition after affects. If it is still near its root, rounding determines its computed sign. Then these
+# lines set the sign: after the condition's event to the sign beyond the root, after a very short step to the earlier sign.
 _RESUME = """
 {value}
 old = $condition[{e}]
@@ -123,9 +123,9 @@ if $fraction[{e}] <= first:
     noted += 1
 """
 
-# The departure of a condition from its root after an affect, as in `jumps.departure`; `was`: the value before the affect.
-# These lines set `left`, the side of the root; shorten the next step if the condition will soon vanish again; and set
-# `code` if it would do so endlessly.
+# How a condition leaves its root after an affect, as in `jumps.departure`. `was`: the condition's value before the affect.
+# These lines set `left`, the side to which it leaves; they shorten the next step if the condition will soon vanish again,
+# and set `code` if its roots would accumulate. `linear`, `second`: first- and second-order terms of its change.
 _DEPARTURE = """
 elapsed = tn - $begun[{e}]
 $begun[{e}] = tn
@@ -142,16 +142,16 @@ each c: y_{c} = u_{c} + ahead * k0_{c}
 {rate_later}
 each c: y_{c} = u_{c} + 0.5 * ahead * (k0_{c} + sign * k1_{c})
 {heun}
-rise = euler - now_
-bend = heun - euler
-if abs(now_) <= max({at_root} * abs(was), {of_way} * abs(rise * elapsed / ahead)):
-    side = 1.0 if rise > 0.0 else (-1.0 if rise < 0.0 else (-1.0 if bend > 0.0 else (1.0 if bend < 0.0 else 0.0)))
+linear = euler - now_
+second = heun - euler
+if abs(now_) <= max({at_root} * abs(was), {of_way} * abs(linear * elapsed / ahead)):
+    side = 1.0 if linear > 0.0 else (-1.0 if linear < 0.0 else (-1.0 if second > 0.0 else (1.0 if second < 0.0 else 0.0)))
     when either_way: left{e} = side
-    if side * bend < 0.0{directed}:
-        back = -ahead * rise / bend
+    if side * second < 0.0{directed}:
+        back = -ahead * linear / second
         # Fixed steps aren't shortened.
         when adaptive: $limit = min($limit if $limit > tn else np.inf, tn + 0.25 * back)
-        if back <= {at_once} * span and (rise == 0.0 or elapsed <= {short_piece} * span):
+        if back <= {at_once} * span and (linear == 0.0 or elapsed <= {short_piece} * span):
             code = {Zeno}
 """
 
@@ -213,12 +213,12 @@ if {followed} == step[l] + 1:
         when timed:
             since = $t_bar - $h_bar + te
             drift = 0.0
-            # If no step lies between the previous jump and this one, a shift of its time would move the state by f.
+            # If no step lies between the previous jump and this one, a shift of this jump's time moves the state along f.
             if given > 0.0 and j > jump_first[i] and jump_number[j - 1] == jump_number[j]:
                 {rate}
                 drift = {drift}
             @left
-            # A step that a condition has ended keeps its size.
+            # The size of a step that ended at a root has no cotangent.
             jump_due[j] += given * (since + drift)
             $t_bar = -drift if given > 0.0 else since
             $h_bar = 0.0

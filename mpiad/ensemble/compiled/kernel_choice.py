@@ -64,7 +64,7 @@ class Compiler:
         """
 
         def make(tried: bool = False) -> TracedProblem | None:
-            # If a trace that differs only by numbers is known, f has been checked, and `problem_of` calls it again.
+            # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.
             if not tried:
                 try_once(batch, settings.events, given.traced)
             found = problem_of(batch, settings.events, must, self.warn) if wanted else None
@@ -82,7 +82,7 @@ class Compiler:
             wanted = self._count >= LEAST_TRAJECTORIES and vectorized
         wanted = wanted and batch.size > 0
         if wanted and settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
-            # The departure of a condition from its root depends on u', and kernels don't solve M u' = f for it.
+            # The side to which a condition leaves its root depends on u', and kernels don't solve M u' = f for u'.
             if must:
                 raise NotImplementedError(
                     "solve: compile=True isn't supported for a mass_matrix together with an event whose affect acts at the "
@@ -105,7 +105,7 @@ class Compiler:
         """Log a warning about f, immediately or by `log_warnings`."""
         if not self.together:
             warn_once(f, text)
-        # Other batches repeat the warnings about the same f.
+        # Several batches may warn about the same f.
         elif (f, text) not in self._pending:
             self._pending.append((f, text))
 

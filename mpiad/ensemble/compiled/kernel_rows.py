@@ -35,7 +35,7 @@ class Tape(NamedTuple):
     before: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
-        """Return the steps sorted; `last`: for each trajectory of the batch, the row of its last step."""
+        """Return the steps, sorted. For each trajectory of the batch, `last` is the row of its last step, or negative."""
         d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
         steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
@@ -48,7 +48,7 @@ class Tape(NamedTuple):
 
 
 def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
-    """Store the events of all shares, sorted, in an outcome; return the states at events, (m, d), or (m, 0) if unknown."""
+    """Sort the events of all tables and store them in `outcome`; return states at events, (m, d), or (m, 0) if unknown."""
     rows = np.concatenate(tables)
     rows = rows[in_order(rows.T)]
     outcome.crossings, outcome.event_table = rows[:, : U + d], rows[:, :5].T
@@ -61,7 +61,7 @@ def jumps_of(
     """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed.
 
     `numbers`, shape (N, slots): the numbers of steps before given times, or -1. `before`, shape (N, slots, d): the states
-    at given times before events acted. `at_conditions`, shape (m, d): the same at roots of conditions.
+    at given times before events acted. `at_conditions`, shape (m, d): the states at roots before events acted.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
     met = numbers >= 0
@@ -83,7 +83,7 @@ def jumps_of(
     return jumps
 
 
-# Maximum size of kept arrays, in numbers: 128 MiB.
+# Maximum number of entries of all arrays that are kept for reuse: 128 MiB.
 _MOST = 1 << 24
 
 _lock = threading.Lock()

@@ -48,7 +48,7 @@ class Solver:
         self._recorded: Outcome | None = None
 
     def solved(self, given: Batch) -> Outcome:
-        """Solve, and record what derivatives with respect to the traced parts of `given` need."""
+        """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
         self.directions = self._directions(given) if given.traced and not self.every else ()
         # With checkpoints, the backward pass solves again and records steps, for some trajectories at a time.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
@@ -89,9 +89,9 @@ class Solver:
         return self._run(self.spec._replace(record=True))
 
     def parts(self) -> Iterator[tuple[slice, Solver]]:
-        """Yield the trajectories in `checkpoints` groups, each with a solver."""
+        """Divide the trajectories into `checkpoints` groups, and yield the slice and the solver of each group."""
         count = self.batch.size
-        # A group fills the lanes at least once.
+        # Each group has at least as many trajectories as a kernel has lanes.
         parts = max(1, min(self.settings.checkpoints or 1, count // self.spec.lanes))
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
@@ -125,10 +125,10 @@ class Solver:
 def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> Outcome:
     """Run the forward kernel, `function`, over all trajectories."""
     batch, settings = solver.batch, solver.settings
-    still = batch.start == batch.end
-    outcome = _unwritten(batch, settings, still)
-    if settings.progress is not None and still.any():
-        settings.progress(int(np.count_nonzero(still)))
+    empty_span = batch.start == batch.end
+    outcome = _unwritten(batch, settings, empty_span)
+    if settings.progress is not None and empty_span.any():
+        settings.progress(int(np.count_nonzero(empty_span)))
     run = _Launch(function, spec, solver, outcome)
     try:
         done = run.all()
@@ -145,11 +145,11 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
             outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, before, batch.u0.dtype)
         complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
     if spec.directions:
-        outcome.carried = run.carried(still)
+        outcome.carried = run.carried(empty_span)
     return outcome
 
 
-def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
+def _unwritten(batch: Batch, settings: Settings, empty_span: Array) -> Outcome:
     """Return an outcome for the kernel's results; the results of trajectories with an empty tspan are set here."""
     (d, n), dtype = batch.u0.shape, batch.u0.dtype
     n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
@@ -158,9 +158,9 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
     saved = np.full((n, n_saved, d), np.nan, dtype)
     save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record else None
     outcome = Outcome(u_end, np.empty(n), codes, *counts, saved, save_step, *counters(settings.acting))
-    if still.any():
-        outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
-        outcome.codes[still], outcome.naccept[still], outcome.nreject[still] = ReturnCode.Success.code, 0, 0
+    if empty_span.any():
+        outcome.u_end[:, empty_span], outcome.t_reached[empty_span] = batch.u0[:, empty_span], batch.start[empty_span]
+        outcome.codes[empty_span], outcome.naccept[empty_span], outcome.nreject[empty_span] = ReturnCode.Success.code, 0, 0
     return outcome
 
 
@@ -172,7 +172,7 @@ class _Launch:
         m, n_saved = len(spec.directions), solver.times.shape[1]
         self.allocated: list[Array] = []
         self.crossings: list[Array] = []
-        # The counter that threads share: the number of trajectories that have been taken, the total, and the block size.
+        # The counter that threads share: the number of trajectories that have been started, the total, and the block size.
         self.taken = np.array([0, 0, _BLOCK])
         self.last = np.full(count if spec.record else 0, -1)  # row of the last step; negative without steps
         real = spec.dtype
@@ -256,14 +256,14 @@ class _Launch:
         self.allocated += [rows, before]
         return rows[: size * width].reshape(size, width), before[:size].view(np.int64)
 
-    def carried(self, still: Array) -> tuple[Array, Array]:
-        """Return the tangents of final and saved states; zero for failed trajectories."""
+    def carried(self, empty_span: Array) -> tuple[Array, Array]:
+        """Return the tangents of final and saved states; those of failed trajectories are zero."""
         du, dsaved, spec = self._du, self._dsaved, self._spec
         unit = np.array([[kind == "u" and place == c for c in range(spec.d)] for kind, place in spec.directions])
-        if still.any():
-            du[:, :, still] = unit[:, :, None]
+        if empty_span.any():
+            du[:, :, empty_span] = unit[:, :, None]
             if len(dsaved):
-                dsaved[:, still] = unit[:, None, None]
+                dsaved[:, empty_span] = unit[:, None, None]
         failed, dtype = self._outcome.failed, self._outcome.u_end.dtype
         du[:, :, failed] = 0
         dsaved[:, failed] = 0

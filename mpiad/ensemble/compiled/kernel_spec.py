@@ -44,7 +44,7 @@ class KernelSpec(NamedTuple):
     # Numbers of parameters, per trajectory and shared, with respect to which an adjoint differentiates.
     wanted_varying: int = 0
     wanted_shared: int = 0
-    timed: bool = False  # whether an adjoint differentiates with respect to the ends of tspan
+    timed: bool = False  # whether an adjoint differentiates with respect to the start and end of tspan
     events: tuple[tuple[bool, int], ...] = ()  # per event with a condition: whether it ends steps, and its direction
     in_pairs: bool = False  # whether states are complex: components alternate between real and imaginary parts
     jacobian: tuple[tuple[int, int], ...] = ()  # for Rosenbrock methods: indices of the Jacobian's structural nonzeros
@@ -148,7 +148,7 @@ class Fields:
                 self.counts[buffer] += math.prod(lengths)
 
     def reserve(self, name: str, size: int) -> int:
-        """Reserve `size` numbers that all lanes share, one lane after the other, and return their offset."""
+        """Reserve `size` numbers that the lanes use one after the other, and return their offset."""
         self.add([f"{name}[{-(-size // self._lanes)}]"])
         return self._offsets[name][1] * self._lanes
 

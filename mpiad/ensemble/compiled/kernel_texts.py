@@ -19,7 +19,7 @@ from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_progr
 _MOST_TEXTS = 32
 
 
-# A training loop requests the same texts in each step. `traced.numbers` must be empty, since they change between solves.
+# A training loop requests the same texts in each step. `traced.numbers` must be empty, since numbers change between solves.
 @lru_cache(_MOST_TEXTS)
 def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
     """Return the text of f, its tangents, the conditions and affects of events, and the forward kernel."""
@@ -45,7 +45,7 @@ def reverse_text(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...
 def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> str:
     """Return the CUDA C source of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`.
 
-    It needs no headers for NVRTC and nvcc. For a C++ compiler the kernels are functions that loop over the trajectories.
+    NVRTC and nvcc need no headers to compile it. In C++ the kernels are functions that loop over the trajectories.
     """
     if kernel == "forward":
         programs, text = _forward_programs(traced, spec), cuda_forward_text(spec)
@@ -88,7 +88,7 @@ def _function(
     fused: bool = False,
     language: str = "python",
 ) -> str:
-    """Return the text of ``name(*u, *p, *s, t, *w)`` with the seeds w of derivatives."""
+    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the cotangents or tangents, the inputs of derivatives."""
     names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
     names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))

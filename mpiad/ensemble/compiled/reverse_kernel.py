@@ -105,7 +105,7 @@ $t = rows[now, 0]
 $h = rows[now, 1]
 each c: $u[{c}] = {rounded}(rows[now, {c+2}])
 when inside:
-    # Clear the arrivals, unless the previous step had none.
+    # Clear the arrivals, unless the lane's previous turn had none.
     if $touched > 0.0:
         each c: $value[{c}] = 0.0
         each arriving: each i: each c: ${arriving}[{i}, {c}] = 0.0
@@ -151,7 +151,7 @@ while place[l] >= 0:
 each c: u0_bar[{c}, i] = $cotangent[{c}]
 each own: p_bar[{own}, i] = $own[{own}]
 when timed:
-    # A shift of tspan changes the size of the last step only, which ends with tspan.
+    # A shift of the start or end of tspan changes the size of the last step only, which ends at the end of tspan.
     when jumping: @left
     when not jumping: stop_bar[i] = $h_bar
     start_bar[i] = $t_bar - $h_bar

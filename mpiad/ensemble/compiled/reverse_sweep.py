@@ -110,7 +110,7 @@ def _pulled(
 class KernelJumps:
     """The events that acted during a run, for the reverse kernel.
 
-    `since`: shape (N,), as in `LinearJumps.pull`, for jumps that no step follows; set to zero where the kernel uses it.
+    `since`, shape (N,): as in `LinearJumps.pull`, for jumps that no step follows. Entries that the kernel uses are cleared.
     """
 
     def __init__(self, run: Run, jumps: Jumps, since: Array, dtype: np.dtype):
@@ -144,7 +144,7 @@ class KernelJumps:
 class KernelStops:
     """The linearized conditions whose roots ended steps, for the reverse kernel.
 
-    Let λ be the cotangent of the state U(x) at the root of the condition g, and σ the cotangent of its time. As in
+    Let λ be the cotangent of the state U(x) at a root of the condition g, and σ that of the root's time. As in
     `pull_event`, g_u, g_t and g_p times -(h σ + λ·U') / (g_u·U' + g_t h) are added to the cotangents of the state, the time
     and the parameters. `bar`, shape (m,): cotangents of the root times, without contributions of later steps. `rows`, shape
     (m, 3 + 2 d): x, h / denominator, g_t, h U' / denominator, g_u.
@@ -184,7 +184,7 @@ class KernelStops:
 
 
 def _step(run: Run, rows: Array) -> _Step:
-    """Return the recomputed stages of steps."""
+    """Recompute the stages of the steps in rows of the table of events."""
     dtype = run.batch.u0.dtype
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
     k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
@@ -219,7 +219,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
     if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
-        return pull_run(run, seeds, places, timed)  # the kernel would need u' between events at one time
+        return pull_run(run, seeds, places, timed)  # the kernel would need u' between events at the same time
     stopped = run.jumps is not None and len(run.stops.ids) > 0
     timed = timed or stopped
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
@@ -278,7 +278,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
 
 def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> KernelStops:
-    """Return the conditions that ended steps; `since`, shape (N,): the cotangents of the last roots' times."""
+    """Return the conditions that ended steps; `since`, shape (N,): cotangents of each trajectory's last root time."""
     rows, bar = run.acting_row, np.zeros(len(run.stops.ids))
     acting = rows >= 0
     if seeds.crossed is not None:
@@ -292,7 +292,7 @@ def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> Kerne
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Compute the cotangents of one group of trajectories after the other, to limit the memory of recorded steps."""
+    """Compute cotangents for one group of trajectories after the other, to limit the memory of recorded steps."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     nothing = np.empty((0, batch.size))
@@ -326,7 +326,7 @@ def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
 
 
 def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
-    """Correct the cotangents of tspan: a last step that an event ended has a fixed size, and doesn't depend on the end."""
+    """Correct the cotangents of tspan: if an event ended the last step, its size is fixed, whatever the end of tspan is."""
     ended = run.live & run.terminated
     start_bar[ended] += stop_bar[ended]
     stop_bar[ended] = 0.0
@@ -337,7 +337,7 @@ def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> Non
 def carried_tangents(
     solver: Solver, run: Run, by_u0: bool, places: Sequence[int], saving: bool
 ) -> tuple[Array, Array | None] | None:
-    """Return the tangents of final states, shape (m, d, N), and if `saving` of saved states, (m, N, n_saved, d).
+    """Return the tangents of final states, shape (m, d, N), and with `saving` also of saved states, (m, N, n_saved, d).
 
     The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`. Returns
     None if the kernel has propagated other tangents.

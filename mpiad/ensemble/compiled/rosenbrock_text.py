@@ -18,9 +18,9 @@ from mpiad.ensemble.tableaus import RosenbrockTableau
 # LU factorization of one small matrix with the entries w0_0, w0_1, ... in the kernel language, with partial pivoting.
 #
 # For small matrices the factorization is unrolled, and vector instructions operate on all lanes. For larger matrices this
-# text would take minutes to compile. They are factorized by loops over an array that the lanes use one after the other, and
-# vector instructions operate along the columns of the matrix.
-class WrittenLU:
+# text would take minutes to compile. So larger matrices are factorized by loops over an array, which the lanes use one
+# after the other, and vector instructions operate along the columns of the matrix.
+class UnrolledLU:
     """An unrolled factorization with scalars as factors; the diagonal holds reciprocals.
 
     Structural zeros aren't computed. To preserve them, the next unknown to be eliminated is always the one that takes the
@@ -212,16 +212,16 @@ class LoopedLU:
         return self._lines(_SOLVED_TRANSPOSED, x)
 
 
-LU: TypeAlias = "WrittenLU | LoopedLU"
+LU: TypeAlias = "UnrolledLU | LoopedLU"
 
 
-# The maximum numbers of lines, and of structural nonzeros, of an unrolled factorization. It compiles in ten seconds, and is
-# several times as fast as loops.
+# The maximum numbers of lines, and of structural nonzeros, of an unrolled factorization. The largest one compiles in ten
+# seconds. Unrolled factorizations are several times as fast as loops.
 _MOST_LINES, _MOST_ENTRIES = 4000, 100
 
 
 def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True) -> Steps:
-    """Return the lines of a method's step; it may reserve memory in `fields`, the layout of a CPU kernel."""
+    """Return the lines of a method's step, which may reserve memory in `fields`, the layout of a CPU kernel."""
     return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
 
 
@@ -264,7 +264,7 @@ class RosenbrockSteps(Steps):
     def _factors(self, places: list[tuple[int, int]], fields: Fields | None) -> LU:
         d = self.spec.d
         if len(places) <= _MOST_ENTRIES:
-            lu = WrittenLU(d, places)
+            lu = UnrolledLU(d, places)
             if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
                 return lu
         size = d * d + 2 * d
@@ -287,7 +287,7 @@ class RosenbrockSteps(Steps):
         # The factorization also reads structurally zero entries on the diagonal, as pivots.
         zeros = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
         lines += [f"w{i}_{i} = zero" for i, _ in sorted(zeros)]
-        lines += [f"rise_{i} = slope_{i} * {h}" for i in spec.slopes]
+        lines += [f"time_term_{i} = slope_{i} * {h}" for i in spec.slopes]
         return [*lines, *self._lu.factors]
 
     def stages(self, kept: bool = True) -> list[str]:
@@ -310,7 +310,7 @@ class RosenbrockSteps(Steps):
         return lines
 
     def right_hand_side(self, i: int) -> list[str]:
-        """Return lines that add the terms Σ C_ij k_j + d_i h ∂f/∂t to f at the argument of stage i."""
+        """Return lines that add Σ C_ij k_j + d_i h ∂f/∂t, as in `RosenbrockTableau`, to f at the argument of stage i."""
         lines, slope = [], self._table.slopes[i - 1]
         coupled, d = self._table.coupling[i - 1], self.spec.d
         if any(coupled) and self.spec.mass is None:
@@ -319,7 +319,7 @@ class RosenbrockSteps(Steps):
             lines += [f"c_{c} = {self.weighted(coupled, 'k', c)}" for c in range(d)]
             lines += [f"k{i}_{r} = k{i}_{r} + {self.number(value)} * c_{c}" for r, c, value in self._mass]
         if slope:
-            lines += [f"k{i}_{c} = k{i}_{c} + rise_{c} * {self.number(slope)}" for c in self.spec.slopes]
+            lines += [f"k{i}_{c} = k{i}_{c} + time_term_{c} * {self.number(slope)}" for c in self.spec.slopes]
         return lines
 
     # ---- reverse sweep: see `transposed_step`

@@ -2,7 +2,7 @@
 
 For GPUs the lines are translated to C++ (`mpiad.compiling.c_translation`). The variables are scalars: the components u_0,
 u_1, ... of the state before the step, new_0, ... of the state after it, k0_0, ... of the stages, and y1_0, ... of the
-arguments of f; in double precision the times `t` and `tn` of both ends of the step, and its signed size `h`.
+arguments of f. The times `t` and `tn` of both ends of the step, and its signed size `h`, are in double precision.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Steps:
         return text
 
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
-        """Return lines for the argument of stage i, u + h Σ a_ij k_j; `slope`: name for the sums, if they are needed."""
+        """Return lines for the argument of stage i, u + h Σ a_ij k_j; `slope`: a name for the sums, or empty."""
         lines, fused = [], fused and self.fused
         for c in range(self.spec.d):
             total = self.weighted(self.spec.tableau.a[i - 1], k, c, fused)
@@ -108,7 +108,7 @@ class Steps:
         return f"atol{n}" if self.spec.tolerances else "atol0"
 
     def error(self) -> list[str]:
-        """Return lines for `q2`, the mean square of error over tolerance; for fixed steps zero if the state is finite."""
+        """Return lines for `q2`: the mean square of error over tolerance; for fixed steps 0 for a finite state, else NaN."""
         spec = self.spec
         if spec.tableau.error is None:
             # x - x is zero if x is finite, otherwise NaN.
@@ -246,7 +246,7 @@ class Steps:
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
 
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
-        """Return an expression: whether the condition of event e has changed its sign, as in `Event.crossed`."""
+        """Return an expression for whether the condition of event e has changed its sign, as in `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
         direction = direction or self.spec.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
@@ -254,8 +254,8 @@ class Steps:
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
         """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
 
-        They use the values `old` and `late` of the condition at both ends of the step. `stage`, `u`: return the names of
-        components of stages and of the state before the step. `value`: lines for the condition at the state y.
+        They use the values `old` and `late` of the condition at both ends of the step. `stage`, `u`: functions that return
+        the names of components of stages and of the state before the step. `value`: lines for the condition at the state y.
         """
         inner = [
             "width = high - low",
@@ -313,8 +313,8 @@ class Steps:
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
         """Return lines that propagate the cotangent of stage i to its argument, as in `transposed_step`.
 
-        The cotangents of the arguments are z0, z1, ..., and the cotangents of the parameters e0, e1, ... `arrival`: returns
-        the contribution of states inside the step to the cotangent of a component of the stage.
+        The cotangents of the arguments are z0, z1, ..., and the cotangents of the parameters e0, e1, ... `arrival(c)`
+        is the contribution of states inside the step to the cotangent of component c of the stage.
         """
         spec, table = self.spec, ((), *self.spec.tableau.a)
         # The term that was computed last is added last, so that the other additions needn't wait for it.

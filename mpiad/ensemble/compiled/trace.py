@@ -66,7 +66,7 @@ class ParameterPacking(NamedTuple):
         return tuple(j for part in self.parts if not part.varies for j in part.scalars)
 
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
-        """Return the varying parameters of `count` trajectories, and the shared ones, in a real dtype: (m, count), (k,)."""
+        """Return the varying parameters, shape (m, count), and the shared ones, (k,), in a real dtype."""
         own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
         common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
         return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
@@ -142,7 +142,7 @@ def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> 
     one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
     leaves = list(p.leaves)
     for part in packing_of(p).parts:
-        # If states are matrices, f is called per trajectory.
+        # If states are matrices, f is called for one trajectory at a time.
         column = (1,) if part.varies and not one_by_one else ()
         own = (*part.shape, *column)
         leaves[part.place] = input_array(builder, "parameter", part.scalars, own, dtype, part.complex)
@@ -192,7 +192,7 @@ def verify(program: Program, batch: Batch, fun: Function | None = None, called: 
         i, j = place
         raise Untraceable(
             f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
-            "it look at the types of its arguments, or keep something from call to call?",
+            "it look at the types of its arguments, or at state that changes between calls?",
             place_of(fun or batch.f),
         )
 

@@ -27,7 +27,7 @@ from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")
 
-# Called with a function and the reason why it isn't compiled.
+# A function that is called with a user's function and the reason why it isn't compiled.
 Warn: TypeAlias = "Callable[[Function, str], None]"
 _Found = TypeVar("_Found")
 
@@ -70,7 +70,7 @@ class TracedProblem(NamedTuple):
         return [self.direction(j) for part in self.packing.parts if part.place == place for j in part.scalars]
 
     def carried(self, given: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
-        """Return the directions of tangents for the traced inputs, none if an adjoint is faster."""
+        """Return the directions of tangents for the traced inputs, or an empty tuple if an adjoint is faster."""
         if gradient == "adjoint":
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
@@ -165,7 +165,7 @@ def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProb
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
-    """Return whether a function has had too many different programs, and warn; `name`: its name in the warning."""
+    """Return whether a function has had too many different programs, and warn if so; `name`: its name in the warning."""
     known = _structures.setdefault(identity_of(f), set())
     known.add(program.structure)
     if len(known) <= _MOST_PROGRAMS:
@@ -173,7 +173,7 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
     # The new structure is forgotten, so that the earlier ones remain usable.
     known.discard(program.structure)
     found = f"{name} has done other operations in each of {len(known)} solves, and was compiled in each"
-    warn(f, f"{found}; now f is called with arrays instead. Pass what changes as p, and decide by it with np.where")
+    warn(f, f"{found}; now f is called with arrays instead. Pass what changes as p, and select by it with np.where")
     return True
 
 
@@ -189,7 +189,7 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
 def _program_of(
     f: Function, name: str, batch: Batch, must: bool, warn: Warn, called: Called | None = None, result: Shape | None = None
 ) -> Program | None:
-    """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` evaluates for columns."""
+    """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` evaluates for several columns."""
     instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
     try:
         program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)
@@ -202,7 +202,7 @@ def _program_of(
             raise TypeError(f"solve: compile=True, but {name} can't be compiled: {error}.") from error
         warn(f, f"{name} can't be compiled ({error}), {instead}")
         return None
-    d, limits = program.groups["state"], "fit into a kernel that is fast and soon compiled"
+    d, limits = program.groups["state"], "fit into a kernel that is fast and compiles quickly"
     if called is None and (d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS):
         kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
         text = f"a state has {d} {kind} and f {program.cost} operations; up to {MOST_COMPONENTS} and {MOST_OPERATIONS}"

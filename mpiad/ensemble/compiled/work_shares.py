@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from mpiad._typing import Array
 
-# Bounds on the size of a share. At the end of a share lanes are empty: for the least size this wastes 2 % of the work.
+# Bounds on the size of a share. At the end of a share some lanes are idle: for the least size this wastes 2 % of the time.
 _LEAST, _MOST = 512, 16_384
 # A share has at most 1 / (_EACH * threads) of the trajectories that are left.
 _EACH = 2
@@ -35,7 +35,7 @@ _FIRST = 64  # number of turns in the first call of a kernel; for the largest f 
 # Maximum change of the number of turns between calls, since the process may have been suspended.
 _CHANGE = 64.0
 
-_queues: dict[int, SimpleQueue[Callable[[], None]]] = {}  # of calls for a number of threads
+_queues: dict[int, SimpleQueue[Callable[[], None]]] = {}  # of calls, by the number of threads that run them
 _known: WeakKeyDictionary[Callable[..., None], int] = WeakKeyDictionary()
 
 Result = TypeVar("Result")
@@ -61,7 +61,7 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
     results: list[Any] = [None] * len(items)
     left, count = deque(range(len(items))), min(threads, len(items)) - 1
     errors: list[BaseException] = []  # after the first one all threads end
-    # Each other thread takes a ticket when it starts. This thread takes back those that are left, up to the last one.
+    # Each other thread takes a ticket when it starts. This thread takes back the remaining ones, up to the last, False.
     tickets, returned, finished = deque([*[True] * count, False]), list[bool](), list[bool]()
     signals: SimpleQueue[None] = SimpleQueue()
 
@@ -127,8 +127,8 @@ class _Ended(Exception):  # noqa: N818 control flow, not an error
 
 def _queue_for(threads: int) -> SimpleQueue[Callable[[], None]]:
     """Return the queue of calls that this number of threads run; they are started once and end with the process."""
-    # Threads are reused, since starting one takes as long as a thousand trajectories. Two threads that get here at once
-    # start threads for the same queue, which does no harm; fewer threads, after an interrupt, don't either.
+    # Threads are reused, since starting one takes as long as a thousand trajectories. Two callers at the same time start
+    # more threads than needed, and an interrupt may leave fewer: both do no harm.
     queue = _queues.get(threads)
     if queue is None:
         queue = _queues.setdefault(threads, SimpleQueue())
@@ -148,7 +148,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Paced:
-    """A kernel in calls of about `_SECONDS`; the last entry of `state` is the number of turns that are left in a call."""
+    """A kernel that runs in calls of about `_SECONDS`; the last entry of `state` is the number of turns left in a call."""
 
     def __init__(self, function: Callable[..., None], state: Array):
         self._function, self._state = function, state

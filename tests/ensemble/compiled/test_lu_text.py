@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpiad.ensemble.compiled.rosenbrock_text import LoopedLU, WrittenLU
+from mpiad.ensemble.compiled.rosenbrock_text import LoopedLU, UnrolledLU
 
 pytestmark = pytest.mark.serial
 D = 9
@@ -19,7 +19,7 @@ def sparse(seed):
     return matrix
 
 
-@pytest.mark.parametrize("make", [WrittenLU, lambda d, places: LoopedLU(d, places, "b", 3)])
+@pytest.mark.parametrize("make", [UnrolledLU, lambda d, places: LoopedLU(d, places, "b", 3)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_solutions_are_those_of_numpy(make, transposed):
     places = sorted({*map(tuple, np.argwhere(sparse(0)).tolist()), *((i, i) for i in range(D))})
@@ -38,4 +38,4 @@ def test_solutions_are_those_of_numpy(make, transposed):
 def test_the_order_of_unknowns_fills_little():
     places = sorted({*map(tuple, np.argwhere(sparse(0)).tolist()), *((i, i) for i in range(D))})
     turned = [(D - 1 - i, D - 1 - j) for i, j in places]  # in the order in which it is written already
-    assert len(WrittenLU(D, places).factors) == len(WrittenLU(D, turned).factors) < 200
+    assert len(UnrolledLU(D, places).factors) == len(UnrolledLU(D, turned).factors) < 200
