@@ -238,8 +238,8 @@ else:
     jump_due[{ended}] += $h_bar
 """
 
-# For a step that was cut short at the root of a condition: the state at the root is a state inside the uncut step, at a
-# fraction that depends on the inputs as in `KernelStops`.
+# Propagates cotangents from the root of a condition that ended a step: the state at the root is interpolated in the full
+# step, at a fraction that depends on the inputs as in `KernelStops`.
 _STOP_BACK = """
 if {stopped} == step[l]:
     stop = {stop}

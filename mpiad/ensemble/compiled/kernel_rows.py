@@ -76,7 +76,7 @@ def jumps_of(
         states = from_parts(at_conditions[acts], dtype).T
         found, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
         own = Jump(ids, number + 1, np.array(acting.found)[event], found, time, states, states)
-        # Conditions of the same step come first.
+        # Of several jumps after the same step, those at roots of conditions come first.
         joined = [np.concatenate(parts, axis=-1) for parts in zip(own, jumps[0])]
         order = np.lexsort((joined[1], joined[0]))
         jumps = [Jump(*(part[..., order] for part in joined))]

@@ -108,7 +108,7 @@ class Steps:
         return f"atol{n}" if self.spec.tolerances else "atol0"
 
     def error(self) -> list[str]:
-        """Return lines for `q2`: the mean square of error over tolerance; for fixed steps 0 for a finite state, else NaN."""
+        """Return lines for `q2`: the mean square of error over tolerance, or for fixed steps 0 (NaN if not all finite)."""
         spec = self.spec
         if spec.tableau.error is None:
             # x - x is zero if x is finite, otherwise NaN.
