@@ -42,7 +42,7 @@ from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import calls_on_tape, entry, function, recorder, trace_run, traced_array
+from mpiad.programs import calls_on_tape, entry, function, recorder, trace_run, traced_array, transforms
 from mpiad.transport import calls, channel, channels, collectives, device_settings, messages, signals, tracing
 from mpiad.transport.guarded import timed_waits
 from mpiad.transport.guarded.timed_waits import deadline_lifted
@@ -864,12 +864,13 @@ NAMED = {
     backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_vectorized",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
-    trace_run: "TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
+    trace_run: "TraceRun.run_backwards raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "_Playback.communicate _Playback._next _Playback._untraced",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced "
     "Jitted._trace_parts Jitted.entry_or_watch Jitted._run_again Jitted.interpreted",
     calls_on_tape: "_traced_on_tape",
+    transforms: "Program.__enter__ Program.__exit__ Evaluation.part Evaluation._called recorded vjp jvp derived_entry",
     entry: "Entry.called Entry.is_current entry_of count",
     recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",

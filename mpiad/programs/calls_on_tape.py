@@ -21,9 +21,8 @@ from mpiad.programs.entry import count, in_program, is_shown, own
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.replay import Changed
 from mpiad.programs.second_derivatives import called_with_reverse_differentiated, called_with_tangents_of_gradients
-from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
-from mpiad.programs.steps import Abandoned, Traced
+from mpiad.programs.steps import Abandoned
 from mpiad.programs.tape_node import (
     Lease,
     backwards,
@@ -34,7 +33,8 @@ from mpiad.programs.tape_node import (
     require_of,
     with_tangents,
 )
-from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value
+from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value, raise_own
+from mpiad.programs.transforms import derived_entry, vjp
 from mpiad.pytrees import flatten
 from mpiad.transport.tracing import tracing
 
@@ -69,7 +69,11 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     if not simple:
         return jitted.fun(*args, **kwargs)
     key = ("reverse", tuple(boxed), given.key)
-    entry, watch = jitted.entry_or_watch(key, given, args, lambda trace: _trace_by_shapes(jitted.fun, boxed, trace))
+    of = [[given.traced.index(k) for k in boxed]]
+    entry, watch = jitted.entry_or_watch(
+        key, given, args,
+        lambda watch: derived_entry(jitted, given, watch, boxed, lambda program, recorder: vjp(program, of, recorder)),
+    )  # fmt: skip
     if entry is None:
         if watch is None:
             return jitted.interpreted(key, args, kwargs)
@@ -129,18 +133,6 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
     return both
 
 
-def _trace_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
-    """Trace a function and its reverse pass; return the leaves of each, and the function that assembles the result."""
-    with suspended(body=False):
-        with Noting(trace.recorder):
-            run = trace.run_backwards(fun, boxed)
-        specs = [spec_like(getval(trace.given.leaves[k])) for k in boxed]
-        with Noting(trace.recorder, 1):
-            seeds = [trace.recorder.input(like(spec_like(x.value))) for x in run.values if isinstance(x, Traced)]
-            cotangents = backwards(run, in_program(run.values), seeds, specs)
-    return [run.values, cotangents], run.build
-
-
 def _traced_on_tape(
     jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
 ) -> Any:
@@ -171,7 +163,7 @@ def _traced_on_tape(
                     seeds = [trace.recorder.input(as_value(g)) for g in gs]
                     cotangents = backwards(run, inside, seeds, specs)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-                trace.raise_own(error)
+                raise_own(trace.recorder, error)
                 jitted._give_up(key, error)
                 with trace.playing_back():
                     second_run = trace.run_backwards(jitted.fun, boxed, given.values())

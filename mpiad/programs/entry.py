@@ -16,7 +16,7 @@ from mpiad.programs.replay import Replays
 from mpiad.programs.shape_recorder import ShapeRecorder, is_large
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
-from mpiad.programs.trace_run import TraceRun
+from mpiad.programs.trace_run import TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of
 from mpiad.transport import calls
 from mpiad.transport.channels import Used, communications, is_watched
@@ -75,15 +75,13 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, wat
     return Entry(Replays(schedule), inside, constants, build, watch, *communication)
 
 
-def entry_by_shapes(
-    given: Arguments, trace_parts: Callable[[TraceRun], tuple[Any, ...]], watch: Watch, small: bool = False
-) -> Entry | None:
+def entry_by_shapes(given: Arguments, trace_parts: Callable[[TraceRun], tuple[Any, ...]], watch: Watch) -> Entry | None:
     """Compile a function from the shapes of its arguments, without running it; return None if that fails.
 
-    Return None also if all arguments are small, unless `small` is true. `trace_parts(trace)` traces the function, and
-    returns the arguments `parts` and `build` of `entry_of`.
+    Return None also if all arguments are small. `trace_parts(trace)` traces the function, and returns the arguments `parts`
+    and `build` of `entry_of`.
     """
-    if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
+    if is_shown() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
     try:
@@ -94,7 +92,7 @@ def entry_by_shapes(
                 return None
             return entry_of(trace.recorder, parts, build, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
-        trace.raise_own(error)
+        raise_own(trace.recorder, error)
         return None
 
 

@@ -34,7 +34,8 @@ from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.schedule import Loop
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
-from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun
+from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, raise_own
+from mpiad.programs.transforms import Program
 from mpiad.pytrees import flatten
 from mpiad.transport import calls
 from mpiad.transport.channels import communications, is_watched
@@ -245,6 +246,8 @@ class Jitted:
         functools.update_wrapper(self, fun, updated=())
         self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
         self._entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
+        # Programs for derivatives, by signature and variables, with the watch of their trace; None if they can't be traced.
+        self._programs: dict[Any, tuple[Program | None, Watch]] = {}
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
         self._reasons: dict[Any, str] = {}
         self._warned = False
@@ -342,7 +345,9 @@ class Jitted:
         return self._plain_closure is not None
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
-        entry, watch = self.entry_or_watch(given.key, given, args, self._trace_parts)
+        entry, watch = self.entry_or_watch(
+            given.key, given, args, lambda watch: entry_by_shapes(given, self._trace_parts, watch)
+        )
         if entry is not None:
             return self._replayed(entry, given, args, kwargs)
         return self.interpreted(given.key, args, kwargs) if watch is None else self._traced(given, args, kwargs, watch)
@@ -379,9 +384,9 @@ class Jitted:
         return [leaves], build
 
     def entry_or_watch(
-        self, key: Any, given: Arguments, args: tuple, trace_parts: Callable[[TraceRun], tuple]
+        self, key: Any, given: Arguments, args: tuple, compiled: Callable[[Watch], Entry | None]
     ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, created by `entry_by_shapes` if possible, and the closure's watch; or None.
+        """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
 
         If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
         """
@@ -390,7 +395,7 @@ class Jitted:
             return entry, None
         # If an earlier trace waits for its reverse pass, this pass will compile it.
         watch = None if key in self._pending else self._watch(key, given, args)
-        entry = None if watch is None else entry_by_shapes(given, trace_parts, watch)
+        entry = None if watch is None else compiled(watch)
         if entry is not None:
             self._entries[key] = entry
         return entry, watch
@@ -428,7 +433,7 @@ class Jitted:
             return None
 
     def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
-        trace.raise_own(error)
+        raise_own(trace.recorder, error)
         with trace.playing_back():
             made = self.fun(*args, **kwargs)
         if not self._is_worth_another(trace):

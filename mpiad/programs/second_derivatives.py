@@ -27,7 +27,7 @@ communications of its first two parts, and the function doesn't repeat them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,13 +40,13 @@ from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
-from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, count, entry_by_shapes, in_program, is_shown
+from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, count, is_shown
 from mpiad.programs.message_numbers import message_counts
-from mpiad.programs.shape_recorder import like
+from mpiad.programs.shape_recorder import ShapeRecorder
 from mpiad.programs.signature import Arguments
-from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import Lease, backwards, conformed, is_simple, put_on_tape, require_of, without_tape
-from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value
+from mpiad.programs.trace_run import PlayingBack, TraceRun
+from mpiad.programs.transforms import Program, derived_entry, jvp, vjp
 from mpiad.pytrees import is_variable
 from mpiad.transport.channels import live_channels
 from mpiad.transport.tracing import tracing
@@ -58,9 +58,10 @@ _boxes = Box.types
 
 
 def _entry_by_shapes(
-    jitted: Jitted, key: Any, given: Arguments, args: tuple, trace_parts: Callable[[TraceRun], tuple]
-) -> Entry | None:
-    """Return the entry of a signature; None if the function is interpreted."""
+    jitted: Jitted, key: Any, given: Arguments, args: tuple, variables: Sequence[int],
+    derive: Callable[[Program, ShapeRecorder], Program],
+) -> Entry | None:  # fmt: skip
+    """Return the entry of a signature, made by `derived_entry`; None if the function is interpreted."""
     entry = jitted._entries.get(key, UNKNOWN)
     if entry is None or entry is not UNKNOWN and entry.is_current():
         return entry
@@ -73,7 +74,8 @@ def _entry_by_shapes(
     except Unfollowed:
         watch = None
     jitted._traces += 1
-    entry = entry_by_shapes(given, trace_parts, watch, True) if watch is not None and jitted._traces <= MAX_TRACES else None
+    can_trace = watch is not None and jitted._traces <= MAX_TRACES
+    entry = derived_entry(jitted, given, watch, variables, derive) if can_trace else None  # type: ignore[arg-type]
     # A program isn't used if its runs may differ from the trace: they would have to be continued by interpretation, in the
     # middle of up to four passes.
     jitted._entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
@@ -87,8 +89,13 @@ def called_with_tangents_of_gradients(
     tape: Any = tracing.tape
     variables, leaves, outer_leaves = without_tape(given, boxed)
     key = "tangents of gradients", tuple(variables), tuple(outer_leaves), given.key
-    trace_parts = partial(_trace_with_tangents, jitted.fun, variables, outer_leaves, leaves)
-    entry = _entry_by_shapes(jitted, key, given, args, trace_parts)
+    inner, outer = ([given.traced.index(k) for k in chosen] for chosen in (variables, outer_leaves))
+
+    def derive(program: Program, recorder: ShapeRecorder) -> Program:
+        both = vjp(program, [inner], ShapeRecorder())
+        return jvp(both, [outer, range(len(both.inputs[1]))], recorder)
+
+    entry = _entry_by_shapes(jitted, key, given, args, boxed, derive)
     if entry is None:
         return jitted.fun(*args, **kwargs)
     places = [given.leaves[k]._node.index for k in variables]
@@ -127,28 +134,6 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
         for x, tangent, is_in in zip(made, made[half:], inside)
     ]
     return put_on_tape(tape, values, inside, places, pull, entry.communicates)
-
-
-def _trace_with_tangents(
-    fun: Function, variables: Sequence[int], outer_leaves: Sequence[int], leaves: Sequence[Any], trace: TraceRun
-) -> tuple:
-    """Trace a function and its reverse pass, both with tangents; return their leaves, and `_Record.build`."""
-    recorder = trace.recorder
-    with suspended(body=False), Noting(trace.recorder), TangentTape() as tape:
-        given = trace.leaves()
-        for k in outer_leaves:
-            tangent = conform(leaves[k]._node.g, *spec_like(leaves[k]._value))
-            given[k] = _with_tangent(tape, given[k], recorder.input(as_value(tangent)))
-        run = trace.run_backwards(fun, variables, given)
-        values = [_value_and_tangent(x, tape) for x in run.values]
-        recorder.part = 1
-        likes = [spec_like(x.value).zeros() for x, _ in values if isinstance(x, Traced)]
-        seeds, tangents = ([recorder.input(as_value(g)) for g in likes] for _ in range(2))
-        seeds = [_with_tangent(tape, *pair) for pair in zip(seeds, tangents)]
-        specs = [spec_like(getval(given[k])) for k in variables]
-        found = [_value_and_tangent(g, tape) for g in backwards(run, in_program([x for x, _ in values]), seeds, specs)]
-    tape.close()
-    return [[x for x, _ in part] + [tangent for _, tangent in part] for part in (values, found)], run.build
 
 
 def _value_and_tangent(x: Any, tape: TangentTape) -> tuple[Any, Any]:
@@ -249,44 +234,19 @@ def _value_and_node(x: Any, tape: Any) -> tuple[Any, int]:
     return x, -1
 
 
-def _trace_all_parts(fun: Function, by: _By, trace: TraceRun) -> tuple:
-    """Trace the parts of a program; return their leaves, and the function that assembles the result.
+def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: ShapeRecorder) -> Program:
+    """Return a program with its reverse passes.
 
-    The inputs of the program are the arguments, for the second part the cotangents of the results, for the third part the
-    seeds of its reverse pass (shaped like the variables), and for the fourth part the seeds of its reverse pass (shaped
-    like the results).
+    Its inputs are the arguments, for the second part the cotangents of the results, for the third part the seeds of its
+    reverse pass (shaped like the variables), and for the fourth part the seeds of its reverse pass (shaped like the
+    results).
     """
-    recorder = trace.recorder
-
-    def inputs_like(values: list[Any]) -> list[Any]:
-        """Return inputs with the shapes and dtypes of the values, None for a value that isn't traced."""
-        return [recorder.input(like(spec_like(x.value))) if isinstance(x, Traced) else None for x in values]
-
-    def seeds(values: list[Any]) -> list[Any]:
-        recorder.part = 1
-        return inputs_like(values)
-
-    def cotangents(lane: Lane, places: Iterable[int], of: list[Any]) -> list[Any]:
-        return [conformed(lane.totals[place], spec_like(x)) for place, x in zip(places, of)]
-
-    with suspended(body=False), Noting(trace.recorder):
-        leaves = trace.leaves()
-        record = _recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
-        inside = [(x, place) for x, place in record.values if isinstance(x, Traced)]
-        values, parts = [x for x, _ in inside], [[x for x, _ in pairs] for pairs in (record.values, record.found)]
-        recorder.logged = min(by.parts - 1, 2)
-        if by.parts > 2:
-            recorder.part = 2
-            vs = inputs_like([leaves[k] for k in by.inner])
-            lane = record.lane(zip([place for _, place in record.found], vs))
-            record.sweep([lane], range(record.start, len(record.nodes)), False)
-            parts.append(cotangents(lane, range(record.end, record.start), values))
-        if by.parts > 3:
-            recorder.part = 3
-            _seed(lane, zip([place for _, place in inside], inputs_like(values)))
-            record.sweep([lane], range(len(by.outer), record.end), False)
-            parts.append(cotangents(lane, range(len(by.outer)), [leaves[k] for k in by.outer]))
-    return parts, record.build
+    recorder.logged = min(by.parts - 1, 2)
+    inner, outer = ([given.traced.index(k) for k in places] for places in (by.inner, by.outer))
+    if by.parts == 2:
+        return vjp(program, [inner], recorder)
+    both = vjp(program, [inner], ShapeRecorder())
+    return vjp(both, [outer, range(len(both.inputs[1]))], recorder, last=4 - by.parts)
 
 
 def called_with_reverse_differentiated(
@@ -300,7 +260,7 @@ def called_with_reverse_differentiated(
     variables, leaves, outer_leaves = without_tape(given, boxed)
     by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
     key = "reverse over reverse", by.parts, tuple(variables), tuple(outer_leaves), given.key
-    entry = _entry_by_shapes(jitted, key, given, args, partial(_trace_all_parts, jitted.fun, by))
+    entry = _entry_by_shapes(jitted, key, given, args, boxed, partial(_with_all_parts, by, given))
     if entry is None:
         return None
     call = _Call(jitted, entry, given, by, tape.outer)

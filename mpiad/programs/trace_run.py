@@ -112,19 +112,20 @@ class TraceRun:
             leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
         return leaves
 
-    def raise_own(self, error: BaseException) -> None:
-        """Raise `error` if it comes from a communication, the user's function or a signal handler.
-
-        Another exception is due to the trace: the function will run again on plain arrays.
-        """
-        has_traced = any(isinstance(getval(part), Traced) for part in error.args)
-        if error is self.recorder.failed or not has_traced and calls.is_raised_by_user(error):
-            self.recorder.mark()
-            raise error
-
     def playing_back(self) -> PlayingBack:
         """Return a context in which the function runs again without repeating communications."""
         return PlayingBack(self.recorder.log, self.counts)
+
+
+def raise_own(recorder: Recorder, error: BaseException) -> None:
+    """Raise the exception that ended a trace if it comes from a communication, the user's function or a signal handler.
+
+    Another exception is due to the trace: the function will run again on plain arrays.
+    """
+    has_traced = any(isinstance(getval(part), Traced) for part in error.args)
+    if error is recorder.failed or not has_traced and calls.is_raised_by_user(error):
+        recorder.mark()
+        raise error
 
 
 class Noting:

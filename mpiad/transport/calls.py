@@ -260,7 +260,9 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | No
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the innermost line of user code in a stack of frames."""
+    """Return the innermost line of user code in a stack of frames; `tracing.site` if it is set."""
+    if tracing.site is not None:
+        return tracing.site
     found, called = user_frame(frame)
     if found is None:
         return _NOWHERE

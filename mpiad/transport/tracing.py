@@ -68,6 +68,7 @@ class _ThreadState(threading.local):
     - `tape`, `lane`: the current tape, and the index of the current reverse pass.
     - `channels`: the channels on which the current tape, or the body of an operator that is one node, has communicated.
     - `call`: the innermost call in progress, if calls are recorded.
+    - `site`: the user's line, if a transformation repeats the calls of a program; otherwise None.
     - `root_copies`: the innermost solve whose root holds the variables.
     - `tapes`, `contexts`: the innermost open tape, and the innermost other open context that changes more than this state;
       their attribute `around` is the next outer one.
@@ -79,6 +80,7 @@ class _ThreadState(threading.local):
         self.lane = 0
         self.channels: Any = None
         self.call: Any = None
+        self.site: Any = None
         self.root_copies: Any = None
         self.tapes: Any = None
         self.contexts: Any = None

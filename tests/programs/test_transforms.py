@@ -1,0 +1,114 @@
+"""Derivatives of programs: rules of the user, constants, and the number of traces and their memory."""
+
+import gc
+import weakref
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd.extend import defjvp, defvjp, primitive
+from jitted import assert_same
+
+import mpiad
+from mpiad.programs.trace_run import TraceRun
+
+
+@primitive
+def straight_through(x):
+    """The sign of x, with the derivative 3."""
+    return np.sign(x)
+
+
+defvjp(straight_through, lambda ans, x: lambda g: 3.0 * g)
+defjvp(straight_through, lambda g, ans, x: 3.0 * g)
+
+# By hand, with the derivative 3 of the sign and constants c = x and ⌊x⌋: values, gradients and products with the Hessian.
+FUNCTIONS = {
+    "rule of the user": (
+        lambda x: straight_through(x) * x,
+        lambda x: np.sign(x) * x,
+        lambda x: np.sign(x) + 3.0 * x,
+        lambda x, v: 6.0 * v,
+    ),
+    "stopped gradient": (
+        lambda x: mpiad.stop_gradient(anp.sin(x)) * x**3,
+        lambda x: np.sin(x) * x**3,
+        lambda x: np.sin(x) * 3.0 * x**2,
+        lambda x, v: np.sin(x) * 6.0 * x * v,
+    ),
+    "rounding and masks": (
+        lambda x: anp.floor(2.0 * x) * anp.where(x > 0.2, x**2, 0.5 * x) * (x < 1.5),
+        lambda x: np.floor(2.0 * x) * np.where(x > 0.2, x**2, 0.5 * x) * (x < 1.5),
+        lambda x: np.floor(2.0 * x) * np.where(x > 0.2, 2.0 * x, 0.5) * (x < 1.5),
+        lambda x, v: np.floor(2.0 * x) * np.where(x > 0.2, 2.0 * v, 0.0) * (x < 1.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rules_and_constants_hold_in_all_derivatives(name, rank):
+    fun, value, slope, curved = FUNCTIONS[name]
+    x = np.linspace(-1.3, 2.1, 7 + rank)
+    v = np.cos(np.arange(x.size) + rank)
+
+    def loss(x):
+        return mpiad.mpi_allreduce(anp.sum(fun(x)))
+
+    compiled = mpiad.jit(loss, strict=True)
+    total = mpiad.mpi_allreduce(np.sum(value(x)))
+    weights = slope(x)
+    for _ in range(2):
+        found, gradient = mpiad.value_and_grad(compiled)(x)
+        assert_same((found, gradient), (total, weights), 1e-13)
+        assert_same(mpiad.jvp(compiled, x, v)[1], mpiad.mpi_allreduce(np.sum(weights * v)), 1e-13)
+        assert_same(mpiad.hvp(compiled)(x, v), curved(x, v), 1e-13)
+        assert_same(mpiad.make_hvp(compiled)(x)[2](v), curved(x, v), 1e-13)
+
+
+@pytest.mark.unguarded
+def test_first_and_second_derivatives_need_one_trace_of_the_function(rank, monkeypatch):
+    traces, init = [], TraceRun.__init__
+
+    def noted(self, *args):
+        traces.append(args)
+        init(self, *args)
+
+    monkeypatch.setattr(TraceRun, "__init__", noted)
+
+    def fun(x, y):
+        return mpiad.mpi_allreduce(anp.sum(anp.exp(x) * y**2))
+
+    x, y, v = np.linspace(0.1, 0.7, 4 + rank), np.linspace(1.0, 2.0, 4 + rank), np.ones(4 + rank)
+    jitted = mpiad.jit(fun, strict=True)
+    loss = lambda x: jitted(x, y)  # noqa: E731
+    for _ in range(2):
+        assert_same(mpiad.grad(loss)(x), np.exp(x) * y**2, 1e-13)
+        assert_same(mpiad.hvp(loss)(x, v), np.exp(x) * y**2 * v, 1e-13)
+        assert_same(mpiad.make_hvp(loss)(x)[2](v), np.exp(x) * y**2 * v, 1e-13)
+    assert len(traces) == 1
+
+
+def test_a_changed_closure_is_traced_again(rank):
+    factors = np.array([2.0, 3.0])
+    jitted = mpiad.jit(lambda x: anp.sum(anp.sin(factors * x)), strict=True)
+    x = np.array([0.3, 0.4]) + 0.1 * rank
+    for _ in range(2):
+        for form, expected in (
+            (mpiad.grad(jitted, objective="sum"), lambda: factors * np.cos(factors * x)),
+            (lambda x: mpiad.hvp(jitted, objective="sum")(x, x), lambda: -(factors**2) * np.sin(factors * x) * x),
+        ):
+            assert_same(form(x), expected(), 1e-13)
+            factors += 0.5
+            assert_same(form(x), expected(), 1e-13)
+
+
+@pytest.mark.unguarded
+def test_programs_keep_no_arguments():
+    jitted = mpiad.jit(lambda x, y: anp.sum(anp.tanh(x * y)) + anp.sum(y[1:] * x[:-1]), strict=True)
+    x, y = np.linspace(0.0, 1.0, 20000), np.linspace(1.0, 2.0, 20000)
+    mpiad.grad(lambda x: jitted(x, y), objective="sum")(x)
+    mpiad.hvp(lambda x: jitted(x, y), objective="sum")(x, x)
+    kept = weakref.ref(x), weakref.ref(y)
+    del x, y
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
