@@ -31,7 +31,7 @@ from mpiad.programs.tape_node import (
     is_simple,
     put_on_tape,
     require_of,
-    with_tangents,
+    with_tangent,
 )
 from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value, raise_own
 from mpiad.programs.transforms import derived_entry, vjp
@@ -119,7 +119,7 @@ def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, b
     with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (tangents, _) = map(flatten, made)
-    return build(with_tangents(tape, values, tangents))
+    return build([with_tangent(tape, x, tangent) for x, tangent in zip(values, tangents, strict=True)])
 
 
 def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int]) -> Function:

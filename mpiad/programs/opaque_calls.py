@@ -20,7 +20,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.steps import Traced as TracedArray
 from mpiad.programs.steps import hides_traced
-from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangents
+from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangent
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.channels import communications
@@ -127,4 +127,4 @@ def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: l
 def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
     *made, outcome = recorder.opaque(call, (leaves, places, [node.g for node in nodes]))
     half = len(made) // 2
-    return outcome.build(with_tangents(tape, made[:half], made[half:]))
+    return outcome.build([with_tangent(tape, x, tangent) for x, tangent in zip(made[:half], made[half:])])

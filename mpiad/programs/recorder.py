@@ -128,6 +128,11 @@ class Recorder:
         self._constant_of.clear()
         self._holders.clear()
 
+    def drop_arrays(self, kept: set[int]) -> None:
+        """Drop the arguments and, except for the constants `kept`, the constants of a trace that has ended."""
+        self._inputs.clear()
+        self.constants = [x if k in kept else np.empty(0) for k, x in enumerate(self.constants)]
+
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a channel by a function: end the trace if the function can't be recorded."""
         if call not in _NOTED:
@@ -174,10 +179,10 @@ class Recorder:
             self._holders.setdefault(id(_root(value)), WeakSet()).add(made)
         return made
 
-    def _referenced(self, x: Any) -> Any:
+    def referenced(self, x: Any) -> Any:
         """Return the arguments of a call with `Ref` and `Constant` instead of arrays."""
         if type(x) in (tuple, list, dict, slice):
-            return mapped(x, self._referenced)
+            return mapped(x, self.referenced)
         if isinstance(x, Traced):
             if x.recorder is not self:
                 x.recorder.is_noting()
@@ -218,7 +223,7 @@ class Recorder:
         reason = _reason_against(fun, args, kwargs)
         if reason:
             self.refuse(f"it calls {fun.__name__}, {reason}")
-        references = self._referenced(tuple(args)), self._referenced(kwargs)
+        references = self.referenced(tuple(args)), self.referenced(kwargs)
         return self._recorded("call", fun, *references, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
@@ -231,7 +236,7 @@ class Recorder:
                 f"{operation.__name__} sends or receives a tangent, and the function has received from any rank or with "
                 "any tag before; this combination isn't compiled"
             )
-        references = self._referenced(x), params
+        references = self.referenced(x), params
         if isinstance(params, Request):
             begun = self._objects.pop(id(params), None)
             if begun is None:
@@ -256,14 +261,14 @@ class Recorder:
 
     def settle(self, fun: Callable, args: tuple) -> Any:
         """Run and record a function whose result determines how a call continues; replays compare their result with it."""
-        references = self._referenced(args)
+        references = self.referenced(args)
         made = self._run(fun, *plain(args))
         self._step("settle", fun, references, (), {"expected": made})
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
         """Run and record a function that isn't traced, and that returns arrays followed by one other object."""
-        references, start = self._referenced(args), next(communications)
+        references, start = self.referenced(args), next(communications)
         *arrays, rest = self._run(fun, *plain(args))
         self._any_within |= next(communications) > start + 1
         for x in arrays:
@@ -287,7 +292,7 @@ class Recorder:
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
         self.channels |= self._channels_of(plain(args), operator.__name__)
-        references = self._referenced(args), self._referenced(kwargs)
+        references = self.referenced(args), self.referenced(kwargs)
         return self._recorded("operate", operator, *references, self._operated(operator, plain(args), plain(kwargs)))
 
     def _channels_of(self, args: tuple, call: str) -> set[Used]:
@@ -412,7 +417,7 @@ class Recorder:
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
-        references = self._referenced(tuple(args))
+        references = self.referenced(tuple(args))
         self._check_writing(target)
         if fun(*[np.zeros((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
@@ -433,7 +438,7 @@ class Recorder:
         is_written = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
         if is_written:
             target.stale = None
-        references = self._referenced(target), self._referenced(key), self._referenced(value)
+        references = self.referenced(target), self.referenced(key), self.referenced(value)
         self._check_writing(target)
         if not is_written:
             self._put(target.value, place, new)

@@ -27,16 +27,14 @@ communications of its first two parts, and the function doesn't repeat them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autograd.tracer import Box, getval, new_box
 
-from mpiad._typing import Function
 from mpiad.differentiation.backward import Lane, accumulate, run_backward, run_backward_together, sweep, sweep_together
-from mpiad.differentiation.nodes import OrderedNode, TangentNode
-from mpiad.differentiation.tape import OrderedTape, TangentTape
+from mpiad.differentiation.nodes import OrderedNode
+from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
@@ -44,7 +42,18 @@ from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, count, is_shown
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.shape_recorder import ShapeRecorder
 from mpiad.programs.signature import Arguments
-from mpiad.programs.tape_node import Lease, backwards, conformed, is_simple, put_on_tape, require_of, without_tape
+from mpiad.programs.tape_node import (
+    Lease,
+    backwards,
+    conformed,
+    is_simple,
+    put_on_tape,
+    require_of,
+    value_and_node,
+    value_and_tangent,
+    with_tangent,
+    without_tape,
+)
 from mpiad.programs.trace_run import PlayingBack, TraceRun
 from mpiad.programs.transforms import Program, derived_entry, jvp, vjp
 from mpiad.pytrees import is_variable
@@ -92,14 +101,14 @@ def called_with_tangents_of_gradients(
     inner, outer = ([given.traced.index(k) for k in chosen] for chosen in (variables, outer_leaves))
 
     def derive(program: Program, recorder: ShapeRecorder) -> Program:
-        both = vjp(program, [inner], ShapeRecorder())
+        both = vjp(program, [inner], ShapeRecorder(), again=True)
         return jvp(both, [outer, range(len(both.inputs[1]))], recorder)
 
     entry = _entry_by_shapes(jitted, key, given, args, boxed, derive)
     if entry is None:
         return jitted.fun(*args, **kwargs)
     places = [given.leaves[k]._node.index for k in variables]
-    tangents = [_value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
+    tangents = [value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
     inputs = [*(getval(leaves[k]) for k in given.traced), *tangents]
     return entry.build(_run(jitted.__name__, entry, places, [getval(leaves[k]) for k in variables], inputs))
 
@@ -121,31 +130,19 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
 
     def pull(gs: list[Any]) -> list[Any]:
         require_of(outer, gs, name)
-        seeds = [_value_and_tangent(g, outer) for g in gs]
+        seeds = [value_and_tangent(g, outer) for g in gs]
         count(entry.communications)
         found = lease.replay.later[0](*inputs, *[g for g, _ in seeds], *[g for _, g in seeds])
         return [
-            _with_tangent(outer, conform(g, *spec), conform(tangent, *spec))
+            with_tangent(outer, conform(g, *spec), conform(tangent, *spec))
             for g, tangent, spec in zip(found, found[len(specs) :], specs)
         ]
 
     values = [
-        _with_tangent(outer, x, tangent) if is_in and is_variable(x) else x
+        with_tangent(outer, x, tangent) if is_in and is_variable(x) else x
         for x, tangent, is_in in zip(made, made[half:], inside)
     ]
     return put_on_tape(tape, values, inside, places, pull, entry.communicates)
-
-
-def _value_and_tangent(x: Any, tape: TangentTape) -> tuple[Any, Any]:
-    """Return a value and its tangent on a tape; zeros if it has none."""
-    if type(x) in _boxes and x._trace == tape.number:
-        spec = spec_like(x._value)
-        return x._value, conform(x._node.g, *spec)
-    return x, spec_like(x).zeros() if is_variable(x) else x
-
-
-def _with_tangent(tape: Any, value: Any, tangent: Any) -> Any:
-    return new_box(value, tape.number, TangentNode.on_tape(tape, tangent))
 
 
 # Reverse passes of a reverse pass. A function and its reverse pass are recorded on an outer tape. A reverse pass along this
@@ -171,7 +168,6 @@ class _Record(NamedTuple):
     found: list[tuple[Any, int]]  # the cotangents of the variables, each with the index of its node
     end: int  # the nodes before this index are those of the variables and the function
     start: int  # the nodes from `end` to `start` are those of the cotangents of the results; the rest is the reverse pass
-    build: Callable[[list[Any]], Any]  # assembles the function's result from its leaves
 
     def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
         """Return the state of a new reverse pass along the nodes; `seeds`: indices of nodes, and cotangents."""
@@ -195,43 +191,10 @@ def _seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
             lane.totals[place], lane.owned[place] = accumulate(lane.totals[place], bool(lane.owned[place]), g)
 
 
-def _recorded(
-    fun: Function, trace: TraceRun, by: _By, leaves: Sequence[Any], seeds: Callable[[list[Any]], list[Any]],
-    contexts: Sequence[AbstractContextManager],
-) -> _Record:  # fmt: skip
-    """Run a function and its reverse pass on an outer tape.
-
-    `seeds`: function that returns the cotangents of the given results, None for constants. `contexts`: the contexts
-    in which the function and its reverse pass run.
-    """
-    with OrderedTape(of_cotangents=by.parts == 3) as tape:
-        given = list(leaves)
-        for k in by.outer:
-            given[k] = _variable(tape, given[k])
-        with contexts[0]:
-            run = trace.run_backwards(fun, by.inner, given)
-        values, end = [_value_and_node(x, tape) for x in run.values], len(tape.record)
-        gs = [None if g is None else _variable(tape, g) for g in seeds([x for x, _ in values])]
-        start = len(tape.record)
-        with contexts[1]:
-            pairs = [(place, g) for place, g in zip(run.places, gs) if place >= 0 and g is not None]
-            found = run_backward(run.recording, pairs, len(by.inner), True)
-            specs = [spec_like(getval(leaves[k])) for k in by.inner]
-            cotangents = [_value_and_node(conformed(g, spec), tape) for g, spec in zip(found, specs)]
-    return _Record(tape.close().nodes, values, cotangents, end, start, run.build)
-
-
 def _variable(tape: Any, x: Any) -> Any:
     """Return x as a variable of the tape, or x itself if it can't be a variable; the tape has a node in either case."""
     node = OrderedNode.on_tape(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
-
-
-def _value_and_node(x: Any, tape: Any) -> tuple[Any, int]:
-    """Return a value without its box of this tape, and the index of its node on the tape, -1 for a constant."""
-    if type(x) in _boxes and x._trace == tape.number:
-        return x._value, x._node.index
-    return x, -1
 
 
 def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: ShapeRecorder) -> Program:
@@ -245,7 +208,7 @@ def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Shape
     inner, outer = ([given.traced.index(k) for k in places] for places in (by.inner, by.outer))
     if by.parts == 2:
         return vjp(program, [inner], recorder)
-    both = vjp(program, [inner], ShapeRecorder())
+    both = vjp(program, [inner], ShapeRecorder(), again=True)
     return vjp(both, [outer, range(len(both.inputs[1]))], recorder, last=4 - by.parts)
 
 
@@ -429,13 +392,22 @@ class _Call:
         return self._pass
 
     def _record(self, of: _Pass) -> _Record:
+        """Run the function and its reverse pass on an outer tape, without repeating communications."""
         if of.record is None:
-            given = iter(of.gs)
-            gs = [next(given) if is_in else None for is_in in self._inside]
-            contexts = self._playing_back(self._played), self._playing_back(of.played)
-            with suspended(body=False):
-                trace = TraceRun(self._given)
-                of.record = _recorded(self._jitted.fun, trace, self._by, self._values, lambda values: gs, contexts)
+            given, by, trace = iter(of.gs), self._by, TraceRun(self._given)
+            first, second = self._playing_back(self._played), self._playing_back(of.played)
+            with suspended(body=False), OrderedTape(of_cotangents=by.parts == 3) as tape:
+                leaves = [_variable(tape, x) if k in by.outer else x for k, x in enumerate(self._values)]
+                with first:
+                    run = trace.run_backwards(self._jitted.fun, by.inner, leaves)
+                values, end = [value_and_node(x, tape) for x in run.values], len(tape.record)
+                gs = [_variable(tape, next(given)) if is_in else None for is_in in self._inside]
+                start = len(tape.record)
+                with second:
+                    pairs = [(place, g) for place, g in zip(run.places, gs) if place >= 0 and g is not None]
+                    found = self._conformed(run_backward(run.recording, pairs, len(by.inner), True))
+                    cotangents = [value_and_node(g, tape) for g in found]
+            of.record = _Record(tape.close().nodes, values, cotangents, end, start)
         return of.record
 
     def _interpreted(self) -> Any:

@@ -69,12 +69,23 @@ def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], lis
     return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
 
 
-def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Return the results of a call as values of a tape that propagates tangents."""
-    return [
-        new_box(x, tape.number, TangentNode.on_tape(tape, tangent)) if is_variable(x) else x
-        for x, tangent in zip(values, tangents, strict=True)
-    ]
+def with_tangent(tape: Any, x: Any, tangent: Any) -> Any:
+    """Return a value of a tape that propagates tangents; x itself if it can't have a tangent."""
+    return new_box(x, tape.number, TangentNode.on_tape(tape, tangent)) if is_variable(x) else x
+
+
+def value_and_node(x: Any, tape: Any) -> tuple[Any, int]:
+    """Return a value without its box of this tape, and the index of its node on the tape, -1 for a constant."""
+    if type(x) in _boxes and x._trace == tape.number:
+        return x._value, x._node.index
+    return x, -1
+
+
+def value_and_tangent(x: Any, tape: Any) -> tuple[Any, Any]:
+    """Return a value and its tangent on a tape; zeros if it has none."""
+    if type(x) in _boxes and x._trace == tape.number:
+        return x._value, conform(x._node.g, *spec_like(x._value))
+    return x, spec_like(x).zeros() if is_variable(x) else x
 
 
 def put_on_tape(

@@ -27,9 +27,9 @@ from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Function
 from mpiad.differentiation.backward import Lane, accumulate, sweep
-from mpiad.differentiation.nodes import OrderedNode, TangentNode
+from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape, TangentTape
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, apply, suspended
 from mpiad.programs.closure import Watch
 from mpiad.programs.entry import Entry, entry_of, is_shown
@@ -37,8 +37,8 @@ from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.shape_recorder import ShapeRecorder, like
 from mpiad.programs.signature import Arguments
-from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped
-from mpiad.programs.tape_node import conformed
+from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host
+from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
 from mpiad.programs.trace_run import Noting, TraceRun, raise_own
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Spec, calls
@@ -48,24 +48,24 @@ _boxes = Box.types
 
 
 class _Call(NamedTuple):
-    """The call of a node; `params`: keyword arguments, or the parameters of a communication."""
+    """The call of a node; its arguments are those of a `Step`, and `params` the keyword arguments, or a communication's."""
 
     fun: Any
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # None for inputs of the node
     params: Any
     argnums: list[int]  # the positions of the node's inputs among the arguments
     step: Step | None  # the last step before the node was recorded, which has the user's line
 
 
 class CallNode(OrderedNode):
-    """A node of a program: `pull` is its `_Call`, None for variables, and `like` its result."""
+    """A node of a program: `pull` is its `_Call`, None for variables, and `like` its result, with references."""
 
     __slots__ = ()
 
     def __init__(
         self, value: Any, fun: Any, args: tuple, params: Any, parent_argnums: Sequence[int], parents: Sequence[Any]
     ):
-        self.tape = tape = next(parent.tape for parent in parents if type(parent.tape) is ProgramTape)
+        tape = next(parent.tape for parent in parents if type(parent.tape) is ProgramTape)
         tape.add(self, value, fun, args, params, parent_argnums, parents)
 
 
@@ -79,12 +79,21 @@ class ProgramTape(OrderedTape):
         super().__init__()
         self.recorder = recorder
 
+    def referenced(self, x: Any) -> Any:
+        """Return the value of a nest at this time, with references to the trace."""
+        x = mapped(x, _innermost)
+        if hides_traced(x):
+            self.recorder.refuse("a derivative gets objects that contain traced values")
+        return self.recorder.referenced(x)
+
     def add(self, node: Any, value: Any, fun: Any, args: tuple, params: Any, argnums: Sequence[int], parents: Any) -> None:
         """Append the node of a call."""
         pairs = [(k, parent.index) for k, parent in zip(argnums, parents) if parent.tape is self]
-        steps = self.recorder.steps
-        node.tape, node.like, node.index, node.inputs = self, value, len(self.record), [index for _, index in pairs]
-        node.pull = _Call(fun, args, params, [k for k, _ in pairs], steps[-1] if steps else None)
+        own, steps = [k for k, _ in pairs], self.recorder.steps
+        args = tuple([None if k in own else self.referenced(x) for k, x in enumerate(args)])
+        params = self.referenced(params) if type(params) is dict else on_host(params)
+        node.tape, node.like, node.index = self, self.referenced(value), len(self.record)
+        node.inputs, node.pull = [index for _, index in pairs], _Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
 
     def communicated(
@@ -95,78 +104,75 @@ class ProgramTape(OrderedTape):
         self.add(node, ans, operator, args, params, argnums, parents)
         return None if getattr(ans, "dtype", None) is None else node
 
-    def with_node(self, x: Any) -> tuple[Any, int]:
-        """Return a value without its box of this tape, and the index of its node, -1 for a constant."""
-        x, node = _without_box(x, self)
-        return x, -1 if node is None else node.index
-
-
-_Values = list[tuple[Any, int]]  # values in a trace, and the indices of their nodes, -1 for constants
-
 
 class Program:
-    """A program, and the context in which it is recorded; `inputs`, `outputs`, and `ends` of its nodes, by part."""
+    """A program, and the context in which it is recorded.
 
-    def __init__(self, recorder: Recorder):
-        self.recorder, self._tape = recorder, ProgramTape(recorder)
-        self.inputs: list[_Values] = []
-        self.outputs: list[_Values] = []
+    `again`: whether it will be transformed again; if not, only the trace is recorded, and its results in `parts`. Otherwise
+    `inputs` and `outputs` of each part are pairs of a reference to the trace and the index of a node, -1 for constants, and
+    `ends` are the numbers of nodes at the ends of the parts. `build` assembles the function's result from its leaves.
+    """
+
+    build: Any = None
+
+    def __init__(self, recorder: Recorder, again: bool):
+        self.recorder, self._tape = recorder, ProgramTape(recorder) if again else None
+        self.nodes: list[Any] = []
+        self.inputs: list[list[tuple[Any, int]]] = []
+        self.outputs: list[list[tuple[Any, int]]] = []
         self.ends: list[int] = []
-        self.build: Any = None  # assembles the function's result from the outputs of the first part
+        self.parts: list[list[Any]] = []
 
     def __enter__(self) -> Program:
         with ExitStack() as stack:
-            for context in (Noting(self.recorder), suspended(body=False), self._tape):
-                stack.enter_context(context)
+            stack.enter_context(Noting(self.recorder))
+            stack.enter_context(suspended(body=False))
+            if self._tape is not None:
+                stack.enter_context(self._tape)
             self._contexts = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._contexts.__exit__(*error)
-        if error[0] is None:
-            self.nodes: list[CallNode] = self._tape.close().nodes
-            del self._tape, self._contexts
+        if self._tape is not None and error[0] is None:
+            self.nodes, self._tape = self._tape.close().nodes, None
+            self._drop_unused()
+        del self._contexts
 
     def begin_part(self, inputs: Sequence[Any], variables: Sequence[bool] | None = None) -> list[Any]:
         """Begin a part with some inputs, and return them, on the tape if they are `variables`; by default all are."""
-        number, tape = self._tape.number, self._tape
-        made = [
-            new_box(x, number, CallNode.on_tape(tape)) if is_variable(x) and (variables is None or variables[k]) else x
-            for k, x in enumerate(inputs)
-        ]
-        self.inputs.append([tape.with_node(x) for x in made])
+        made, tape = list(inputs), self._tape
+        if tape is not None:
+            for k, x in enumerate(made):
+                if is_variable(x) and (variables is None or variables[k]):
+                    made[k] = new_box(x, tape.number, CallNode.on_tape(tape))
+            self.inputs.append(self._with_indices(tape, made))
         return made
 
     def end_part(self, outputs: Sequence[Any]) -> None:
         """End a part."""
-        self.outputs.append([self._tape.with_node(x) for x in outputs])
-        self.ends.append(len(self._tape.record))
+        if self._tape is None:
+            self.parts.append(list(outputs))
+        else:
+            self.outputs.append(self._with_indices(self._tape, outputs))
+            self.ends.append(len(self._tape.record))
 
-    def shrink(self) -> None:
-        """Free the memory of traced values, and drop the steps and constants that no evaluation needs."""
-        recorder = self.recorder
-        made, needed = _numbers([node.like for node in self.nodes]), set[int]()
-        made |= _numbers([x for part in self.inputs for x, _ in part])
-        for call in [node.pull for node in self.nodes if node.pull is not None]:
-            _numbers(list(call.args))
-            needed |= _numbers(([x for k, x in enumerate(call.args) if k not in call.argnums], call.params))
-        needed |= _numbers([x for part in self.outputs for x, _ in part])
-        steps, constants = [], set()
+    def _with_indices(self, tape: ProgramTape, values: Sequence[Any]) -> list[tuple[Any, int]]:
+        return [(tape.referenced(x), index) for x, index in [value_and_node(x, tape) for x in values]]
+
+    def _drop_unused(self) -> None:
+        """Drop the steps and constants that no evaluation needs, and the references to arguments."""
+        recorder, calls = self.recorder, [node.pull for node in self.nodes if node.pull is not None]
+        computed, _ = _numbers([[node.like for node in self.nodes], *self.inputs])
+        needed, constants = _numbers([*[(call.args, call.params) for call in calls], *self.outputs])
+        steps = []
         for step in recorder.steps[::-1]:
-            if not needed.isdisjoint(step.outs) and made.isdisjoint(step.outs):
+            if not needed.isdisjoint(step.outs) and computed.isdisjoint(step.outs):
                 steps.append(step)
-                references: list[Any] = []
-                mapped((step.args, step.kwargs), references.append)
-                needed |= {x.number for x in references if type(x) is Ref}
-                constants |= {x.number for x in references if type(x) is Constant}
+                found = _numbers([step.args, step.kwargs])
+                needed, constants = needed | found[0], constants | found[1]
         recorder.steps = steps[::-1]
-        recorder.constants = [x if k in constants else None for k, x in enumerate(recorder.constants)]  # type: ignore[misc]
-        recorder._inputs.clear()
-
-
-def _without_box(x: Any, tape: Any) -> tuple[Any, Any]:
-    """Return a value without its box of the tape, and its node, None for a constant."""
-    return (x._value, x._node) if type(x) in _boxes and x._trace == tape.number else (x, None)
+        recorder.drop_arrays(constants)
 
 
 def _innermost(x: Any) -> Any:
@@ -180,34 +186,23 @@ def _spec(x: Any) -> Spec:
     return spec_like(x.value if isinstance(x, Traced) else x)
 
 
-def _numbers(nest: Any) -> set[int]:
-    """Return the numbers of the traced values in a nest; their values are replaced by arrays that take no memory."""
-    found = set()
-
-    def visit(x: Any) -> None:
-        x = _innermost(x)
-        if isinstance(x, Traced):
-            found.add(x.number)
-            if isinstance(x.value, np.ndarray):
-                x.value = np.broadcast_to(np.empty((), x.value.dtype), x.value.shape)
-        elif type(x) in (tuple, list, dict):
-            mapped(x, visit)
-
-    mapped(nest, visit)
-    return found
+def _numbers(nest: Any) -> tuple[set[int], set[int]]:
+    """Return the numbers of the values, and of the constants, to which a nest refers."""
+    found: list[Any] = []
+    mapped(nest, found.append)
+    return {x.number for x in found if type(x) is Ref}, {x.number for x in found if type(x) is Constant}
 
 
 def recorded(fun: Function, trace: TraceRun, variables: Collection[int]) -> Program:
     """Record the program of a function; `variables`: positions of the leaves with respect to which it is differentiated."""
     traced = trace.given.traced
-    with Program(trace.recorder) as made:
+    with Program(trace.recorder, True) as made:
         leaves = trace.leaves()
         for k, x in zip(traced, made.begin_part([leaves[k] for k in traced], [k in variables for k in traced])):
             leaves[k] = x
         args, kwargs = trace.given.build(leaves)
         values, made.build = flatten(fun(*args, **kwargs))
         made.end_part(values)
-    made.shrink()
     return made
 
 
@@ -220,6 +215,12 @@ class Evaluation:
         self._known: dict[int, Any] = {}  # values without derivatives in the new trace, by their numbers in the old one
         self._steps = {out: step for step in program.recorder.steps for out in step.outs}
 
+    def inputs(self, number: int) -> list[Any]:
+        """Return new inputs of a part."""
+        old, recorder = self._program.recorder, self._recorder
+        numbers = [x.number for x, _ in self._program.inputs[number]]
+        return [recorder.input(like(Spec(*old.specs[k])), k in old.weak) for k in numbers]
+
     def part(self, number: int, given: Sequence[Any]) -> list[Any]:
         """Return the outputs of a part, given its inputs."""
         program, ends = self._program, self._program.ends
@@ -231,7 +232,7 @@ class Evaluation:
         try:
             for node in program.nodes[ends[number - 1] if number else 0 : ends[number]]:
                 if node.pull is not None:
-                    self._results[node.index] = made = self._called(node.pull, node.inputs)  # type: ignore[arg-type]
+                    self._results[node.index] = made = self._called(node.pull, node.inputs)
                     self._note(node.like, made)
             pairs = program.outputs[number]
             return [self._results[index] if index >= 0 else mapped(x, self._constant) for x, index in pairs]
@@ -257,56 +258,44 @@ class Evaluation:
             calls.end(rule)
 
     def _note(self, old: Any, new: Any) -> None:
-        """Remember the new value of an old one."""
-        old, new = _innermost(old), _innermost(new)
-        if isinstance(old, Traced):
+        """Remember the new value for a reference, or for each reference in a nest."""
+        new = _innermost(new)
+        if type(old) is Ref:
             self._known.setdefault(old.number, new)
             if old.number in self._program.recorder.weak:
                 self._recorder.weaken(new)
-        elif isinstance(old, (tuple, list)):
+        elif type(old) in (tuple, list):
             for a, b in zip(old, new):
                 self._note(a, b)
-        elif isinstance(old, dict):
+        elif type(old) is dict:
             for key, a in old.items():
                 self._note(a, new[key])
 
     def _constant(self, x: Any) -> Any:
         """Return an argument that isn't an input of its node, in the new trace."""
-        x, old = _innermost(x), self._program.recorder
-        if isinstance(x, Traced):
-            return self._value(x.number) if x.recorder is old else x
-        if isinstance(x, VSpace):
-            if getattr(getattr(x, "arrays", None), "recorder", None) is old:
-                x = copy(x)
-                x.arrays = type(x.arrays)(self._recorder)
-        elif not callable(x) and hides_traced(x):
-            self._recorder.refuse("a derivative gets objects that contain traced values")
+        old = self._program.recorder
+        if type(x) is Ref:
+            return self._value(x.number)
+        if type(x) is Constant:
+            return old.constants[x.number]
+        if isinstance(x, VSpace) and getattr(getattr(x, "arrays", None), "recorder", None) is old:
+            x = copy(x)
+            x.arrays = type(x.arrays)(self._recorder)
         return x
 
     def _value(self, number: int) -> Any:
         """Return a value of the old trace in the new one; if necessary, its step is repeated."""
         if number not in self._known:
-            step, old = self._steps[number], self._program.recorder
+            step, weak = self._steps[number], self._program.recorder.weak
             if step.kind != "call":
                 self._recorder.refuse(f"a derivative uses the result of {step.fun} as a constant")
-
-            def value(x: Any) -> Any:
-                if type(x) is Ref:
-                    return self._value(x.number)
-                return old.constants[x.number] if type(x) is Constant else x
-
-            made = self._recorder.call(step.fun, mapped(step.args, value), mapped(step.kwargs, value))
+            made = self._recorder.call(step.fun, mapped(step.args, self._constant), mapped(step.kwargs, self._constant))
             for out, x in zip(step.outs, made if isinstance(made, (tuple, list)) else [made]):
-                self._known[out] = self._recorder.weaken(x) if out in old.weak else x
+                self._known[out] = self._recorder.weaken(x) if out in weak else x
         return self._known[number]
 
 
-def _new_inputs(recorder: Recorder, program: Program, part: int) -> list[Any]:
-    weak = program.recorder.weak
-    return [recorder.input(like(_spec(x)), x.number in weak) for x, _ in program.inputs[part]]
-
-
-def vjp(program: Program, of: Sequence[Sequence[int]], recorder: Recorder, last: int = 0) -> Program:
+def vjp(program: Program, of: Sequence[Sequence[int]], recorder: Recorder, last: int = 0, again: bool = False) -> Program:
     """Return a program followed by its reverse pass, recorded in a new trace.
 
     `of`: for each part, the positions of the inputs with respect to which it is differentiated. The reverse pass ends with
@@ -316,22 +305,21 @@ def vjp(program: Program, of: Sequence[Sequence[int]], recorder: Recorder, last:
     seeds: list[list[tuple[int, Spec]]] = []  # per part: indices of nodes, -1 for constants, and specs of the outputs
     variables: list[list[tuple[int, Spec]]] = []
     ranges: list[range] = []
-    with Program(recorder) as made:
+    with Program(recorder, again) as made:
         evaluation = Evaluation(program, recorder)
         with OrderedTape() as tape:
             for part in range(count):
                 recorder.part = part
-                given = made.begin_part(_new_inputs(recorder, program, part))
+                given = made.begin_part(evaluation.inputs(part))
                 variables.append([])
                 for k in of[part]:
                     variables[-1].append((len(tape.record), _spec(given[k])))
                     given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape))
                 start = len(tape.record)
-                pairs = [_without_box(x, tape) for x in evaluation.part(part, given)]
+                pairs = [value_and_node(x, tape) for x in evaluation.part(part, given)]
                 ranges.append(range(start, len(tape.record)))
                 made.end_part([x for x, _ in pairs])
-                traced = [(x, node) for x, node in pairs if isinstance(_innermost(x), Traced)]
-                seeds.append([(-1 if node is None else node.index, _spec(x)) for x, node in traced])
+                seeds.append([(index, _spec(x)) for x, index in pairs if isinstance(_innermost(x), Traced)])
         nodes = tape.close().nodes
         lane = Lane([None] * len(nodes), bytearray(len(nodes)))
         for part in range(count - 1, last - 1, -1):
@@ -351,28 +339,22 @@ def jvp(program: Program, of: Sequence[Sequence[int]], recorder: Recorder) -> Pr
 
     The inputs of a part are followed by the tangents of its inputs `of`, and the outputs by their tangents.
     """
-    with Program(recorder) as made:
+    with Program(recorder, False) as made:
         evaluation = Evaluation(program, recorder)
         with TangentTape() as tape:
             for part, chosen in enumerate(of):
                 recorder.part = part
-                plain = _new_inputs(recorder, program, part)
+                plain = evaluation.inputs(part)
                 given = made.begin_part([*plain, *[recorder.input(like(_spec(plain[k]))) for k in chosen]])
                 tangents = given[len(plain) :]
                 del given[len(plain) :]
                 for k, tangent in zip(chosen, tangents):
-                    given[k] = new_box(given[k], tape.number, TangentNode.on_tape(tape, tangent))
-                pairs = [_without_box(x, tape) for x in evaluation.part(part, given)]
-                made.end_part([x for x, _ in pairs] + [_tangent(x, node) for x, node in pairs])
+                    given[k] = with_tangent(tape, given[k], tangent)
+                pairs = [value_and_tangent(x, tape) for x in evaluation.part(part, given)]
+                made.end_part([x for x, _ in pairs] + [tangent for _, tangent in pairs])
         tape.close()
     made.build = program.build
     return made
-
-
-def _tangent(x: Any, node: Any) -> Any:
-    if node is not None:
-        return conform(node.g, *_spec(x))
-    return _spec(x).zeros() if is_variable(x) else x
 
 
 def derived_entry(
@@ -401,10 +383,7 @@ def derived_entry(
             # For complex numbers a warning must be logged, which the trace that runs the function does.
             if recorder.complex_line():
                 return None
-            return entry_of(recorder, [[x for x, _ in part] for part in made.outputs], made.build, watch)
+            return entry_of(recorder, made.parts, made.build, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
-        import traceback
-
-        traceback.print_exc(limit=-4)
         raise_own(recorder if trace is None else trace.recorder, error)
         return None

@@ -88,6 +88,23 @@ def test_first_and_second_derivatives_need_one_trace_of_the_function(rank, monke
     assert len(traces) == 1
 
 
+def test_arrays_that_the_function_writes_into(rank):
+    def fun(x, c):
+        y, w = np.zeros(4) * c, np.ones(4)
+        first = anp.sum(x**2 * y) + anp.sum(x**2 * w)
+        y[0], w[1] = 5.0 * c[0], 7.0
+        return first + anp.sum(anp.sin(x) * y) + anp.sum(x**3 * w)
+
+    x, c, v = np.linspace(0.1, 0.9, 4) + rank, np.linspace(1.0, 2.0, 4), np.cos(np.arange(4.0))
+    y, w = np.array([5.0, 0.0, 0.0, 0.0]), np.array([1.0, 7.0, 1.0, 1.0])
+    jitted = mpiad.jit(fun, strict=True)
+    for _ in range(2):
+        gradient = mpiad.grad(lambda x: jitted(x, c), objective="sum")(x)
+        assert_same(gradient, 2 * x + np.cos(x) * y + 3 * x**2 * w, 1e-13)
+        product = mpiad.hvp(lambda x: jitted(x, c), objective="sum")(x, v)
+        assert_same(product, (2 - np.sin(x) * y + 6 * x * w) * v, 1e-13)
+
+
 def test_a_changed_closure_is_traced_again(rank):
     factors = np.array([2.0, 3.0])
     jitted = mpiad.jit(lambda x: anp.sum(anp.sin(factors * x)), strict=True)
