@@ -1,4 +1,4 @@
-"""`Jumps`: the changes of states by events in a solve."""
+"""`Jumps`: the changes of states by the affects of events, which occur at roots of conditions or at given times."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.step_sweep import Columns
 
-# The departure of a condition from its root after an affect.
+# The departure of a condition from its root after an affect: its next sign, and the time until it vanishes again.
 #
 # After the affect the condition may still be zero, up to rounding: a bouncing ball, for example, is still on the ground.
-# Its sign is determined from its values a little later, after one step of Euler's and one of Heun's method. These values
-# define a parabola, whose second root is the time at which the condition vanishes again.
+# Its next sign is determined from its values a little later, after one step of Euler's and one of Heun's method. The three
+# values define a parabola, whose second root is the time at which the condition vanishes again.
 
-# A condition is considered to be at its root if its absolute value is at most the first multiple of its value before the
-# affect, or the second multiple of its change along the trajectory.
+# A condition is considered to be at its root if its absolute value is at most AT_ROOT times its absolute value before the
+# affect, or at most OF_WAY times its change along the trajectory since the event last acted.
 AT_ROOT, OF_WAY = 1e3, 1e-12
-# Bounds on the step of both methods: two fractions of the time since the last event, and a fraction of tspan.
+# Bounds on the step of both methods: AHEAD and AHEAD_OF_SHORT times the time since the last event, LEAST_AHEAD times tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
-# A condition vanishes endlessly if it vanishes again within the first fraction of tspan, and the last event was within the
-# second.
+# A condition is expected to vanish again and again if it returns within the fraction AT_ONCE of tspan, and the event last
+# acted within the fraction SHORT_PIECE of tspan before.
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
-# In shorter steps, as a fraction of tspan, rounding may determine the sign of a condition near its root.
+# In steps shorter than this fraction of tspan, rounding errors may determine the sign of a condition near its root.
 UNRESOLVED = 1e-9
 LEAST = 1e-300  # absolute value assigned to a condition of which only the sign is known
 # More successive events than this number, each within this fraction of tspan, are considered an infinite sequence.
@@ -42,7 +42,7 @@ class Departure(NamedTuple):
     """The departure of a condition from its root, for several trajectories."""
 
     side: Array  # shape (n,); the next sign of the condition; 0 if it isn't at its root
-    back: Array  # shape (n,); the time until it vanishes again in the event's direction, or infinity
+    back: Array  # shape (n,); the time until the condition vanishes again in the event's direction, or infinity
     endless: Array  # bool, shape (n,); whether it would vanish again and again
 
 
@@ -72,9 +72,9 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
 
 # The derivative u' of solutions of M u' = f(u, p, t).
 #
-# If M is singular, f determines u' only up to N z, with the null vectors N of M. The algebraic equations Lᵀ f = 0 hold
-# along a trajectory, so Lᵀ (f_u u' + f_t) = 0, and one Newton step with N A⁻¹ Lᵀ of `consistent_start` gives N z. Further
-# steps with the same matrix propagate traced values: one step for first derivatives, and one for second ones.
+# If M is singular, with the null vectors N of M and L of Mᵀ, f determines u' only up to a vector N z. The algebraic
+# equations Lᵀ f = 0 hold along a trajectory, so Lᵀ (f_u u' + f_t) = 0. One Newton step with N A⁻¹ Lᵀ (see
+# `consistent_start`) gives N z. If values are traced, a second step gives first derivatives, and a third one second ones.
 _STEPS = 3
 
 
@@ -106,7 +106,7 @@ class Jump(NamedTuple):
     ids: Array  # int, shape (n,); the trajectories
     number: Array  # int, shape (n,); the number of steps before the jump
     event: int | Array
-    slot: Array  # int, shape (n,); the index of the given time; FOUND for the root of a condition
+    slot: Array  # int, shape (n,); the index of the given time; FOUND if the event was at a root of its condition
     time: Array  # shape (n,)
     before: Array  # shape (d, n)
     after: Array  # shape (d, n)
@@ -117,7 +117,7 @@ class Jump(NamedTuple):
 
 
 class Jumps:
-    """All jumps of a solve, sorted by trajectory and then by time, with the arrays of `Jump`."""
+    """Jumps of the trajectories in the mask `live`, sorted by trajectory and then by time, with the arrays of `Jump`."""
 
     def __init__(self, jumps: Sequence[Jump], live: Array):
         parts = zip(*(jump._replace(event=0 * jump.ids + jump.event) for jump in jumps))
@@ -145,16 +145,16 @@ class Jumps:
 
     @cached_property
     def still(self) -> Array:
-        """Whether no step ends at the jump, since another jump or the start comes before at the same time."""
+        """Per jump, whether no step ends there, since the start or another jump precedes it at the same time."""
         return (self.turn > 0) | (self.number == 0)
 
     @cached_property
     def lengthens(self) -> Array:
-        """Whether the jump is at a given time at which a step ends."""
+        """Per jump, whether it is at a given time at which a step ends. This time determines the size of the step."""
         return ~self.still & (self.slot != FOUND)
 
     def bounds(self, count: int) -> Array:
-        """Return the index of the first jump per trajectory, and the number of all jumps, shape (count + 1,)."""
+        """Return the index of the first jump of each of `count` trajectories and, last, the number of jumps."""
         return np.searchsorted(self.ids, np.arange(count + 1))
 
     def before_steps(self) -> Jumps:

@@ -1,10 +1,10 @@
 """Levenberg-Marquardt for many small least-squares problems at once, each with its own damping and termination.
 
 In each round every active problem tries one step, and these steps are evaluated together. A problem is represented by the
-triangular factor R of [J r], with the Jacobian J of the residuals r. J'J, J'r and the sum of squares are computed from R,
-so the cost of a step doesn't depend on the number of residuals, and no condition number is squared. A step minimizes the
-damped quadratic model within the bounds, by active sets. All operations treat problems separately, so the numbers of a
-problem don't depend on other problems.
+triangular factor R of [J r], with the Jacobian J of the residuals r. Steps are computed from R,
+so their cost doesn't depend on the number of residuals. J'J isn't formed, since its condition number is the square of J's.
+A step minimizes the damped quadratic model within the bounds, by an active-set method. All operations treat problems
+separately, so the results of a problem don't depend on other problems.
 
 References
 ----------
@@ -26,13 +26,13 @@ from mpiad.ensemble.outcome import ConvergenceCode
 _START_DAMPING = 1e-2
 # The smallest factor by which the damping is multiplied after a step for which the model was accurate.
 _LEAST_SHRINKAGE = 0.1
-_LEAST_RATIO = 1e-4
-# Relative threshold of singular values for scaled columns; linearly dependent columns have about 1e-14.
+_LEAST_RATIO = 1e-4  # smallest ratio of the actual to the predicted decrease for which a step is accepted
+# Columns are linearly dependent if the ratio of their smallest to their largest singular value is at most this number.
 _SINGULAR = 1e-12
-# A short step is a sign of convergence if its damping is below this fraction of the damping of the last failed step.
+# A short step means convergence only if its damping is below this fraction of that of the last step to infinite residuals.
 _NEAR_FAILURE = 0.01
-# Maximum number of active sets per step and variable; two or three are enough.
-_TURNS = 10
+# Maximum number of active sets that are tried per step and variable; usually two or three are enough.
+_ACTIVE_SETS = 10
 
 _ACTIVE = -1
 
@@ -88,7 +88,7 @@ def minimize_each(
 
 
 def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
-    """Return the columns of R for J, scaled to norm one or zero if they aren't free, and their norms."""
+    """Return the columns of R that belong to J, scaled to norm one, and their norms. Columns that aren't free are zero."""
     columns = factor[:, :, :-1] * free[:, None]
     norms = np.sqrt(np.add.reduce(columns * columns, axis=1))
     norms[norms == 0] = 1.0
@@ -194,22 +194,22 @@ class _Problems:
 
 
 def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, held: Array) -> tuple[Array, Array]:
-    """Return the steps that minimize the damped models within the bounds, and their end points, by active sets.
+    """Return the steps that minimize the damped models within the bounds, and their end points, by an active-set method.
 
-    An iteration moves towards the minimum over the free variables, up to the first bound, which then holds its variable. At
-    a minimum the variable with the largest multiplier of the wrong sign is released. `damping`, shape (n, m), has the
-    square roots of the diagonal terms.
+    An iteration moves towards the minimum over the free variables, up to the first bound; the variable at this bound is
+    then fixed. At a minimum the fixed variable whose Lagrange multiplier has the wrong sign, and is largest, is freed.
+    `damping`: shape (n, m); the square roots of the numbers that are added to the diagonal of J'J.
     """
     fixed, end, todo = held.copy(), x.copy(), np.arange(len(x))
-    for _ in range(_TURNS * x.shape[1]):
+    for _ in range(_ACTIVE_SETS * x.shape[1]):
         low, high, start = lower[todo], upper[todo], end[todo]
         step = _damped(factor[todo], damping[todo], ~fixed[todo], start - x[todo])
         bound = np.where(step < 0, low, high)
         with np.errstate(all="ignore"):
-            part = np.where(step != 0, (bound - start) / step, np.inf)
-        reach = part.min(axis=1, keepdims=True)
-        hit = (part == reach) & (reach < 1)
-        end[todo] = np.where(hit, bound, np.clip(start + np.minimum(reach, 1.0) * step, low, high))
+            fraction = np.where(step != 0, (bound - start) / step, np.inf)
+        least = fraction.min(axis=1, keepdims=True)
+        hit = (fraction == least) & (least < 1)
+        end[todo] = np.where(hit, bound, np.clip(start + np.minimum(least, 1.0) * step, low, high))
         arrived = ~hit.any(axis=1)
         fixed[todo] |= hit
         freed = _to_free(factor[todo], damping[todo], end[todo] - x[todo], fixed[todo], end[todo] <= low, end[todo] >= high)
@@ -223,11 +223,11 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
 
 
 def _to_free(factor: Array, damping: Array, step: Array, fixed: Array, at_lower: Array, at_upper: Array) -> Array:
-    """Return a mask, shape (n, m), of the fixed variable, if any, that lowers the model most when it leaves its bound."""
+    """Return a mask, shape (n, m), of the fixed variable per problem, if any, whose release decreases the model most."""
     reached = factor[:, :, -1] + _apply(factor, step)
     slope = (np.swapaxes(factor[:, :, :-1], 1, 2) @ reached[..., None])[..., 0] + damping**2 * step
     multiplier = np.where(at_lower, -slope, slope) / damping
-    # Multipliers of the size of rounding errors don't count.
+    # Multipliers of the size of rounding errors are ignored.
     least = 1e-13 * np.sqrt(_squared(factor[:, :, -1]))[:, None]
     multiplier = np.where(fixed & (at_lower != at_upper) & (multiplier > least), multiplier, 0.0)
     return (multiplier > 0) & (np.arange(multiplier.shape[1]) == multiplier.argmax(axis=1)[:, None])

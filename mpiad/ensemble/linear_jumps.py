@@ -1,12 +1,12 @@
 """The adjoint of events that change the state: of their affects, and of their times.
 
-The affect A maps u⁻, the state at the end of a step or after the previous event, to u⁺ = A(u⁻, p, τ). The transpose of its
-Jacobian maps the cotangent λ⁺ to λ⁻. Its nonzero entries are computed for all events of a run before the backward sweep.
+The affect A of an event at the time τ maps u⁻, the state at the end of a step or after the previous event, to the state
+u⁺ = A(u⁻, p, τ), a jump. The transpose of the Jacobian of A maps the cotangent λ⁺ of u⁺ to the cotangent λ⁻ of u⁻. The
+nonzero entries of the Jacobians are computed for all events of a run before the backward sweep.
 
-If the time τ changes, all later steps shift; σ⁺ is the cotangent of the time at which these begin. The cotangent of a given
-time is σ⁺ + A_τ·λ⁺, plus the cotangent of the size of the step that ends there. The cotangent of the time of a root is
-propagated to the inputs of the condition (`pull_event`). If no step lies between a given time and an earlier event at the
-same time, a shift of the given time changes u⁻ by u'.
+If τ changes, all later steps are shifted; σ⁺ is the cotangent of this shift. The cotangent of a given time is σ⁺ + A_τ·λ⁺,
+plus the cotangent of the size of the step that ends there. The cotangent of the time of a root is propagated to the inputs
+of the condition (`pull_event`). If a given time coincides with an earlier event, its change by δ changes u⁻ by u' δ.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mpiad.ensemble.step_sweep import Columns
 class LinearJumps:
     """Jumps of a run in the backward sweep: all, or the jumps before the first steps if a kernel processes the others.
 
-    - `places`: the leaves to differentiate with respect to. `timed`: whether to differentiate with respect to times.
-    - `due`: shape (slots, N); cotangents of the given times of events.
+    - `places`: the indices of the differentiated leaves of the parameters. `timed`: whether times are differentiated.
+    - `due`: shape (times, N); cotangents of the given times of events.
     - `at_start`: the indices of the jumps before the first steps, in order, and their trajectories.
     """
 
@@ -39,16 +39,16 @@ class LinearJumps:
         # The last row is for jumps that aren't at a given time.
         self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
-        # Nonzero entries: 0 (real) or 1 (imaginary part), components of the states after and before, factors of all jumps.
+        # Nonzero entries of the Jacobians: 0 (real) or 1 (imaginary part of u⁺), row, column, and the values for all jumps.
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
         self._rates: Array = None
-        if timed:  # u' before jumps at given times, if no step ends there
+        if timed:  # u' before the jumps at given times at which no step ends
             self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
             if rows.size:
                 self._rates[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
         pulls = [self._traced(e, rows, (), timed) for e, rows in jumps.kinds]
-        # Derivatives are linear in real and imaginary parts.
+        # The real and the imaginary part of each component are differentiated separately.
         for part, unit in enumerate((1.0, 1j) if np.iscomplexobj(jumps.before) else (1.0,)):
             for c in range(len(jumps.before)):
                 self._linearize(pulls, part, c, unit)
@@ -72,10 +72,10 @@ class LinearJumps:
         return transposed_columns(field, places, timed, np.empty_like(u), u, leaves, t)
 
     def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
-        """Propagate cotangents back over some jumps, at most one per trajectory, and add to `due`.
+        """Propagate cotangents back over some jumps, at most one per trajectory; add those of given times to `due`.
 
         `cotangent`, `since`: the cotangents of the states after the jumps, shape (d, n), and of the times at which later
-        steps begin, (n,). Returns the cotangents of the states before, and of the times at which earlier steps end.
+        steps begin, (n,). Returns the cotangents of the states before jumps, and of the times at which earlier steps end.
         """
         self._after[:, rows] = cotangent
         before, parts = np.zeros_like(cotangent), (cotangent.real, cotangent.imag)
@@ -91,7 +91,7 @@ class LinearJumps:
         return before, np.where(given, -drift, since)
 
     def lengthened(self, rows: Array, by_size: Array) -> Array:
-        """Add cotangents of step sizes to the given times at which the steps end; return the added numbers."""
+        """Add cotangents of step sizes to those of the given times at which these steps end; return the added numbers."""
         jumps = self._jumps
         gained = np.where(jumps.lengthens[rows], by_size, 0.0)
         self.due[jumps.slot[rows], jumps.ids[rows]] += gained
@@ -105,11 +105,11 @@ class LinearJumps:
 
 
 def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: Array) -> None:
-    """Add the contributions of the trajectories `ids`, in ascending order, to the cotangents of leaves; None is zero."""
+    """Add the contributions of the trajectories `ids`, in ascending order, to the cotangents of leaves."""
     for place, part in parts.items():
         if part is None:
             continue
-        if run.batch.p.varies[place]:  # a trajectory may meet an event more than once
+        if run.batch.p.varies[place]:  # an event may occur more than once in a trajectory
             first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
             leaves[place][..., ids[first]] += np.add.reduceat(part, first, axis=-1)
         else:

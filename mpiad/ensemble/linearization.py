@@ -1,6 +1,6 @@
 """The derivatives of f at one stage of a block of columns: vector-Jacobian products, and tangents along a few directions.
 
-f is traced again at each stage, because its control flow may depend on values.
+A column is a trajectory. f is traced again at each stage, because its control flow may depend on values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpiad.transport import Spec
 
 
 class Tracing:
-    """Differentiates f with respect to states, the leaves of parameters at `places` and, if `timed`, time."""
+    """Differentiates f with respect to states, the leaves of the parameters with indices `places` and, if `timed`, time."""
 
     def __init__(self, field: Field, places: Sequence[int], timed: bool):
         self._field, self._places, self._timed = field, tuple(places), timed
@@ -35,8 +35,8 @@ class Tracing:
     ) -> Callable[[Array], list[Any]]:
         """Write f at u, (d, n), and t, (n,), to `out`, and return the transposed derivative.
 
-        This function gets a cotangent of f and returns the cotangents of u, of the leaves and, if `timed`, of t; None for
-        zeros. It may be called once, or with `keep` repeatedly.
+        The returned function maps a cotangent of f to the cotangents of u, of the leaves and, if `timed`, of t, or None for
+        zeros. It may be called only once, or repeatedly if `keep` is true.
         """
 
         def called(variables: list[Any]) -> Sequence[Any]:
@@ -156,7 +156,7 @@ class Field:
         return self.bound(leaves)(u, t)
 
     def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Any]]:
-        """Return `rows` for given leaves as a function of u and t."""
+        """Return the function of u and t that computes `rows` with these leaves."""
         if self.one_by_one:
             return lambda u, t: [self._each(u, leaves, t)]
         f, p = self._f, self._build(leaves)
@@ -170,7 +170,7 @@ class Field:
         return rows
 
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-        """Return the derivative of each column, shape (d, n); arguments as for `rows`."""
+        """Return the derivative of each column, shape (d, n)."""
         rows = self.rows(u, leaves, t)
         if is_whole(rows, u.shape):
             return rows[0]

@@ -41,7 +41,7 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # The first and the last trajectory, or a single one again. Leaves that they share are assumed to be shared by all.
+        # Leaves shared with the first and the last trajectory are assumed to be shared by all. A single one is made again.
         outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
         return [flatten(made(i).p)[0] for i in outside]
 
@@ -49,7 +49,7 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and trajectories that determine shapes and dtypes: number 1 if the rank has none."""
+    """Return a rank's trajectories, and again these, or number 1 if there are none: examples of shapes and dtypes."""
     without = not len(numbers) and count > 0
     typical = members(ensemble, range(1, 2) if without else numbers, repeat, seed, count)
     return typical.share(slice(0, 0)) if without else typical, typical
@@ -58,9 +58,9 @@ def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: in
 def columns_of(
     problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (), others: Callable[[], list] = list
 ) -> Batch:
-    """Return problems with the same f and equal shapes as a batch; `numbers` are their numbers in the ensemble.
+    """Return a batch of problems, which have the same f and shapes; `numbers` are their numbers in the ensemble.
 
-    `common` are the leaves of the parameters of the ensemble's problem; `others` returns those of a few other trajectories.
+    `common`: the leaves of the parameters of the ensemble's problem. `others` returns the leaves of a few others.
     """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]
@@ -82,7 +82,7 @@ def _stack(arrays: list[Any], axis: int = 0) -> Array:
 
 
 def as_state(u0: Array) -> Array:
-    """Return an initial state as an array of floats; raise a TypeError if it isn't numbers."""
+    """Return an initial state as an array of floats; raise a TypeError if its entries aren't numbers."""
     traced = isbox(u0) or (isinstance(u0, (list, tuple)) and any(map(isbox, u0)))
     state = anp.array(u0) if traced and not is_device_array(getval(u0)) else _array(u0)
     if state.dtype.kind in "biu":
