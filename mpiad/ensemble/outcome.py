@@ -17,7 +17,7 @@ from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
-# Codes instead of the number of a step, for saved values: the initial state, not reached or failed, and the final state.
+# Instead of a step, for saved values: the initial state; no state (not reached, or failed trajectory); the final state.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
@@ -56,15 +56,15 @@ class ReturnCode(NamedCode):
     Terminated = "Terminated"
     """A terminal event ended the trajectory before the end of tspan."""
     MaxIters = "MaxIters"
-    """max_steps steps were tried. Raise max_steps, or take `Rodas5P` if the problem is stiff."""
+    """The maximum number of steps was tried. Raise max_steps, or take `Rodas5P` if the problem is stiff."""
     DtLessThanMin = "DtLessThanMin"
     """Steps became smaller than the resolution of time: at a singularity or discontinuity, or for a small tolerance."""
     Unstable = "Unstable"
-    """f returned NaN or infinity even for the smallest step, or the affect of an event did."""
+    """f returned NaN or infinity even for the smallest step, or the affect of an event returned them."""
     Zeno = "Zeno"
     """An event with an affect occurred again and again with hardly any time in between."""
     InitialFailure = "InitialFailure"
-    """With a singular mass matrix: no state near u0 satisfies the algebraic equations, or the index isn't 1."""
+    """The mass matrix is singular, and no state near u0 satisfies the algebraic equations, or the index isn't 1."""
 
     @property
     def failed(self) -> bool:
@@ -91,9 +91,9 @@ class ConvergenceCode(NamedCode):
     Singular = "Singular"
     """The data don't determine all variables, or the Jacobian at the steady state is singular."""
     InitialFailure = "InitialFailure"
-    """At the start the solve fails, or residuals or f aren't finite."""
+    """At the start the solve failed, or the residuals or f weren't finite."""
     ConvergenceFailure = "ConvergenceFailure"
-    """Steps became too small, because the solve fails or f isn't finite at the points of longer steps."""
+    """Steps became too small, because longer steps led to points at which the solve failed or f wasn't finite."""
 
 
 # The codes of failures come last.
@@ -106,7 +106,7 @@ def codes_of(names: Array) -> Array:
 
 
 def came_through(codes: Array) -> Array:
-    """Return which codes in an array of numbers aren't failures."""
+    """Return a mask of the codes, in an array of numbers, that aren't failures."""
     return codes < _FIRST_FAILURE
 
 
@@ -121,21 +121,21 @@ class Outcome:
     nreject: Array  # int, shape (N,)
     saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
     save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved time, from 0, or INITIAL, NOWHERE
-    # For a solve with events that act, shape (N,): the index of the next given time, and the number of continuations.
+    # If events change states, shape (N,): the index of the next given time, and the number of continuations after events.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
     # Shape (5, m), sorted by trajectory and time: trajectory, event, step (from 0), fraction of the step, and time.
     event_table: Array | None = None
-    # If steps are recorded: for each share of the trajectories its first trajectory, and all accepted steps.
+    # If steps are recorded: for each share of the trajectories, the index of its first trajectory, and all accepted steps.
     steps: list[tuple[int, Steps]] = field(default_factory=list)
-    solver: Any = None  # of a solve by compiled kernels that will be differentiated; `steps` is then computed on demand
+    solver: Any = None  # if kernels solved and derivatives follow: the object that computes `steps` on demand
     tapes: list[Any] = field(default_factory=list)  # the steps as a kernel wrote them
     last: Array | None = None  # the last row of each trajectory in `tapes`
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
     crossings: Any = None  # the events that a kernel found, one per row: see `kernel_rows`
-    record: Any = None  # of a differentiable solve on a device
-    saved_times: Array | None = None  # shape (N, n_saved), or None; of a solve on a device that saved every step
-    jumps: list[Any] = field(default_factory=list)  # of a recorded solve with events that act
+    record: Any = None  # the recorded steps of a differentiable solve on a device
+    saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
+    jumps: list[Any] = field(default_factory=list)  # the changes of states by events, if steps are recorded
 
     @property
     def failed(self) -> Array:
@@ -150,7 +150,7 @@ class Outcome:
         return self.steps
 
     def recorded_jumps(self) -> list[Any]:
-        """Return the jumps of events that act."""
+        """Return the changes of states by events."""
         return self.jumps if self.solver is None else self.solver.recorded(self).jumps
 
     def every_step(self) -> tuple[Array, Array]:
@@ -234,7 +234,7 @@ class FactorizationCounts:
 
 
 def failures(kinds: type[NamedCode], retcode: Array, failed: Array, predicate: str) -> str:
-    """Return the number of failures, their codes and the first, as text; `predicate`: for example "trajectories failed"."""
+    """Return a text with the number of failures, their codes and the first; `predicate`: such as "trajectories failed"."""
     counts = [f"{count} {kind}" for kind in kinds if (count := np.count_nonzero(retcode[failed] == kind))]
     return f"{len(failed)} of {len(retcode)} {predicate} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
@@ -256,7 +256,7 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
         table[1] = np.array(acting.found)[table[1].astype(int)]
     steps, saved = outcome.save_step, outcome.saved
     if steps is not None:
-        # A value saved at an event that acts belongs to the start of the next step; there may be none.
+        # A value saved at a change of the state belongs to the next step. If no step follows, it is the final state.
         steps[steps == outcome.naccept[:, None]] = FINAL
     if still.size and saved is not None:
         row, place = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[still] == batch.start[still, None])

@@ -1,4 +1,4 @@
-"""The problem to be solved: one ODE, or an ensemble made from it."""
+"""The problem to be solved: one ODE, or an ensemble of variants of one ODE."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Readable:
         Parameters
         ----------
         name : {"forward", "reverse"}
-            The kernel of the solve, or, after an adjoint gradient, the kernel of the backward sweep over the steps.
+            The kernel of the solve, or the kernel of the backward sweep over the steps, which an adjoint gradient compiles.
 
         Raises
         ------
@@ -50,7 +50,7 @@ class Readable:
         return kernels[name]
 
     def read_from(self, kernels: Mapping[str, str]) -> Any:
-        """Return a copy of the problem for a solution, with the sources of the kernels."""
+        """Return a copy of the problem that holds the sources of the kernels, for a solution."""
         made = copy.copy(self)
         made.__dict__["_kernels"] = kernels
         return made
@@ -64,24 +64,24 @@ class ODEProblem(Readable):
     ----------
     f : callable
         ``f(u, p, t)`` returns the derivative: a list or tuple of its components, or an array. It is written for one
-        trajectory (``u[0] * u[1]``) and called with columns: u of shape (d, n), p of shape (m, n) or as given, t of shape
-        (n,). It must not write into its arguments.
+        trajectory (``u[0] * u[1]``), but called with n trajectories: u has shape (d, n), t has shape (n,), and p has shape
+        (m, n), or its given shape if all trajectories have the same p. It must not write into its arguments.
     u0 : array or number
-        Initial state of shape (d,). With shape (d, n), the matrix is one state, solved with one step size (f is called
-        with exactly this shape, and t is a number). Integers become float64. float32 and complex numbers keep their dtype.
+        Initial state of shape (d,). A matrix is the state of one trajectory, with one step size; f is called with u of the
+        shape of this matrix, and with a number t. Integers become float64. float32 and complex numbers keep their dtype.
     tspan : tuple of two float
         Start and end times; the end may lie before the start.
     p : pytree of arrays, optional
         Parameters of f. A list of numbers becomes an array, as in `u0`.
     mass_matrix : array, shape (d, d), optional
         The matrix M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. If M is
-        singular, this is a differential-algebraic system of index 1; Newton's method then moves u0 along the null space of
-        M until the algebraic equations hold. For `Rodas5P`.
+        singular, this is a differential-algebraic system of index 1. Newton's method then moves u0 along the null space of
+        M until the algebraic equations hold. Only `Rodas5P` supports mass matrices.
 
     Raises
     ------
     TypeError
-        If `f` isn't a function of three arguments, or takes time first: ``f(t, y, args)``.
+        If `f` isn't a function of three arguments, or time is its first argument, as in ``f(t, y, args)``.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class ODEProblem(Readable):
 
 @dataclass(frozen=True)
 class EnsembleProblem(Readable):
-    """Many solves of variants of one problem.
+    """An ensemble of trajectories, each the solution of a variant of one problem.
 
     Parameters
     ----------
@@ -132,14 +132,14 @@ class EnsembleProblem(Readable):
         ``output_func(sol, i)`` returns the output of a trajectory, and whether to solve it again (with `repeat` increased
         by 1).
     reduction : callable, optional
-        ``reduction(u, batch, I)`` adds the outputs `batch` of the trajectories I to the accumulated value u (initially an
-        empty list, or `u_init`), and returns it together with whether to stop early.
+        ``reduction(u, batch, I)`` adds the outputs `batch` of the trajectories I to the accumulated value u, and returns
+        the new value and whether to stop early. Initially u is `u_init`, or an empty list.
     seed : int, optional
         Seed from which the generators of all trajectories are derived, independently of the backend.
     u0 : array, shape (N, d), optional
-        Initial states, instead of a `prob_func`.
+        Initial states of the trajectories, instead of a `prob_func`.
     p : array, shape (N, m), optional
-        Parameters, instead of a `prob_func`.
+        Parameters of the trajectories, instead of a `prob_func`.
     u_init : object, optional
         Initial value of `reduction`.
 
@@ -180,7 +180,7 @@ class EnsembleProblem(Readable):
 
 
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
-    """Return digests of the parts of a problem and of events, which ranks compare.
+    """Return digests of the parts of a problem and of events; ranks compare their digests.
 
     They depend on the code of functions, the values that functions read, and the entries of host arrays. For arrays on a
     device they depend only on shape and dtype.

@@ -20,17 +20,17 @@ from mpiad.transport.agreement import agreed, fingerprint, raise_first
 
 
 class _Share(NamedTuple):
-    """The data that a rank sends about its trajectories; if all entries of an array are equal, it is a number."""
+    """The data that a rank sends about its trajectories. An array whose entries are all equal is sent as one number."""
 
     count: int
     kind: tuple[Shape, np.dtype]  # of a state
     times: int  # a fingerprint of the saved times if they are the same for all trajectories, else 0
     accepted: Array  # numbers of steps, in as few bytes as possible
     rejected: Array
-    calls: Array | None  # numbers of calls of f if there were events, after which f is called again
+    calls: Array | None  # numbers of calls of f, sent if there were events, after which f is called again
     codes: Array  # return codes
     reached: Array  # final times
-    events: dict  # from trajectories to their events, with plain times
+    events: dict  # maps trajectories to their events, with untraced times
     converged: bool  # whether a reduction ended the solve
     compiled: bool
     traced: bool
@@ -44,7 +44,7 @@ class RankOutcomes:
     """The outcomes of the trajectories of all ranks: the same on all ranks."""
 
     shares: list[_Share]
-    t: Array  # shape (n_saved,) or (N, n_saved)
+    t: Array  # the saved times, shape (n_saved,) or (N, n_saved)
     evaluated: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
 
     def any(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class RankOutcomes:
 
     @property
     def survivors(self) -> Array:
-        """Which trajectories didn't fail, shape (N,)."""
+        """A mask of the trajectories that didn't fail, shape (N,)."""
         return came_through(self.codes)
 
     @property
@@ -161,7 +161,7 @@ def _in_few_bytes(counts: Array) -> Array:
 def _times(used: Channel, share: EnsembleSolution, every: list[_Share]) -> Array:
     if every[0].times and all(other.times == every[0].times for other in every):
         return share.t
-    # Ranks without trajectories are left out.
+    # The times of ranks without trajectories are ignored.
     found = [(t, other.count) for t, other in zip(used.data.allgather(share.t), every)]
     busy = [pair for pair in found if pair[1]] or found[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

@@ -52,7 +52,7 @@ def gathered(
     if not outcomes.ends or share._start is None:
         sol.u = _collected(used, widened(share.u, outcomes.t.shape[-1]), outcomes)
         return sol
-    # A program may change the problem's arrays later.
+    # u0 is computed now, since a program may change the problem's arrays before it reads sol.u.
     u0 = _collected(used, share._start(), outcomes, axis=1) if start is None else start()
     return at_ends(sol, lambda: u0, sol.u_end)
 
@@ -76,7 +76,7 @@ def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm
 
 @dataclass
 class ShardedSolution(EnsembleSolution):
-    """A rank's share of the solutions; statistics are over all ranks' trajectories.
+    """A rank's share of the solutions; statistics are computed over the trajectories of all ranks.
 
     Attributes
     ----------
@@ -135,15 +135,15 @@ def sharded(
     return sol
 
 
-# The measured cost of an iteration of the step loop in addition to its columns, for small f, in units of one component of
-# one column: without tangents, and with tangents. For kernels this cost is the number of lanes.
-_TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
-# The measured cost of entering and leaving the working set or a kernel's lane, in steps: without kernels, with kernels, and
-# with tangents in kernels.
+# The measured overhead of an iteration of the step loop, for small f, in units of the cost of one component of one column:
+# without tangents, and with tangents. For kernels it is the number of lanes, in units of the cost of a step.
+_ITERATION, _TRACED_ITERATION, _LANES = 1200.0, 1500.0, 16.0
+# The measured cost of entering and leaving the working set or a kernel's lane, in units of the cost of a step: without
+# kernels, with kernels, and with tangents in kernels.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
-# Trajectories are divided into blocks, this number per share, so shares deviate by at most 0.1 % from their targets.
+# Number of blocks of trajectories per share. Shares consist of whole blocks, so they deviate by at most 0.1 %.
 _BLOCKS = 1024
-_TRIES = 8
+_MOST_DIVISIONS = 8
 
 
 class EnsembleMPI(EnsembleAlgorithm):
@@ -152,10 +152,10 @@ class EnsembleMPI(EnsembleAlgorithm):
     Parameters
     ----------
     inner : EnsembleAlgorithm
-        How a rank runs its share; vectorized by default.
+        The algorithm by which a rank solves its share; `EnsembleVectorized` by default.
     gather : bool
-        Whether every rank gets all N solutions. Otherwise a rank gets its share, with ``sol.indices``; mean, standard
-        deviation, quantiles and summary are computed over all N. A single problem's solution is returned on every rank.
+        Whether every rank gets all N solutions. Otherwise a rank gets its share, the trajectories ``sol.indices``. Mean,
+        standard deviation, quantiles and summary are over all N. The solution of an ODEProblem is returned on every rank.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -165,8 +165,8 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     Notes
     -----
-    Reuse the object for the next solve of an ensemble of this size: it stores the number of steps of each trajectory, and
-    changes the shares. With ``gather=False`` select each rank's data by ``sol.indices`` of the same solve. In residuals for
+    Reuse the object for the next solve of an ensemble of this size: it computes new shares from the number of steps of each
+    trajectory. With ``gather=False`` select each rank's data by ``sol.indices`` of the same solve. In residuals for
     `least_squares` create a new object per solve, since the number of a rank's residuals must not change.
 
     Examples
@@ -187,7 +187,7 @@ class EnsembleMPI(EnsembleAlgorithm):
                 f"{self.inner!r}."
             )
         self.gather, self.comm = bool(gather), comm
-        self._tries, self._entry, self._turn = np.empty(0), _ENTRY, _TURN
+        self._tries, self._entry, self._iteration = np.empty(0), _ENTRY, _ITERATION
         self._bounds: Array | None = None
 
     def __repr__(self) -> str:
@@ -195,31 +195,31 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     def bounds(self, count: int, size: int) -> Array:
         """Return the first indices of the ranks' shares and, last, the number of trajectories; the same on all ranks."""
-        # If costs aren't known, all shares have the same number of trajectories.
+        # While no costs are known, shares have equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
-            self._bounds = _LoadBalance(self._tries, self._entry, self._turn, size).bounds()
+            self._bounds = _LoadBalance(self._tries, self._entry, self._iteration, size).bounds()
         return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
         """Store numbers of tried steps, shape (N,), as costs; `components` is the number of components of a state."""
-        before = self._entry, self._turn, self._tries
+        before = self._entry, self._iteration, self._tries
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
-        self._turn = _LANES if compiled else (_TRACED_TURN if traced else _TURN) / max(1, components)
+        self._iteration = _LANES if compiled else (_TRACED_ITERATION if traced else _ITERATION) / max(1, components)
         # The shares are computed again only if the costs have changed.
-        if before[:2] != (self._entry, self._turn) or not np.array_equal(before[2], tries):
+        if before[:2] != (self._entry, self._iteration) or not np.array_equal(before[2], tries):
             self._bounds = None
 
 
 class _LoadBalance:
-    """The division of N trajectories into `size` shares; all costs are relative to a step of one trajectory.
+    """The division of N trajectories into `size` shares; the unit of all costs is the cost of a step of one trajectory.
 
-    `steps`: the numbers of steps; `entry`: the additional cost of a trajectory; `turn`: the cost of an iteration.
+    `steps`: the numbers of steps; `entry`: the additional cost of a trajectory; `iteration`: that of an iteration.
     """
 
-    def __init__(self, steps: Array, entry: float, turn: float, size: int):
+    def __init__(self, steps: Array, entry: float, iteration: float, size: int):
         count = len(steps)
         width = max(1, count // (_BLOCKS * size))
         starts = np.arange(0, count, width)
@@ -227,16 +227,16 @@ class _LoadBalance:
         self._costs = np.add.reduceat(steps, starts) + entry * np.diff(self._edges)
         self._longest = np.maximum.reduceat(steps, starts) + entry
         self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
-        self._turn, self._size = turn, size
+        self._iteration, self._size = iteration, size
 
     def bounds(self) -> Array:
         """Return the first indices of the shares and, last, the number of trajectories, shape (size + 1,)."""
         own = np.zeros(self._size)
         best = shares = self._divided(own)
         shortest = self._slowest(best)
-        for _ in range(_TRIES):
+        for _ in range(_MOST_DIVISIONS):
             # Damping keeps the longest trajectory from moving back and forth between two shares.
-            before, own = shares, (own + self._turns(shares)) / 2
+            before, own = shares, (own + self._iterations(shares)) / 2
             shares = self._divided(own)
             if np.array_equal(shares, before):
                 break
@@ -246,21 +246,21 @@ class _LoadBalance:
         return self._edges[best]
 
     def _divided(self, own: Array) -> Array:
-        """Return the boundaries of shares, in blocks, whose costs, including the given additional costs, are equal."""
+        """Return the boundaries of shares, as indices of blocks, for which costs plus additional costs `own` are equal."""
         done = self._done[1:]
         due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
         due = np.minimum(due, done[-1])  # targets are clipped at zero, so their sum may exceed the total
         inner = np.searchsorted(done, due)
-        # The nearest boundary of the block that contains the target.
+        # Choose the boundary of the block that is nearer to the target.
         inner += done[inner] - due < due - (done[inner] - self._costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
-    def _turns(self, shares: Array) -> Array:
+    def _iterations(self, shares: Array) -> Array:
         filled = np.diff(shares) > 0
         longest = np.zeros(self._size)
         # reduceat has no empty groups.
         longest[filled] = np.maximum.reduceat(self._longest, shares[:-1][filled])
-        return self._turn * longest
+        return self._iteration * longest
 
     def _slowest(self, shares: Array) -> float:
-        return float((np.diff(self._done[shares]) + self._turns(shares)).max())
+        return float((np.diff(self._done[shares]) + self._iterations(shares)).max())

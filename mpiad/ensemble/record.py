@@ -1,7 +1,7 @@
 """The accepted steps of a solve, in the order that a reverse sweep needs.
 
 In each turn of a solve every active trajectory, a column, tries a step. The accepted steps of a turn are stored as a chunk.
-At the end they are sorted into *sweeps*: sweep s has the (s+1)-th last step of every trajectory with more than s steps.
+At the end they are sorted into *sweeps*: sweep s has the (s+1)-th step from the end of each trajectory that has it.
 Trajectories are sorted by their numbers of steps, in descending order, so sweep s has the first ``widths[s]`` trajectories.
 Its states form a contiguous block of shape (d, width). Reverse passes visit s = 0, 1, …, forward passes the opposite order.
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from mpiad._typing import Array
 
-# Number of columns of narrow chunks that are copied together.
-_FILLED = 2048
+# Chunks with few columns are concatenated before they are copied, up to about this number of columns.
+_COPIED_COLUMNS = 2048
 
 
 class Step(NamedTuple):
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     u: Array  # states before the step, shape (d, n)
     new: Array  # states after the step, shape (d, n)
     k: Array | list[Array]  # stages, each of shape (d, n); one array on a device
-    sign: Array | None  # shape (n,), -1 for columns that are integrated backwards in time; None if there are none
+    sign: Array | None  # shape (n,), 1 or, for columns integrated backwards in time, -1; None if all are 1
 
     def at(self, columns: Array) -> Step:
         """Return the step of some columns."""
@@ -64,11 +64,11 @@ class Sweep(NamedTuple):
 
 
 class Steps:
-    """All accepted steps, by sweeps; `counts`, shape (N,): the number of steps per trajectory.
+    """All accepted steps, sorted into sweeps; `counts`, shape (N,): the number of steps per trajectory.
 
-    If `every` is given, only the states before every `every`-th step are stored, in `kept`. `order` are the trajectories
-    in descending order of their numbers of steps; `rank` is the inverse of this permutation; `widths` are the numbers of
-    trajectories in the sweeps.
+    If `every` is given, only the states before every `every`-th step are stored, in `kept`. `order`: the trajectories in
+    descending order of their numbers of steps. `rank`: the inverse of this permutation. `widths`: the number of
+    trajectories per sweep.
     """
 
     def __init__(self, counts: Array, d: int, dtype: np.dtype, every: int | None = None):
@@ -89,7 +89,7 @@ class Steps:
         return len(self.widths)
 
     def sweep(self, s: int) -> Sweep:
-        """Return the (s+1)-th steps from the end."""
+        """Return the (s+1)-th steps from the end of all trajectories that have them."""
         start, stop = int(self._offsets[s]), int(self._offsets[s + 1])
         u = self._u[self.d * start : self.d * stop].reshape(self.d, stop - start)
         return Sweep(self.order[: stop - start], self._t[start:stop], self._h[start:stop], u)
@@ -101,19 +101,19 @@ class Steps:
         return *self.times(ids, numbers), self.states(ids, numbers)
 
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
-        """Return times before, and signed sizes of, steps of the trajectories `ids`, by their numbers from 0."""
+        """Return the times before steps of the trajectories `ids`, and their signed sizes; `numbers`: the steps, from 0."""
         place = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]
         return self._t[place], self._h[place]
 
     def states(self, ids: Array, numbers: Array) -> Array:
-        """Return the states before steps of the trajectories `ids`, shape (d, len(ids)), by their numbers from 0."""
+        """Return the states before steps of the trajectories `ids`, shape (d, len(ids)); `numbers`: the steps, from 0."""
         sweeps = self.counts[ids] - numbers - 1
         # In the block of a sweep, each component is stored `width` entries after the previous component.
         rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self.widths[sweeps] + self.rank[ids]
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
-        """Return a copy without the steps of trajectories outside a mask."""
+        """Return the steps of the trajectories in the mask `keep`."""
         if keep.all():
             return self
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
@@ -126,7 +126,7 @@ class Steps:
         return steps
 
     def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:
-        """Store steps of the trajectories `ids`, by their numbers from 0."""
+        """Store steps of the trajectories `ids`; `numbers`: the steps, from 0."""
         sweeps, rank = self.counts[ids] - numbers - 1, self.rank[ids]
         place = self._offsets[sweeps] + rank
         self._t[place], self._h[place] = t, h
@@ -163,7 +163,7 @@ class Log:
             self._chunks.append(tuple([array.compress(step.accepted, axis=-1) for array in (numbers, times, u)]))
 
     def steps(self, counts: Array, d: int, dtype: np.dtype) -> Steps:
-        """Return all stored steps, by sweeps; the log is empty afterwards."""
+        """Return all stored steps, sorted into sweeps; the log is empty afterwards."""
         steps = Steps(counts, d, dtype, self._every)
         for chunks, filled in ((self._chunks, steps), (self._kept, steps.kept or steps)):
             chunks.reverse()
@@ -174,9 +174,9 @@ class Log:
 
 
 def _next_chunks(chunks: list[tuple[Array, ...]]) -> tuple[Array, ...]:
-    """Remove chunks from the end of a list and return their concatenation, of about `_FILLED` columns."""
+    """Remove chunks from the end of a list and return their concatenation, of about `_COPIED_COLUMNS` columns."""
     taken, count = [], 0
-    while chunks and count < _FILLED:
+    while chunks and count < _COPIED_COLUMNS:
         taken.append(chunks.pop())
         count += taken[-1][0].shape[1]
     return taken[0] if len(taken) == 1 else tuple(np.concatenate(parts, axis=-1) for parts in zip(*taken))

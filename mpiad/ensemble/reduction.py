@@ -22,7 +22,7 @@ _MOST_REPEATS = 1000
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
     """Solve batch by batch with ``solved(numbers, repeat)``, until the reduction stops the solve.
 
-    Returns the solution of these batches; its `u` is the result of the reduction.
+    Returns the solution of the solved batches; its `u` is the result of the reduction.
     """
     kept: Any = [] if problem.u_init is None else problem.u_init
     parts, converged = [], False
@@ -73,7 +73,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     # Batches without trajectories don't determine the states' shape.
     check_alike([(part.u_end.shape[1:], part.u_end.dtype) for part in parts if len(part)], "batches")
     events = joined_events([part.events for part in parts], [len(part) for part in parts])
-    # With every step saved, batches have rows of different lengths.
+    # If every step is saved, the batches have different numbers of saved times.
     width = max(part.u.shape[1] for part in parts)
     times = joined_times([part.t for part in parts], [len(part) for part in parts], width)
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
@@ -93,7 +93,7 @@ def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
 
 
 def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, Any]:
-    """Return the events of several groups of trajectories, by the numbers of the trajectories in all groups."""
+    """Return the events of several groups of trajectories; the keys are the numbers of trajectories among all groups."""
     starts = accumulate(counts, initial=0)
     return {i + start: met for found, start in zip(events, starts) for i, met in found.items()}
 
