@@ -1,8 +1,8 @@
 """Replay of the accepted steps of a solve by traceable functions, for derivatives of second and higher order.
 
-The sizes of steps are constant, except for steps that end at the end of tspan, at given times of events, or at events that
-are terminal or act: the times of these events depend on the inputs. `adjoint` and `tangents` compute the first derivatives
-of the same function.
+The sizes of steps are constant, except for steps that end at the end of tspan, at a given time of an event, or at an event
+that is terminal or acts (changes the state), since these times depend on the inputs. `adjoint` and `tangents` compute the
+first derivatives of the same function.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StepReplay:
 
 
 class RosenbrockReplay(StepReplay):
-    """One step of a Rosenbrock method: see `tableaus`."""
+    """One step of a Rosenbrock method for several columns: see `tableaus` for the notation."""
 
     def _evaluate(self, i: int) -> None:
         table: Any = self._run.tableau
@@ -130,8 +130,8 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     """Return the results of a run as functions of its inputs, which may be traced.
 
     `u0` has shape (d, N); `start` and `end`, shape (N,), are on the host; `due`, shape (times, N), are the given times at
-    which events act. The results are the saved states, (N, n_saved, d), zero for times that weren't reached and failed
-    trajectories; the final states, (N, d); and with events the final times, (N,), and the times of events, (m,).
+    which events act. The results are the saved states, (N, n_saved, d), which are zero if a time wasn't reached or the
+    trajectory failed; the final states, (N, d); and, with events, the final times, (N,), and the times of events, (m,).
     """
     replay = _Replay(run, start, end, leaves, due)
     with np.errstate(all="ignore"):
@@ -146,7 +146,7 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
 
 
 class _Replay:
-    """The replay of all steps, which collects the results."""
+    """The replay of all steps, which collects the results (see `step_sweep` for sweeps and visits)."""
 
     def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any], due: Any):
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
@@ -155,7 +155,7 @@ class _Replay:
             # Traced zeros, which add the derivatives of both ends of tspan to the constant times of steps. After an event,
             # `_shift` has the derivatives of the time of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
-        # The saved values as rows, and the number of rows. Row 0 stands for values that weren't reached.
+        # The saved values as rows, and the number of rows. Row 0 is the value at times that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
         self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
@@ -236,7 +236,7 @@ class _Replay:
         return self._put(states, ids, moved)
 
     def _moved(self, rows: Array) -> Array:
-        """Return zeros with the derivatives of the times of jumps: of given times, or of the ends of preceding steps."""
+        """Return zeros with the derivatives of the times of jumps, which are given times or the ends of preceding steps."""
         jumps: Any = self._run.jumps
         ids, slot = jumps.ids[rows], jumps.slot[rows]
         due = self._due[np.maximum(slot, 0), ids]
@@ -263,7 +263,7 @@ class _Replay:
         return u
 
     def _drifted(self, u: Array, ids: Array, t: Array, moved: Array) -> Array:
-        """Return states advanced by the difference of two coinciding times, which is zero but has derivatives."""
+        """Return states advanced by the difference of two equal times, which is zero but has derivatives."""
         shift = self._shift[ids]
         between = moved - shift
         if not isbox(between):

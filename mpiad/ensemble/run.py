@@ -24,9 +24,9 @@ from mpiad.transport.device_arrays import arrays_of
 
 # Saved values, sorted by the steps that contain them.
 #
-# A saved value at the fraction x of a step is u + h Σ w_i(x) k_i. The last stage is the first stage of the next step, where
-# its contribution is added. If no step follows, or if the next step begins at a state that an event has changed, this stage
-# is computed separately.
+# A saved value at the fraction x of a step of size h from u is u + h Σ w_i(x) k_i, with the stages k_i and the weights w_i
+# of the interpolant. The last stage is the first stage of the next step, and its contribution is added there. If no step
+# follows, or the next step begins at a state that an event has changed, this stage is computed separately.
 
 
 def starts_of_runs(*keys: Array) -> Array:
@@ -37,7 +37,7 @@ def starts_of_runs(*keys: Array) -> Array:
 
 
 def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
-    """Return for each visit of a sweep (see below) its entries along the last axis of arrays, grouped by kind.
+    """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind.
 
     `rows` are the entries to which `visits` and `kinds` refer, by default all.
     """
@@ -52,7 +52,7 @@ def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = No
 
 
 class Seeds(NamedTuple):
-    """Cotangents of the results."""
+    """Cotangents of the results of N trajectories."""
 
     end: Array  # shape (d, N)
     saved: Array | None = None  # shape (N, n_saved, d), or None if all are zero
@@ -75,7 +75,7 @@ class Entries(NamedTuple):
     h: Array  # the size of the step
 
     def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
-        """Return the entries of the trajectories of a sweep, organized by its visits."""
+        """Return the entries of the trajectories of a sweep, grouped by its visits."""
         starts = np.searchsorted(self.ids, sweep.ids)
         counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
         column = np.repeat(np.arange(len(sweep.ids)), counts)
@@ -85,7 +85,7 @@ class Entries(NamedTuple):
 
 
 class Schedule:
-    """The saved values of a block, organized by the visits of a sweep; `column` are the columns of the entries."""
+    """The saved values of a block, grouped by the visits of a sweep; `column`: the column of each entry."""
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
         final, inside = sweep.is_last(column, entries.number), entries.x != 1
@@ -118,7 +118,7 @@ def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> di
 #
 # The columns are sorted by their numbers of steps, in descending order. A visit of the sweep contains one step of several
 # columns: visit v contains the (v+1)-th step from the end of each column with more than v steps. If only some states were
-# kept, all steps of a visit have the same number instead, so that all columns reach kept states in the same visits.
+# kept, a visit contains the steps with one number, counted from the start, so that all columns reach kept states together.
 
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
@@ -203,7 +203,7 @@ class SortedSweep(StepSweep):
         return int(np.count_nonzero(self.counts > number))
 
     def is_last(self, column: Array, number: Array) -> Array:
-        """Return whether the last stage of steps isn't the first stage of a next step."""
+        """Return for some steps whether their last stage isn't the first stage of a next step."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -259,19 +259,19 @@ class SortedSweep(StepSweep):
         return self._jumps.get(visit.number, ())
 
     def moves(self, visit: Visit) -> Array:
-        """Return in which columns the step ends at the end of tspan."""
+        """Return a mask of the columns in which the step ends at the end of tspan."""
         found = np.zeros(len(visit.t), bool)
         found[visit.about] = True if self._cut is None else ~self._cut[visit.about]
         return found
 
 
-# Number of entries of an array of a block, for which computing f costs more than tracing it.
+# Number of entries of an array of a block. It is so large that computing f costs more than tracing it.
 _BLOCK = 49152
 _LEAST_COLUMNS = 1024
 
 
 class Run:
-    """A solve and its record, in plain arrays; `live`, shape (N,), says on the host which trajectories didn't fail."""
+    """A solve and its record, in untraced arrays; `live`, shape (N,): a host mask of the trajectories that didn't fail."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         self.batch, self.settings, self.outcome = batch, settings, outcome
@@ -285,7 +285,7 @@ class Run:
 
     @cached_property
     def terminated(self) -> Array:
-        """Which trajectories an event ended: array of bool, shape (N,), on the host."""
+        """A mask of the trajectories that an event ended, shape (N,), on the host."""
         return self.outcome.codes == ReturnCode.Terminated.code
 
     @cached_property
@@ -318,7 +318,7 @@ class Run:
 
     @property
     def crossed_ids(self) -> Array:
-        """The trajectories of these events, shape (m,)."""
+        """The trajectories of the events of `crossed`, shape (m,)."""
         return self._with_acting("ids")
 
     @cached_property
@@ -383,9 +383,9 @@ class Run:
         return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
     def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
-        """Return the sweeps over all steps, block by block, which are used `backwards` or forwards.
+        """Return the sweeps over all steps, block by block, to be processed `backwards` or forwards.
 
-        With `whole` the trajectories of a share are one block, whose visits have no states if these weren't kept.
+        With `whole` all trajectories of a share are one block; if only some states were kept, its visits have no states.
         """
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:
@@ -420,7 +420,7 @@ class Run:
         return times[place] if times.ndim == 1 else times[ids, place]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
-        """Return the cotangents of the results, given those of saved states, (N, n_saved, d), final states and times."""
+        """Return the cotangents of the results, from arrays for saved states, (N, n_saved, d), final states and times."""
         if saved.size:
             # The cotangents of values that weren't reached may be NaN.
             saved = np.where((self.save_step == NOWHERE)[..., None], 0, saved)
@@ -446,11 +446,11 @@ class Run:
         return Entries(ids, place, number, x, h)
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
-        """Return which saved values are initial (or final) states, shape (N, n_saved), on the host."""
+        """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
         return self.save_step == (INITIAL if at_start else FINAL)
 
     def saved_at(self, at_start: bool) -> Array | None:
-        """Return which saved values are initial (or final) states, shape (N, slots), on the device; None if none are."""
+        """Return a mask of the saved values that are initial (or final) states, (N, slots), on the device, or None."""
         mask = self._saved_at(at_start)
         return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 
@@ -473,7 +473,7 @@ class Run:
 
     @cached_property
     def _event_columns(self) -> list[Array]:
-        """The rows of `Outcome.event_table`, and a mask of the events that are terminal or act."""
+        """The rows of `Outcome.event_table`, and a mask of the events that are terminal or act (change the state)."""
         rows = np.empty((5, 0)) if self.outcome.event_table is None else self.outcome.event_table
         ids, event, number = rows[:3].astype(int)
         ends = np.array([event.stops for event in self.settings.events], bool)[event]
@@ -486,12 +486,12 @@ class Run:
 
     @cached_property
     def stops(self) -> Crossings:
-        """The events at which a step was cut short, since they are terminal or act; of coinciding events the last one."""
+        """The terminal or acting events, at which steps end; if several occur at the end of a step, only the last."""
         return self._crossings(self.stop_rows)
 
     @cached_property
     def stop_rows(self) -> Array:
-        """The rows of `stops` in the table of events."""
+        """The indices of `stops` in the table of events."""
         ids, _, number, *_, ends = self._event_columns
         rows = np.flatnonzero(ends & self.live[ids])
         own, step = ids[rows], number[rows]
@@ -524,7 +524,7 @@ class Run:
 
     @cached_property
     def jumps(self) -> Jumps | None:
-        """The jumps of trajectories that didn't fail; None if there are none."""
+        """The state changes by events in trajectories that didn't fail; None if there are none."""
         made = self.outcome.recorded_jumps() if self._any_acts else []
         found = Jumps(made, self.live) if made else None
         return found if found is not None and len(found.ids) else None
@@ -540,7 +540,7 @@ class Run:
 
     @cached_property
     def cut(self) -> Array:
-        """Which trajectories' last steps end at an event instead of the end of tspan: array of bool, shape (N,)."""
+        """A mask of the trajectories whose last step ends at an event instead of the end of tspan, shape (N,)."""
         if self.jumps is None:
             return self.terminated
         ids, number = self.jumps.ids, self.jumps.number

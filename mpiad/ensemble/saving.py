@@ -34,7 +34,7 @@ def refuse_traced_times(what: str, times: Array) -> None:
 
 
 class SavePoints:
-    """Saves states at times of shape (n_saved,) or (N, n_saved); `next` is the next of these times per column."""
+    """Saves states at times of shape (n_saved,) or (N, n_saved); `next`: the next time per column of the working set."""
 
     def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):
         self._times, self._signs, self._starts = times, signs, starts
@@ -45,7 +45,7 @@ class SavePoints:
         self._place = np.empty(0, int)
 
     def enter(self, ids: Array, u: Array, joined: Joint) -> None:
-        """Save the initial states of entering trajectories, if requested, and add their columns."""
+        """Add the columns of entering trajectories, and save their initial states if these are requested."""
         place = np.zeros(len(ids), int)
         due = self._due(ids, place)
         while (at_start := due == self._starts[ids] * self._signs[ids]).any():
@@ -66,7 +66,7 @@ class SavePoints:
             self._save_step[ids, place] = step
 
     def see(self, step: Step, changing: Array) -> None:
-        """Save the values in a step, except at its end in the columns `changing`, whose states events will change."""
+        """Save states in a step; not at its end in the columns `changing`, since events will change these states."""
         due = self.next <= step.t_new
         due &= step.accepted
         if not np.count_nonzero(due):
@@ -78,24 +78,24 @@ class SavePoints:
         self.see_end(step, columns, columns, step.number)
 
     def see_inside(self, step: Step, rows: Array, columns: Array) -> None:
-        """Save the values inside some rows of a step; `columns` are the columns of the working set of these rows."""
+        """Save states inside a step, in its columns `rows`; `columns`: the indices of `rows` in the working set."""
         inside = self.next[columns] < step.t_new[rows]
         if np.count_nonzero(inside):
             self._save_inside(rows[inside], columns[inside], step)
 
     def see_end(self, step: Step, rows: Array, columns: Array, number: Array) -> None:
-        """Save the values at the ends of some rows of a step, with given step numbers; `columns` as in `see_inside`."""
+        """Save states at the end of a step, in its columns `rows`; `columns`: see `see_inside`; `number`: step numbers."""
         while np.count_nonzero(at_end := self.next[columns] == step.t_new[rows]):
             rows, columns = rows[at_end], columns[at_end]
             self._write(step.ids[rows], self._place[columns], step.new[:, rows], number[rows])
-            self._go_on(columns, step.ids[rows])
+            self._to_next_time(columns, step.ids[rows])
 
     def _save_inside(self, rows: Array, columns: Array, step: Step) -> None:
         # Several times may lie in one step of a column. All are collected and interpolated by one call.
         found = []
         while rows.size:
             found.append((rows, self._place[columns], self.next[columns]))
-            self._go_on(columns, step.ids[rows])
+            self._to_next_time(columns, step.ids[rows])
             more = self.next[columns] < step.t_new[rows]
             rows, columns = rows[more], columns[more]
         rows, place, due = (np.concatenate(parts) for parts in zip(*found))
@@ -103,6 +103,6 @@ class SavePoints:
         values = interpolate(self._coefficients, step.u, step.h, step.k, (due - step.t) / step.h)
         self._write(step.ids, place, values, step.number)
 
-    def _go_on(self, columns: Array, ids: Array) -> None:
+    def _to_next_time(self, columns: Array, ids: Array) -> None:
         self._place[columns] += 1
         self.next[columns] = self._due(ids, self._place[columns])

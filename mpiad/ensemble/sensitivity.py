@@ -45,7 +45,7 @@ class States(NamedTuple):
 
 
 class _Along(NamedTuple):
-    """A batch as a function of columns of variables: the batch with traced inputs, and their tangents."""
+    """A batch as a function of the variables x: the batch with traced inputs, and the tangents of these inputs."""
 
     given: Batch
     u0: Tangents
@@ -53,9 +53,9 @@ class _Along(NamedTuple):
 
 
 class SensitivitySolve:
-    """Solves of trajectories of a plain batch as functions of columns of variables x, by default the parameters p.
+    """Solves of trajectories of an untraced batch, as functions of variables x, by default the parameters p.
 
-    ``generator(problem, x)`` returns the problem with the variables x.
+    x has one column per trajectory. ``generator(problem, x)`` returns the problem with the variables x.
     """
 
     def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
@@ -109,7 +109,7 @@ class SensitivitySolve:
         if self._generator is None and along.u0 is None:
             return saved
         total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
-        # The chain rule: a kernel returns the tangents along single initial values and parameters.
+        # The chain rule, since a kernel returns the tangents along single initial values and parameters.
         for one, number in zip(saved, numbers_of(run, along.u0 is not None, places)):
             found = along.u0 if number.place is None else along.leaves[number.place]
             for j, g in enumerate(found or []):
@@ -140,11 +140,11 @@ def unit_tangents(x: Array) -> list[Array]:
 
 
 def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _Along:
-    """Return a batch with the u0 and p that `generator` returns for columns of variables."""
+    """Return a batch with the u0 and p that `generator` returns for the variables x, shape (m, n)."""
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
     def constant(leaf: Array) -> Any:
-        # Constants are traced without tangents: values computed from them, which have an axis of trajectories, are traced.
+        # Constants are traced, too, without tangents. So all values that have an axis of trajectories are traced.
         return bundle.variable(leaf, [None] * len(x))
 
     # If all trajectories have one tspan, it is a pair of numbers, as in the problem of the user.

@@ -20,14 +20,14 @@ Progress: TypeAlias = Callable[[int], None] | None
 
 
 class Acting(NamedTuple):
-    """The data of a solve with events that act, in addition to their conditions: see `hybrid_solve`."""
+    """The data of a solve with events that act, that is, change the state (see `hybrid_solve`)."""
 
     events: tuple[Event, ...]  # all events; `Settings.events` are those with conditions
-    times: Array  # given times per trajectory, shape (m + 1, N), in the order of the solve; the last is infinite
-    kinds: Array  # the event of each given time
+    times: Array  # m given times per trajectory, in the order of the solve, and infinity, shape (m + 1, N)
+    kinds: Array  # the indices of the events of the given times
     first: Array  # index of the first given time after the start, int, shape (N,)
     codes: Array  # int, shape (N,); the codes of trajectories that events at the start have ended, else MOVING
-    started: tuple[Jump, ...]  # the jumps at the start
+    started: tuple[Jump, ...]  # the state changes at the start
 
     @property
     def found(self) -> tuple[int, ...]:

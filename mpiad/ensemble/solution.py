@@ -25,12 +25,12 @@ from mpiad.transport.device_arrays import arrays_of
 def _squared_distance(u: Array, center: Array) -> Array:
     """Return |u - center|²; if u is NaN, the result is NaN, and its derivative zero."""
     known = ~np.isnan(getval(u))
-    # The inner selections prevent a derivative of zero times NaN.
+    # The inner calls of `where` prevent derivatives of the form zero times NaN.
     return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
 
 
 def _root(x: Array) -> Array:
-    """Return the square root, with derivative 0 at x = 0, where all trajectories are equal."""
+    """Return the square root of a variance, with derivative 0 at x = 0, that is, if all trajectories are equal."""
     zero = getval(x) == 0
     # The root of 1 replaces the root of 0, whose infinite derivative would give NaN when multiplied by zero.
     return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, x)))
@@ -181,7 +181,7 @@ class EnsembleSolution(FactorizationCounts):
     Attributes
     ----------
     u : array, shape (N, n_saved, d)
-        States at the saved times, NaN if a time wasn't reached. With an `output_func` or a `reduction`: their results.
+        States at the saved times, NaN if a time wasn't reached; or the results of an `output_func` or a `reduction`.
     t : array, shape (n_saved,) or (N, n_saved)
     u_end : array, shape (N, d)
         The states at the end of tspan; after a failure, the last accepted state; at a terminal event, the state there.
@@ -234,7 +234,7 @@ class EnsembleSolution(FactorizationCounts):
 
     @classmethod
     def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
-        """Return a solution with some fields that are computed on first access."""
+        """Return a solution with the fields `made`, and the fields `later`, which are computed on first access."""
         # The constructor would require all fields.
         sol = object.__new__(cls)
         others = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
@@ -325,18 +325,18 @@ class EnsembleSolution(FactorizationCounts):
         return anp.sum(values, axis=0)
 
     def _mean_of(self, values: Array) -> Array:
-        """Return the mean over trajectories, without NaN at times that weren't reached."""
+        """Return the mean over trajectories, ignoring NaN, the values at times that weren't reached."""
         known = ~np.isnan(getval(values))
         total, count = self._sum(anp.where(known, values, 0.0)), self._sum(known)
         with np.errstate(invalid="ignore"):  # NaN if there are no survivors
             return total / count.astype(getval(values).real.dtype)
 
     def mean(self) -> Array:
-        """Return the mean over the survivors at each saved time, shape (n_saved, d)."""
+        """Return the mean over the survivors, the trajectories that didn't fail, at each saved time, shape (n_saved, d)."""
         return self._mean_of(self._surviving())
 
     def std(self) -> Array:
-        """Return the standard deviation (divided by the count) over the survivors, shape (n_saved, d)."""
+        """Return the standard deviation over the survivors (with their number as the divisor), shape (n_saved, d)."""
         u = self._surviving()
         return _root(self._mean_of(_squared_distance(u, self._mean_of(u))))
 
@@ -362,7 +362,7 @@ class EnsembleSolution(FactorizationCounts):
         ax : matplotlib axes, optional
         component : int
         band : tuple of two float
-            Quantiles.
+            The two quantiles between which the band is drawn.
         lines : int
             Number of single trajectories to draw.
 
@@ -406,7 +406,7 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         times, u = outcome.every_step()
     else:
         saved: Any = outcome.saved
-        # A copy, since a gradient needs the times after the user may have changed sol.t.
+        # A copy, since the user may change sol.t before a gradient is computed, which needs the times.
         times, u = settings.saveat.copy(), saved
         # The solve saves no states for trajectories with an empty tspan.
         empty = batch.start == batch.end
@@ -426,7 +426,7 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
-    """Return the solution with deferred saved states that don't share memory with its final states."""
+    """Return the solution, whose final states share no memory with saved states that are computed later."""
     if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
         return sol
     made = at_ends(sol, sol._start, sol.u_end)

@@ -45,7 +45,7 @@ from mpiad.transport.agreement import raise_first, raising_together
 
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
-    # Pickled before the communication, to raise an error on all ranks.
+    # Pickled before the communication, so that an error can be raised on all ranks.
     try:
         mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
@@ -59,7 +59,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
 
 
 class _Placeholder:
-    """Placeholder for a leaf whose numbers are sent together with the numbers of other leaves."""
+    """Placeholder for a leaf, whose numbers are sent in one array with the numbers of all leaves."""
 
     def __init__(self, leaf: Array):
         value = np.asarray(getval(leaf))
@@ -76,7 +76,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     mine = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
-    # The empty array sets the dtype on ranks without numbers.
+    # On ranks without numbers the empty array determines the dtype.
     everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:
@@ -126,7 +126,7 @@ def solve(
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
-        How to run an ensemble; vectorized by default. All give the same results bit for bit, GPUs up to rounding.
+        The backend; vectorized by default. All backends give bitwise equal results, except GPUs: equal up to rounding.
     trajectories : int, optional
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
@@ -165,8 +165,8 @@ def solve(
         compiled and kernels support all options; if not, "auto" solves without a kernel, and True raises. Results
         agree up to rounding.
     progress : bool
-        Whether to show on standard error the number of finished trajectories and an estimate of the remaining time. With
-        several ranks, rank 0 shows the values of its own trajectories.
+        Whether to display on standard error the number of finished trajectories and an estimate of the remaining time. With
+        several ranks, rank 0 displays the progress of its own trajectories.
     throw : bool
         Whether to raise if a trajectory fails. By default failures are only logged, and named by return codes.
 
@@ -225,7 +225,7 @@ def solve(
 
 
 def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
-    """Solve an ensemble over the ranks of a communicator; collective. An exception on one rank is raised on all.
+    """Solve an ensemble over the ranks of a communicator; collective. An exception of one rank is raised on all ranks.
 
     Nothing is communicated while trajectories are solved. Afterwards the ranks exchange their outcomes, and gather states
     by `mpi_allgather`, whose adjoint returns to each rank the cotangents of its share.
@@ -243,7 +243,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     given = digests_of(problem, options.events)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
     compiler.log_warnings(outcomes.warnings, used.rank)
-    # From these numbers of steps all ranks compute the same shares for the next solve.
+    # All ranks compute the shares of the next solve from the same numbers of steps.
     components = int(np.prod(share.u_end.shape[1:]))
     mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
     has_outputs = problem.output_func is not None or problem.reduction is not None
@@ -274,7 +274,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
         sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
-            # Saved times aren't gathered, so a rank without trajectories computes them from a trajectory of another rank.
+            # Saved times aren't sent between ranks, so a rank without trajectories computes those of trajectory 1.
             sol.t = save_times(options.saveat, typical.plain())
         return sol
 

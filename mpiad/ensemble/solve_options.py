@@ -93,7 +93,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
-    # The same bound as in SciPy; for smaller tolerances the error estimate consists of rounding errors.
+    # The bound is that of SciPy; for smaller tolerances the error estimate consists of rounding errors.
     rtol = max(options.rtol, _LEAST_RTOL)
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
 
@@ -149,14 +149,14 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
             f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
         )
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
-        # Texts show few digits and abbreviate long arrays.
+        # Arrays are compared, too, since texts contain few digits and abbreviate long arrays.
         return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")
 
 
 def _kind(problem: object) -> str:
-    """Return the names of the functions and arrays that an ensemble has, which determine the communication."""
+    """Return a text with the properties of a problem that determine the communication."""
     names = ("prob_func", "output_func", "reduction", "u0", "p")
     parts = [name for name in names if getattr(problem, name, None) is not None]
     return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
@@ -200,7 +200,7 @@ def _check_numbers(options: SolveOptions) -> None:
             raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
     if not math.isfinite(options.rtol):
         raise ValueError(f"solve: rtol must be finite, but got {options.rtol!r}.")
-    if type(options.atol) is not float or not 0 <= options.atol < math.inf:  # fast for the most frequent case
+    if type(options.atol) is not float or not 0 <= options.atol < math.inf:  # the most frequent case needs no arrays
         atol = np.asarray(options.atol)
         if atol.dtype.kind not in "iuf" or not (np.isfinite(atol) & (atol >= 0)).all():
             raise ValueError(f"solve: atol must be zero or more, but got {options.atol!r}.")
@@ -213,7 +213,7 @@ def _check_numbers(options: SolveOptions) -> None:
 
 
 def check_place_of(options: SolveOptions, hosted: bool) -> None:
-    """Raise a NotImplementedError for events that act and dense output, if they aren't supported with other options."""
+    """Raise a NotImplementedError for events with an affect, or dense output, if other options don't support them."""
     at_times, to_host = "Ask for the times by saveat", "Bring them to the host with mpiad.device.to_host, and take "
     for name, asked, instead in [
         ("dense_output=True", options.dense_output, at_times),
@@ -249,7 +249,7 @@ def _trajectories(options: SolveOptions) -> int:
 
 
 def _check_rows(problem: EnsembleProblem) -> None:
-    """Raise a ValueError if the rows of the ensemble's p don't have the shapes of the problem's p, if it has one."""
+    """Raise a ValueError if the problem has parameters, and the rows of the ensemble's p have other shapes."""
     if problem.p is None or problem.problem.p is None:
         return
     own, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))
@@ -262,7 +262,7 @@ def _check_rows(problem: EnsembleProblem) -> None:
 
 def _length(tree: Array) -> int:
     leaves, _ = flatten(tree)
-    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1: without rows
+    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1 for scalars
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             "solve: u0= and p= of the ensemble must be arrays, or p a pytree of arrays, with one row per trajectory, but "

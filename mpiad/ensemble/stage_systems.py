@@ -1,7 +1,7 @@
 """The linear systems of Rosenbrock steps, with derivatives (see `tableaus` for the notation).
 
-Changes of W = M/γ - h J and T = ∂f/∂t change a stage k like a change of the right-hand side by δ(h (J k + d T)) with k held
-fixed. This term is the derivative of f along (h k, h d), so its derivatives are second derivatives of f.
+If W = M/γ - h J and T = ∂f/∂t change, a stage k changes as if the change of h (J k + d T), with k held fixed, were added to
+the right-hand side. This term is the derivative of f along (h k, h d), so its derivatives are second derivatives of f.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpiad.ensemble.tableaus import RosenbrockTableau
 
 
 class System(NamedTuple):
-    """The systems of one step of several columns."""
+    """The linear systems of one step of several columns (trajectories)."""
 
     jacobian: Array  # shape (d, d, n)
     time_derivative: Array | None  # ∂f/∂t, shape (d, n), or None if it is zero
@@ -30,7 +30,7 @@ class System(NamedTuple):
 
 
 class StageSystems:
-    """The systems of a run's steps, differentiated with respect to the leaves of the parameters at `places`."""
+    """The systems of the steps of a run, with derivatives; `places`: the indices of the differentiated leaves."""
 
     def __init__(self, run: Run, places: Sequence[int]):
         self._batch, self._places, self._layout = run.batch, places, packing_of(run.batch.p)
@@ -74,11 +74,11 @@ class StageSystems:
                 right += self.mass.times(weight * before)
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
-        """Return the parameters as rows of scalars, as programs take them."""
+        """Return the scalars of the parameters as rows, the arguments of programs, by their indices."""
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:
-        """Return the gradient of Σ right · (derivative of f along (du, dt)) with respect to u, the leaves, and time.
+        """Return the gradient of Σ right · D with respect to u, the leaves, and time; D: derivative of f along (du, dt).
 
         `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
@@ -97,9 +97,9 @@ class StageSystems:
         return [np.stack(sums[:d]), *leaves, sums[-1]]
 
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
-        """Return m tangents of each scalar of the parameters, shape (m, n), or one zero if `tangents` is empty.
+        """Return the m tangents of each scalar of the parameters, shape (m, n); without `tangents`, zeros, shape (1, n).
 
-        For each differentiated leaf `tangents` has m arrays, or None for zero.
+        `tangents`: for each differentiated leaf m arrays, where None means zeros.
         """
         count, dtype = u.shape[-1], u.dtype
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))

@@ -4,8 +4,8 @@ Sums of products are elementwise over columns; BLAS isn't used, since its order 
 columns. Buffers are allocated once for each number of columns.
 
 For few columns the overhead of NumPy's calls dominates. Then a sum of n products takes two calls instead of 2 n - 1: one
-multiplies all stages by their weights, and the other adds up the products along the first axis. Both forms sum in the same
-order, so the results are bitwise equal (see `controller` on reductions along the first axis).
+multiplies all stages by their weights, and the other adds up the products along the first axis. Two calls sum in the same
+order as many calls, so the results are bitwise equal (see `controller` on reductions along the first axis).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LEAST_TERMS = 3
 class Stages:
     """The buffers of n columns: the stages `k`, of which the first is f at the current state, and the new state `new`.
 
-    `like`: the states, shape (d, n). `many`: whether many steps will be taken, so that precomputations pay off.
+    `like`: the states, shape (d, n). `many`: whether many steps follow, which are worth the preparation of faster sums.
     """
 
     def __init__(self, tableau: Tableau, derivative: Derivative, like: Array, many: bool):
         self.tableau, self._write, shape, dtype = tableau, derivative.write, like.shape, like.dtype
         self._real = like.real.dtype
         # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
-        # omitted: a stage that isn't finite mustn't affect sums in which it has weight zero.
+        # omitted, since zero times a stage that isn't finite would be NaN.
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
@@ -62,8 +62,8 @@ class Stages:
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state from u, shape (d, n), and times and step sizes, shape (n,).
 
-        Times are in the direction of the solve, so h isn't negative. `sign`: -1 for columns that go backwards; None if no
-        column does.
+        Times are in the direction of the solve, so h isn't negative. `sign`: 1, or -1 for columns integrated backwards in
+        time; None if there are no such columns.
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
@@ -108,7 +108,7 @@ class Stages:
         return u
 
     def _sum(self, row: int, out: Array) -> Array:
-        """Return the weighted sum for a row of the table, in `out` or in another buffer."""
+        """Return the sum of stages weighted by a row of the table, in `out` or in another buffer."""
         if self._sums is not None:
             found = self._sums.sum(row)
             if found is not None:
@@ -127,7 +127,7 @@ class Stages:
 def _stages(
     count: int, shape: tuple[int, int], dtype: DTypeLike, rows: list[Weights] | None
 ) -> tuple[list[Array], _StageSums | None]:
-    """Return the arrays of stages, and for few columns an object for sums over them, if `rows` are given."""
+    """Return the arrays of stages, and, for few columns and if `rows` are given, an object for sums over the stages."""
     if rows is None or shape[0] * shape[1] > _FEW:
         return [np.empty(shape, dtype) for _ in range(count)], None
     block = np.empty((count, *shape), dtype)
@@ -155,7 +155,7 @@ class _StageSums:
         return runs, self._products.reshape(len(k), -1)[:first]
 
     def sum(self, row: int) -> Array | None:
-        """Return a sum, in a buffer that the next sum overwrites; None if it has too few terms."""
+        """Return the sum for a row of the table, in a buffer that the next sum overwrites; None if it has too few terms."""
         found = self._terms[row]
         if found is None:
             return None
@@ -167,7 +167,7 @@ class _StageSums:
 
 
 def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[..., Stages]:
-    """Return a factory for the stages of a method's steps, with arguments `like` and `many`: see `Stages`."""
+    """Return a function of `like` and `many` (see `Stages`) that creates the stages for steps of a method."""
     derivative = derivative_of(batch.f, batch.shape)
     if isinstance(tableau, RosenbrockTableau):
         return partial(RosenbrockStages, tableau, derivative, jacobian_of(batch), Mass(mass, tableau.gamma))
@@ -175,7 +175,7 @@ def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[.
 
 
 class RosenbrockStages(Stages):
-    """`Stages` for Rosenbrock methods, whose stages are preceded by f at the current state."""
+    """`Stages` of a Rosenbrock method: f at the current state, then the stages of the method (see `tableaus`)."""
 
     tableau: RosenbrockTableau
 

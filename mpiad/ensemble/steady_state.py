@@ -35,9 +35,9 @@ from mpiad.transport.tracing import restoring_state
 
 # Newton's method for the roots of f of many trajectories at once, each damped by its own pseudo-time step.
 #
-# A step solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ a step of
-# Newton's method. It is accepted if the estimated contraction factor of Newton's method for the implicit Euler equation is
-# small enough, from which τ is also chosen. This test doesn't depend on the scaling of components. In each round every
+# A step Δ solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ a step of
+# Newton's method. A step is accepted if the estimated contraction factor of Newton's method for the implicit Euler equation
+# is small enough. The next τ depends on this factor, which doesn't depend on the scaling of components. In each round every
 # active trajectory tries one step. After an accepted step the Jacobian is computed again.
 #
 # References
@@ -46,7 +46,7 @@ from mpiad.transport.tracing import restoring_state
 
 
 # The largest contraction factor of an accepted step, and the factor for which the next step size is chosen.
-_MOST_CONTRACTION, _AIM = 0.5, 0.25
+_MOST_CONTRACTION, _TARGET_CONTRACTION = 0.5, 0.25
 _MOST_GROWTH = 10.0
 # The first step size, relative to the time in which the largest component would change by its size.
 _FIRST = 0.1
@@ -68,7 +68,7 @@ class Equations:
         return self._batch.p.taken(ids), self._batch.end[ids].astype(self._batch.u0.dtype)
 
     def values(self, u: Array, ids: Array) -> Array:
-        """Return f at states u, shape (d, n), in this shape."""
+        """Return f at the states u, shape (d, n)."""
         both = two_at_least(len(ids))
         return np.asarray(self._field.array(u[:, both], *self.columns(ids[both])), u.dtype)[:, : len(ids)]
 
@@ -86,7 +86,7 @@ class Equations:
 
 
 class Roots(NamedTuple):
-    """Results of the search for roots for N trajectories."""
+    """Roots of f, one for each of N trajectories."""
 
     u: Array  # shape (d, N); NaN if no root was found
     jacobian: Array  # shape (N, d, d); at u
@@ -108,7 +108,7 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
-    """Return the solutions of n small systems, shape (n, d); for singular systems minimum-norm least-squares solutions."""
+    """Return the solutions of n small systems, shape (n, d); if a system is singular, its least-squares solution."""
     # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
     rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
     rows[rows == 0] = 1.0
@@ -128,7 +128,7 @@ def _solved_best(matrix: Array, right: Array) -> Array:
 
 
 class _Search:
-    """The searches of all trajectories."""
+    """The searches for the roots of all trajectories."""
 
     def __init__(self, equations: Equations, u0: Array, rtol: float, atol: Array | float):
         (d, count), self._equations = u0.shape, equations
@@ -163,7 +163,7 @@ class _Search:
         self._u[:, ids[better]] += step[:, better]
         self._niter[ids[better]] += 1
         with np.errstate(divide="ignore"):
-            growth = np.clip(_AIM / contraction, 1 / _MOST_GROWTH, _MOST_GROWTH)
+            growth = np.clip(_TARGET_CONTRACTION / contraction, 1 / _MOST_GROWTH, _MOST_GROWTH)
         self._rate[ids] = rate / growth
         self._codes[ids[self._rate[ids] > _LARGEST]] = ConvergenceCode.ConvergenceFailure.code
         self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
@@ -204,7 +204,7 @@ class _Search:
 
 
 def _singular(jacobian: Array, weight: Array) -> Array:
-    """Return which Jacobians are singular, independently of units: array of bool, shape (n,)."""
+    """Return a mask of the singular Jacobians, shape (n,); it doesn't depend on the units of components."""
     scaled = jacobian * weight.T[:, None]
     rows = np.abs(scaled).max(axis=2, keepdims=True)
     rows[rows == 0] = 1.0
@@ -215,7 +215,7 @@ def _singular(jacobian: Array, weight: Array) -> Array:
 # Derivatives of steady states, by the implicit function theorem.
 #
 # If f(u, p) = 0 and J = ∂f/∂u is nonsingular, then du = -J⁻¹ ∂f/∂p dp. So a tangent takes one linear solve with J per
-# trajectory, and a cotangent one with Jᵀ. Trajectories without a steady state have no derivative.
+# trajectory, and a cotangent takes one with Jᵀ. If a trajectory has no steady state, its derivative is zero.
 
 
 class SteadyStates:
@@ -272,7 +272,7 @@ class SteadyStates:
         return np.ascontiguousarray(self.vector[ids].T), *Equations(self._batch).columns(ids)
 
     def pull_traced(self, *_: Any) -> NoReturn:
-        """Raise for derivatives of derivatives."""
+        """Raise a NotImplementedError, since second derivatives aren't supported."""
         raise NotImplementedError(
             "steady_state: second derivatives of steady states aren't supported. Differentiate f at sol.u yourself, or "
             "take the final state of a long solve, which has derivatives of any order."
@@ -295,7 +295,7 @@ class SteadyStateSolution:
     retcode : array of str, shape (N,)
         Names of `ConvergenceCode`.
     niter : array of int, shape (N,)
-        Number of Newton steps.
+        Number of accepted Newton steps.
     jacobian : array, shape (N, d, d)
         Jacobian of f with respect to u, at u; states that are matrices are flattened.
     indices : array of int, shape (N,)
@@ -321,11 +321,11 @@ class SteadyStateSolution:
 
     @property
     def success(self) -> Array:
-        """Which trajectories have a steady state: array of bool, shape (N,)."""
+        """Whether a steady state was found: array of bool, shape (N,)."""
         return self.retcode == "Success"
 
     def eigenvalues(self) -> Array:
-        """Return the eigenvalues of the Jacobians, shape (N, d); NaN if there is no steady state.
+        """Return the eigenvalues of the Jacobians, shape (N, d); NaN if no steady state was found.
 
         A steady state is stable if all real parts are negative.
         """
@@ -451,7 +451,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
         both = np.zeros(2, int)
         leaves, t = Equations(batch).columns(both)
         check_traceable(Field(batch), batch.u0[:, both], leaves, t)
-    # With smaller tolerances a step would consist of rounding errors.
+    # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
     found = SteadyStates(batch, roots)

@@ -1,4 +1,4 @@
-"""Observers of the steps of the working set: the record, events and saved times, in this order."""
+"""Observers of the steps of the working set, called in this order: the record, events, saved states."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 
-# Events that act.
+# Events that act: their affects change the state.
 #
 # Locating the roots of conditions and applying affects takes a hundred calls of NumPy, even for few columns. Therefore a
-# column whose step ends at an event is suspended, with its step, until the events act on all suspended columns together;
-# `WorkingSet` decides when.
+# column whose step ends at an event is suspended, with its step, until the events act on all suspended columns together,
+# at a turn that `WorkingSet` chooses.
 #
-# If an affect leaves a condition at its root, the next event of this condition is its return to the root. The next step
-# ends before that (`jumps.departure`).
+# If a condition is still at its root after an affect, its next event is the return to the root. The next step ends before
+# the return (`jumps.departure`).
 
 
 NONE = np.empty(0, np.int64)
@@ -66,12 +66,12 @@ class ActingEvents:
         self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
         # The columns suspended at given times (False) and at roots of conditions (True).
         self._suspended: dict[bool, list[_Suspended]] = {False: [], True: []}
-        # Per column: for each event, the time at which it last acted, or the start; the time of the last root of a
+        # Per column: for each event, the time at which it last acted, or the start; the time of the last root of any
         # condition; the number of successive short intervals between roots.
         self._begun = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
         self._met, self._short = np.empty(0), np.empty(0, int)
-        self._limit = np.empty(0)  # upper bound on the end of the next step, unless it has passed
-        # The signs of conditions of events that act in both directions.
+        self._limit = np.empty(0)  # upper bound on the end of the next step; ignored if it isn't in the future
+        # The signs of conditions whose events act in both directions.
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
     def enter(self, new: Entrants, joined: Joint) -> None:
@@ -103,7 +103,7 @@ class ActingEvents:
         return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
 
     def at_given_times(self, step: Step, done: Array) -> Array:
-        """Return the columns in the mask `done` that have reached a given time of an event."""
+        """Return the columns of the mask `done` whose steps end at a given time of an event."""
         if not np.count_nonzero(done):
             return NONE
         columns = np.flatnonzero(done)
@@ -124,7 +124,7 @@ class ActingEvents:
         self._suspended[at_roots].append(_Suspended(columns, h[columns], kept))
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
-        """Let events act at the ends of the suspended steps; yield the columns, and the steps with the changed states."""
+        """Let events act at the ends of the suspended steps; yield the columns, and their steps with the changed states."""
         for at_roots in (False, True):
             suspended, self._suspended[at_roots] = self._suspended[at_roots], []
             if suspended:
@@ -140,11 +140,11 @@ class ActingEvents:
         reached = kept.after
         if found is not None:
             reached = np.array([at_event.condition(event, every) for event in self._events])
-        # Values for conditions that affects leave near their roots; NaN for other conditions.
+        # Values assigned to conditions that are still near their roots after the affects; NaN for other conditions.
         signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
         assigned = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
-        if found is None:  # an event that doesn't act has been stored
+        if found is None:  # the events of conditions that changed their signs have been stored
             assigned = np.where(kept.crossed, -LEAST * signs, assigned)
         else:
             happened = self._happened(columns, kept, found, reached, unresolved & resting)
@@ -169,10 +169,10 @@ class ActingEvents:
     def _happened(
         self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, resting: Array
     ) -> list[tuple[int, Array]]:
-        """Return the events that have occurred in steps that were cut short, and their rows.
+        """Return the events that have occurred in steps that end at roots, and the indices of these steps.
 
         The roots of several conditions may be closer than the resolution of the search. If another condition has also
-        changed its sign (`reached` are the values), its event occurs, too: the sign change couldn't be detected later.
+        changed its sign (`reached`: the values), its event occurs, too, since the sign change couldn't be detected later.
         """
         step, happened = kept.step, []
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
@@ -215,7 +215,7 @@ class ActingEvents:
     def _look_ahead(
         self, at_event: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
     ) -> None:
-        """Determine to which side the condition of event e leaves its root after the affect, and when it returns."""
+        """Determine the sign of the condition of event e after it leaves its root, and the time of its return."""
         if not rows.size:
             return
         event, (u, t), own, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
@@ -226,8 +226,8 @@ class ActingEvents:
         bent = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (straight, later)))
         values = [at_event.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
         found = departure((before, *values), event.direction, elapsed, span)
-        if self._adaptive:  # fixed steps all have the same size
-            # A longer step wouldn't show the sign changes at the departure and the return.
+        if self._adaptive:  # otherwise the step size is fixed
+            # A step that contains the departure and the return would show no change of the sign.
             limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
             self._limit[own] = np.minimum(limit, now + 0.25 * found.back)
         if e in self.sides:
@@ -235,9 +235,9 @@ class ActingEvents:
         at_event.codes[rows[found.endless]] = ReturnCode.Zeno.code
 
     def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, assigned: Array) -> None:
-        """Store the values and sides of conditions in the states from which some rows continue.
+        """Store the values and signs of conditions in the states from which some rows continue.
 
-        A condition whose value `reached` events haven't changed gets the value `assigned`, unless that is NaN.
+        If events haven't changed a value `reached` of a condition, it is replaced by `assigned`, unless that is NaN.
         """
         own = columns[rows]
         self._resumed[at_event.ids[rows]] += 1
@@ -261,7 +261,7 @@ class Stopped(NamedTuple):
 
 
 class StepObservers:
-    """The observers of a solve; they write to `outcome`."""
+    """The observers of a solve, which write their results to `outcome`."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
         self._outcome, self._batch, self._settings = outcome, batch, settings
@@ -315,7 +315,7 @@ class StepObservers:
         return Stopped(terminated, at_roots, at_times)
 
     def resume(self) -> Iterator[Resumed]:
-        """Let events act on the suspended columns, and yield how they continue."""
+        """Let events act on the suspended columns, and yield these columns with their new states."""
         for resumed, step in self._acting.resume() if self._acting is not None else ():
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))

@@ -31,7 +31,7 @@ class Visit(NamedTuple):
     t: Array  # shape (width,); actual times before the step
     h: Array  # shape (width,); signed step sizes, zero for columns without a step
     u: Array  # shape (d, width); states before the step
-    about: Any  # on the host the columns for which it is the last step, on a device the `Round`
+    about: Any  # on the host the columns for which this is the last step, on a device the `Round`
     made: Array | None = None  # bool, shape (width,); which columns have a step; None for all columns
 
     def of(self, columns: Columns) -> Visit:
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
     x: Array = None  # shape (m,); the fraction of the step
     h: Array = None  # shape (m,); the size of the step
     weights: Sequence[Array] | Array = ()  # per stage: shape (m,); the weights of the interpolant
-    # Bool, shape (m,). Whether the contribution of the last stage is added here, or in the next step, as its first stage.
+    # Bool, shape (m,). Whether the contribution of the last stage is added here. Otherwise the next step adds it.
     whole: Array | None = None
 
     def of(self, states: Array) -> Array:
@@ -75,15 +75,15 @@ class LocatedEvent(NamedTuple):
     """One event in one step of several columns."""
 
     event: int  # its index among the events of the solve
-    terminal: bool
-    columns: Array  # the columns with the event; for a terminal event, the columns that it ended
+    terminal: bool  # whether the step ends at the event
+    columns: Array  # the columns with the event; if `terminal`, those whose step it ends
     x: Array  # shape (m,); the fraction of the step
     time: Array  # shape (m,)
-    row: Array  # int, shape (m,); the indices among the events of all trajectories
+    row: Array  # int, shape (m,); the index of `time` among the times of all events, or among the final times
 
 
 class StepSweep:
-    """The visits of a block."""
+    """The visits of a block of trajectories."""
 
     ids: Array  # int, shape (n,); the trajectories, on the device of their states
     leaves: list[Any]  # the leaves of the parameters of these columns
@@ -112,10 +112,10 @@ class StepSweep:
 
     @abstractmethod
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
-        """Return the events in the step; an event that ends it comes last."""
+        """Return the events in the step; an event at which the step ends comes last."""
 
     def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
-        """Return the indices of the jumps (see `Jumps`) after the step, in order, and their columns."""
+        """Return the indices of the jumps (state changes by events) after the step, in order, and their columns."""
         return ()
 
     @abstractmethod

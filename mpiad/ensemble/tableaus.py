@@ -28,7 +28,7 @@ ROUNDING = 1e-13
 
 @dataclass(frozen=True, eq=False)
 class Tableau:
-    """The coefficients of an explicit method, created by `explicit`. Tables compare by identity."""
+    """The coefficients of an explicit method, created by `explicit`. A table equals only itself."""
 
     # Row i: the weights of stages in the argument of stage i + 1. The last row gives the new state.
     a: tuple[tuple[float, ...], ...]
@@ -37,7 +37,7 @@ class Tableau:
     # Shape (stages, degree). Row i: coefficients of x, x², … in the weight of stage i at the fraction x of the step.
     dense: Array
     order: int  # of the solution from which the next step starts
-    embedded_order: int | None  # of the embedded solution, with which it is compared
+    embedded_order: int | None  # of the embedded solution, with which the error is estimated
 
     implicit: ClassVar[bool] = False  # whether stages are solutions of linear systems with the Jacobian of f
 
@@ -72,11 +72,11 @@ def explicit(
 ) -> Tableau:
     """Return the table of an explicit method in its published form.
 
-    - `c`: the times of the stages, of which the first is 0, without f at the new state.
+    - `c`: the times of the stages as fractions of the step, the first is 0; without the stage f at the new state.
     - `a`: for each stage but the first, the weights of earlier stages.
     - `b`: the weights of the stages in the new state.
-    - `error`: `b` minus the weights of the embedded solution, with one more weight if that uses f at the new state
-      (first-same-as-last); None for fixed steps.
+    - `error`: `b` minus the weights of the embedded solution, with one more weight if the embedded solution uses f at the
+      new state (first-same-as-last); None for fixed steps.
     - `dense`: shape (stages, degree), including f at the new state; the coefficients of x, x², … in the weights of the
       stages at the fraction x of the step; by default those of cubic Hermite interpolation, of order 3.
 
@@ -107,7 +107,7 @@ def explicit(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A Runge-Kutta method and its step size controller."""
+    """A Runge-Kutta or Rosenbrock method, and its step size controller."""
 
     controller: PIController = PIController(beta=0.0)
     tableau: ClassVar[Tableau]
@@ -171,7 +171,7 @@ def rosenbrock(
 ) -> RosenbrockTableau:
     """Return the table of a Rosenbrock method in its published form.
 
-    - `c`: the times of the stages, of which the first is 0.
+    - `c`: the times of the stages as fractions of the step; the first is 0.
     - `a`, `coupling`: for each stage but the first, the weights of earlier stages in its argument and right-hand side.
     - `slopes`: the weights of h ∂f/∂t in the right-hand sides.
     - `b`: the weights of the stages in the new state. `error`: `b` minus the weights of the embedded solution.
@@ -180,7 +180,7 @@ def rosenbrock(
     Raises ValueError if numbers are missing, or sums of weights violate the consistency conditions.
     """
     count = len(c)
-    # For u' = 1 each stage is the sum of its row of Γ, which is its weight of h ∂f/∂t.
+    # The sum of a row of the matrix Γ is both the stage for u' = 1 and the weight of h ∂f/∂t in this stage.
     expected = [(row, time) for row, time in zip(((), *a), c)]
     expected += [(row, slope / gamma - 1) for row, slope in zip(((), *coupling), slopes)]
     expected += [(b, 1.0), (error, 0.0)]

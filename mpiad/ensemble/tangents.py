@@ -22,7 +22,7 @@ from mpiad.transport.tracing import restoring_state
 
 
 class TangentStep:
-    """The states u before a step and its stages k, each with m tangents: arrays of `shape` (1 + m, d, n).
+    """The states u before a step and its stages k, with their m tangents, in arrays of `shape` (1 + m, d, n).
 
     `write` writes f and its tangents, see `Tracing.along`; `like` is an array with the dtype and device of the states.
     """
@@ -71,7 +71,7 @@ class TangentRosenbrockStep(TangentStep):
     """`TangentStep` for Rosenbrock methods, without f at the ends of the step.
 
     In W k_i = r_i, the tangent of k_i is W⁻¹ times the sum of the tangent of r_i and terms from the derivatives of W and
-    ∂f/∂t: see `stage_systems`. `along` are the tangents of each differentiated leaf, None for zeros.
+    ∂f/∂t: see `stage_systems`. `along`: for each differentiated leaf its tangents, or None for zeros.
     """
 
     def __init__(self, systems: StageSystems, leaves: Sequence[Any], along: Sequence[Sequence[Any]], *of_step: Any):
@@ -115,7 +115,7 @@ class Directions(NamedTuple):
     """The m directions along which to differentiate."""
 
     u0: Array  # shape (m, d, N)
-    leaves: dict[int, list[Any]]  # from the index of a leaf to m arrays in its shape, None for zeros
+    leaves: dict[int, list[Any]]  # maps the index of a leaf to m arrays of its shape, or None for zeros
 
 
 class SavedTangents:
@@ -153,7 +153,7 @@ def push_run(run: Run, directions: Directions, taker: SavedTangents | None = Non
 
 
 class _Block:
-    """One block of columns in the forward sweep."""
+    """The tangents of one block of columns (trajectories) in the forward sweep."""
 
     def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: SavedTangents | None):
         self._run, self._f_along, self._sweep, self._taker = run, along, sweep, taker

@@ -1,6 +1,6 @@
-"""The adjoint of one step, for several trajectories, the columns of all arrays.
+"""The adjoint of one step, for several trajectories, which are the columns of all arrays.
 
-In a Runge-Kutta step, y_i = u + h Σ_{j<i} a_ij k_j and k_i = f(y_i), and the new state is y_s, given by the same formula.
+In a Runge-Kutta step, y_i = u + h Σ_{j<i} a_ij k_j and k_i = f(y_i). The formula for y_i also defines the new state, y_s.
 The cotangent λ of the new state is propagated from the last stage to the first (k̄ and ȳ are the cotangents of k and y):
 
     k̄_j = Σ_{i>j} a_ij h ȳ_i,    ȳ_s = λ,    ȳ_j = f'(y_j)ᵀ k̄_j,    ū = λ + Σ_j ȳ_j.
@@ -34,16 +34,16 @@ from mpiad.ensemble.step_sweep import Columns, Visit
 
 
 def over_slots(x: Array, ndim: int = 2) -> Array:
-    """Sum an array with more than `ndim` axes over the first axis, the values (slots) of a column on devices."""
+    """Return the sum over the first axis, the values (slots) of a column on devices, if x has more than `ndim` axes."""
     return x if x.ndim == ndim else np.sum(x, axis=0)
 
 
 class Arrival(NamedTuple):
-    """Cotangents of stages from values saved inside a step."""
+    """Contributions of values saved inside a step to the cotangents of its stages."""
 
     columns: Columns  # int, shape (m,); each at most once
     value: Array  # shape (d, m), or (s, d, m) for s values per column
-    # By stage: `value` times this array, of shape (m,) or (s, 1, m), is added to the cotangent of the stage.
+    # For each stage an array of shape (m,) or (s, 1, m): `value` times this array is added to the cotangent of the stage.
     weights: dict[int, Array]
 
 
@@ -76,7 +76,7 @@ class TransposedStep:
             self._evaluate(self.argument(i), i)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i, for the last stage the new state."""
+        """Return the argument of stage i; the argument of the last stage is the new state."""
         if i == len(self.y):
             y = self._coefficients.row(i, self._stages, np.empty_like(self._term), self._term)
             np.multiply(y, self.h, out=y)
@@ -144,13 +144,13 @@ class _TransposedRosenbrockStep(TransposedStep):
         self._lu.solve(k)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i, for the last stage the new state."""
+        """Return the argument of stage i; the argument of the last stage is the new state."""
         if i == 1 == len(self.y):
             self.y.append(self.y[0])
         return super().argument(i)
 
     def add_last_stage(self) -> None:
-        """Do nothing: no state inside a step depends on f at its end."""
+        """Do nothing, since the interpolant doesn't depend on f at the new state."""
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
         """Return the cotangent of the state before the step: see `TransposedStep.pull`."""
@@ -160,9 +160,9 @@ class _TransposedRosenbrockStep(TransposedStep):
         rights: dict[int, Array] = {}
         for j in range(self.last - 1, 0, -1):
             right = self._coefficients.column(j, bars, scratch, self._term).copy()
-            for i, behind in rights.items():
+            for i, later in rights.items():
                 if self._table.coupling[i - 1][j]:
-                    right += self._systems.mass.times(self._table.coupling[i - 1][j] * behind, transposed=True)
+                    right += self._systems.mass.times(self._table.coupling[i - 1][j] * later, transposed=True)
             _add_arrivals(right, j, arrivals)
             self._lu.solve_transposed(right)
             rights[j] = right
@@ -192,7 +192,7 @@ class _TransposedRosenbrockStep(TransposedStep):
 
 
 def transposed_steps(run: Run, tracing: Tracing, places: Sequence[int]) -> Callable[[Visit, Sequence[Any]], TransposedStep]:
-    """Return a factory for backward passes, given a visit and its columns' leaves; `places` are leaf indices."""
+    """Return a function that creates the backward pass of a visit; `places`: the indices of the differentiated leaves."""
     if not run.tableau.implicit:
         return lambda visit, leaves: TransposedStep(run.coefficients, tracing, visit, leaves)
     systems = StageSystems(run, places)
@@ -206,7 +206,7 @@ class Inside(NamedTuple):
     value: Array  # shape (d, m), or (s, d, m) for s values per column
     x: Array  # shape (m,), or (s, m)
     weights: Sequence[Array]  # sequence of array, shape (m,), or (s, 1, m)
-    # Bool, shape (m,), or None for all columns: whether the last stage's contribution is added here, or in the next step.
+    # Bool, shape (m,), or None for all columns: whether the last stage's contribution is added here, not in the next step.
     whole: Array | None = None
 
     def arrival(self, step: TransposedStep) -> Arrival:
@@ -242,7 +242,7 @@ class StepCotangents:
             self.t_bar += parts[-1]
             self.h_bar += self.step.tableau.c[j] * parts[-1]
         if j and y_bar is not None:
-            # The derivative of y_j = u + h Σ a k with respect to h is (y_j - u) / h, for the new state, too.
+            # The derivative of y_j = u + h Σ a k with respect to h is (y_j - u) / h. This includes the new state.
             self.h_bar += _dot(y_bar, self.step.y[j] - self.step.y[0]) / self._divisor
 
     def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:

@@ -1,4 +1,4 @@
-"""First calls of f and of the functions of events, which check that they are written for columns (one per trajectory).
+"""First calls of f and of the functions of events, to check that these are written for columns (one per trajectory).
 
 Wrong axes are detected, since no other axis has the same length as the axis of columns. A sum over all of u has the right
 shape, but couples the trajectories, as does p[0] of parameters of shape (n,). Both are detected by a second call, in which
@@ -21,14 +21,14 @@ from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.device_arrays import arrays_of
 
-# Relative size of the perturbation, and the relative change that counts as rounding, in units of the machine precision.
+# Relative size of the perturbation; largest relative change by rounding, in units of the machine precision.
 MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     """Call f and the functions of events with plain arrays; if `traced`, also trace f with autograd.
 
-    Raises TypeError or ValueError if they aren't written for columns, or f can't be traced.
+    Raises TypeError or ValueError if a function isn't written for columns, or f can't be traced.
     """
     if not batch.size:
         return
@@ -70,7 +70,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 
 
 def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, Array]:
-    """Return columns with the first trajectory last, and u of the others perturbed; `everything`: also p and t."""
+    """Return columns: the first trajectory last, u of the others perturbed; with `everything`, also their p and t."""
     ids = (numbers + 1) % len(numbers) % batch.size
     u, p, t = _columns(batch, ids)
     if everything:
@@ -81,7 +81,7 @@ def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, 
 
 
 def _perturbed(x: Array, size: Array) -> Array:
-    """Return floating-point columns, perturbed by a fraction of a size, except the last."""
+    """Return columns of floats, perturbed by a fraction of `size`, except the last."""
     if x.dtype.kind not in "fc":
         return x
     xp = arrays_of(x)

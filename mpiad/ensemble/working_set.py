@@ -3,7 +3,7 @@
 Each iteration, called a turn, tries one step in every column. The class `Turns`, which decides on steps and return codes,
 is shared by the host and devices (`on_device.rounds`). Ended trajectories remain in their columns, with steps of length
 zero. The host works in place on masked columns, and stores the results of a trajectory when it ends. A device waits for the
-host only once per turn; its operations process all columns, and states are new arrays, which the record keeps.
+host only once per turn. Its operations process all columns, and return states as new arrays, which the record keeps.
 
 On the host the working set is a block of columns that fits into the cache. All arithmetic is elementwise over columns, so
 the results of a trajectory don't depend on other columns. When enough trajectories have ended, waiting trajectories replace
@@ -32,14 +32,14 @@ from mpiad.ensemble.step_observers import StepObservers, Stopped
 # Number of entries of an array of the working set. About fifteen arrays of this size fit into the cache.
 _BLOCK = 32_768
 _LEAST_COLUMNS = 512
-# Ended columns are replaced when this number of their entries has been computed, which costs as much as the replacement.
+# Ended columns are replaced when this number of their entries has been computed. Replacing them costs about as much.
 _IDLE = 10_000
-# Number of turns for which columns wait for others before events act on all of them together.
+# Number of turns for which suspended columns wait for others, before events act on all of them together.
 _WAITING = 3
-# With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last one.
+# With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last step.
 _ROUNDING = 1e-9
 _ONE_MORE = np.array(1)
-_NOWHERE, _MAX_ITERS = Stopped(), ReturnCode.MaxIters.code
+_NONE_STOPPED, _MAX_ITERS = Stopped(), ReturnCode.MaxIters.code
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
@@ -94,7 +94,7 @@ class Turns:
 
     @abstractmethod
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
-        """Advance by the accepted steps, and retire the trajectories that end with them."""
+        """Advance by the accepted steps, and deactivate the trajectories that end with them."""
 
     @abstractmethod
     def _some_are_small(self) -> bool:
@@ -102,13 +102,13 @@ class Turns:
 
     @abstractmethod
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        """Retire the trajectories of a mask."""
+        """Deactivate the trajectories of a mask."""
 
     def _proposed(self) -> tuple[Array, Array]:
         """Return the times after the next steps, and the sizes of these steps."""
         t_new = self.t + self.h
         if self._tableau.error is None:
-            # Equal steps don't add up to tspan exactly; a remainder of the size of rounding errors isn't a separate step.
+            # Equal steps don't add up to tspan exactly. A remainder of the size of rounding errors isn't a separate step.
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
         np.minimum(t_new, self.end, out=t_new)
         return t_new, t_new - self.t
@@ -209,7 +209,7 @@ class WorkingSet(Turns):
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
-        # Limits for cheap checks: before this turn no trajectory has used up its steps; no larger step is too small.
+        # Limits for cheap checks: until this turn no trajectory exceeds max_steps; steps of at least this size are allowed.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         goal = self._initialization.goal(self.ids)
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))
@@ -217,12 +217,12 @@ class WorkingSet(Turns):
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
         done = t_new == self.end
         done &= accepted
-        stopped, stages = _NOWHERE, self._stages
+        stopped, stages = _NONE_STOPPED, self._stages
         if self._observers is not None:
             step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
             stopped = self._observers.see(step, self._p, done, self.h)
         if np.count_nonzero(accepted) == self._alive:
-            # Ended columns are advanced, too: by zero, or after a failure to states that aren't used.
+            # Ended columns are advanced, too, by steps of size zero; after a failure their states aren't used.
             self.u, self.t = stages.advance(self.u, None), t_new
             np.add(self.number, _ONE_MORE, self.number)
         else:
