@@ -1,10 +1,10 @@
 """Levenberg-Marquardt for many small least-squares problems at once, each with its own damping and termination.
 
 In each round every active problem tries one step, and these steps are evaluated together. A problem is represented by the
-triangular factor R of [J r], with the Jacobian J of the residuals r. Steps are computed from R,
-so their cost doesn't depend on the number of residuals. J'J isn't formed, since its condition number is the square of J's.
-A step minimizes the damped quadratic model within the bounds, by an active-set method. All operations treat problems
-separately, so the results of a problem don't depend on other problems.
+triangular factor R of [J r], with the Jacobian J of the residuals r. Steps are computed from R, so their cost doesn't
+depend on the number of residuals. J'J isn't formed, since its condition number is the square of J's. A step minimizes the
+damped quadratic model within the bounds, by an active-set method. All operations treat problems separately, so the results
+of a problem don't depend on other problems.
 
 References
 ----------
@@ -29,7 +29,7 @@ _LEAST_SHRINKAGE = 0.1
 _LEAST_RATIO = 1e-4  # smallest ratio of the actual to the predicted decrease for which a step is accepted
 # Columns are linearly dependent if the ratio of their smallest to their largest singular value is at most this number.
 _SINGULAR = 1e-12
-# A short step means convergence only if its damping is below this fraction of that of the last step to infinite residuals.
+# A short step means convergence only if its damping is below this fraction of that of the last step to undefined residuals.
 _NEAR_FAILURE = 0.01
 # Maximum number of active sets that are tried per step and variable; usually two or three are enough.
 _ACTIVE_SETS = 10

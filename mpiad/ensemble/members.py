@@ -41,15 +41,15 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # Leaves shared with the first and the last trajectory are assumed to be shared by all. A single one is made again.
-        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
+        # Leaves shared with the first and the last trajectory are assumed to be shared by all trajectories.
+        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])  # a single one is made again
         return [flatten(made(i).p)[0] for i in outside]
 
     return columns_of([made(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and again these, or number 1 if there are none: examples of shapes and dtypes."""
+    """Return a rank's trajectories, and trajectories of the same shapes: these, or number 1 if the rank has none."""
     without = not len(numbers) and count > 0
     typical = members(ensemble, range(1, 2) if without else numbers, repeat, seed, count)
     return typical.share(slice(0, 0)) if without else typical, typical
@@ -60,7 +60,7 @@ def columns_of(
 ) -> Batch:
     """Return a batch of problems, which have the same f and shapes; `numbers` are their numbers in the ensemble.
 
-    `common`: the leaves of the parameters of the ensemble's problem. `others` returns the leaves of a few others.
+    `common`: leaves of the parameters of the ensemble's problem. `others` returns those of a few other trajectories.
     """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]

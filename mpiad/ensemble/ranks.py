@@ -216,7 +216,7 @@ class EnsembleMPI(EnsembleAlgorithm):
 class _LoadBalance:
     """The division of N trajectories into `size` shares; the unit of all costs is the cost of a step of one trajectory.
 
-    `steps`: the numbers of steps; `entry`: the additional cost of a trajectory; `iteration`: that of an iteration.
+    `steps`: the numbers of steps; `entry`: the additional cost of a trajectory; `iteration`: the cost of an iteration.
     """
 
     def __init__(self, steps: Array, entry: float, iteration: float, size: int):

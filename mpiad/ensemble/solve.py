@@ -126,7 +126,7 @@ def solve(
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
-        The backend; vectorized by default. All backends give bitwise equal results, except GPUs: equal up to rounding.
+        The backend; vectorized by default. All backends give bitwise equal results, except GPUs (equal up to rounding).
     trajectories : int, optional
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional

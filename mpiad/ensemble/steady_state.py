@@ -108,7 +108,7 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
-    """Return the solutions of n small systems, shape (n, d); if a system is singular, its least-squares solution."""
+    """Return the solutions of n small systems, (n, d); for a singular system, the shortest least-squares solution."""
     # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
     rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
     rows[rows == 0] = 1.0
