@@ -194,7 +194,7 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
-    # A rank's x occurs in its own sine, the next rank's product and the squares, and the last rank's x also in `last`.
+    # A rank's x occurs in its sine, as a factor of the next rank's sine, and in the squares; the last one also in `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
@@ -206,8 +206,8 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """An error, or a cause of slowness, in the start of a program."""
 
-    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": another start may fail, for
-    # example with more ranks.
+    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": the program
+    # may fail when it is started in another way, for example with more ranks.
     severity: str
     text: str  # a description and the remedy
 
@@ -222,7 +222,7 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
             remedy = ", or with another `srun --mpi=` (`srun --mpi=list` lists them)"
         text = (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
-            f"{library.vendor} {library.version}, whose processes that launcher can't connect. Start the program with "
+            f"{library.vendor} {library.version}, and the launcher can't connect processes of that library. Start it with "
             f"{_mpiexec_of(library)}{'' if mpiexec_beside(library.path) else remedy}."
         )
         mistakes.append(Mistake("error", text))

@@ -67,7 +67,7 @@ class GaussianPrior:
         raise NotImplementedError
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Apply a symmetric positive definite approximation of the covariance to r, one V-cycle per solve; collective."""
+        """Apply a symmetric positive definite approximation of the covariance to r, by V-cycles; collective."""
         raise NotImplementedError
 
     def sqrt(self, xi: LocalArray) -> LocalArray:

@@ -32,7 +32,7 @@ class Evaluation:
 
     - `used`: the user's communicator.
     - `comm`: the solve's communicator, over which gradients are summed; None if each rank has its own variables. In that
-      case the gradients computed by the user are gradients of the objective.
+      case the gradients that the user's functions return are those of the whole objective, and get no weights.
     - `agreement`: makes an exception on one rank known to all.
     """
 
@@ -52,7 +52,7 @@ class Evaluation:
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Execute an instruction of the root; the user's function may overwrite `vector`, except for a product."""
+        """Execute an instruction of the root; unless it is a product, the user's function may overwrite `vector`."""
         if kind == VALUE:
             return self.value(vector), None
         if kind == GRADIENT:
@@ -120,7 +120,7 @@ class Evaluation:
         return self._flat(variables.filled(found, lambda leaf: None))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
-        """Return this rank's part of a gradient as a vector, which may be a view of the user's array if it is sent next."""
+        """Return this rank's part of a gradient as a vector; on several ranks it may be a view of the user's array."""
         flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat

@@ -226,7 +226,7 @@ class LoopOperator:
         # pass.
         self._recorded = bool(self.active) or tracing.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
-        # Only active arguments have cotangents, since the inputs of all steps may be large.
+        # Cotangents of the active arguments only: those of all inputs could need much memory.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
@@ -299,7 +299,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # On a tape of cotangents, the enclosing trace differentiates the reverse pass with respect to g only.
+        # If the tape's variables are cotangents, the enclosing trace differentiates with respect to g only.
         linear = tracing.tape is not None and tracing.tape.of_cotangents
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
@@ -384,8 +384,8 @@ def scan(
     Adjoint
     -------
     The derivative of the discrete steps with respect to `u0`, `inputs` and `params`, in reverse and forward mode and to any
-    order, with the same number of stored states: binomial checkpointing (Griewank and Walther, Algorithm 799: revolve, ACM
-    TOMS 26, 2000).
+    order. Every order stores as many states as the first, by binomial checkpointing (Griewank and Walther, Algorithm 799:
+    revolve, ACM TOMS 26, 2000).
 
     Examples
     --------

@@ -22,8 +22,8 @@ class VIResult:
     posterior : Posterior
     params : pytree of arrays
         Reported variational parameters: the average over about the last fifth of the epochs, or, with ``average=False``,
-        those after the last epoch. If they are on a device on the root, then on each other rank they are on the device of
-        this rank's model, if it has one.
+        those after the last epoch. If the root's are on a device, those of every other rank are on
+        the device of its own model, if that has one.
     best_params : pytree of arrays
         Variational parameters of the epoch with the lowest objective. Since the objective is a mean over the random draws
         of one epoch, these need not be the best ones.
