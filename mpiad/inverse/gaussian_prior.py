@@ -67,7 +67,7 @@ class GaussianPrior:
         raise NotImplementedError
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Apply a symmetric positive definite approximation of the covariance to r, by V-cycles; collective."""
+        """Apply a symmetric positive definite approximation of the covariance, a V-cycle per elliptic solve; collective."""
         raise NotImplementedError
 
     def sqrt(self, xi: LocalArray) -> LocalArray:

@@ -120,7 +120,7 @@ class Evaluation:
         return self._flat(variables.filled(found, lambda leaf: None))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
-        """Return this rank's part of a gradient as a vector; on several ranks it may be a view of the user's array."""
+        """Return this rank's part of a gradient as a vector, which may be a view of the user's array."""
         flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat
