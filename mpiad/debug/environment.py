@@ -222,7 +222,7 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
             remedy = ", or with another `srun --mpi=` (`srun --mpi=list` lists them)"
         text = (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
-            f"{library.vendor} {library.version}, and the launcher can't connect processes of that library. Start it with "
+            f"{library.vendor} {library.version}, whose processes this launcher can't connect. Start the program with "
             f"{_mpiexec_of(library)}{'' if mpiexec_beside(library.path) else remedy}."
         )
         mistakes.append(Mistake("error", text))
