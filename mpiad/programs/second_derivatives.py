@@ -1,12 +1,11 @@
 """Calls of a compiled function in second derivatives.
 
-The programs are traced from the shapes of the arguments (see `shape_recorder`). A function that needs values is
-interpreted, without a warning.
+The programs are transformed from the program of the function (see `transforms`), which is traced from the shapes of the
+arguments (see `shape_recorder`). A function that needs values is interpreted, without a warning.
 
 **Tangents of a gradient**, as in `hvp(jit(f))`: the tape of the gradient records one node, and the outer tape carries the
-tangents. The program computes f and its reverse pass, both with tangents. It is traced on two tapes of its own, which are
-nested like the tapes around the call, so it communicates in the same order as the interpreted function. As in
-`calls_on_tape`, the call runs the first part of the program, and the reverse pass of the gradient runs the second part.
+tangents. The program computes f and its reverse pass, both with tangents. It communicates in the same order as the
+interpreted function. As in `calls_on_tape`, the call runs the first part of the program, and the reverse pass of the gradient runs the second part.
 
 **Reverse passes of a reverse pass**, as in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`. In general the program has
 four parts: the function, its reverse pass, the reverse pass of the reverse pass, and the reverse pass of the function on

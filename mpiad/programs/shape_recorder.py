@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.objective import SHARE
-from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, SCAN, SEND, SUM_TO_ROOT
+from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, RECV, SCAN, SEND, SUM_TO_ROOT
 from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.recorder import Recorder
 from mpiad.transport import Spec
@@ -29,7 +29,7 @@ def is_large(x: Any) -> bool:
 
 # Functions whose results have a known shape, and whose calls have no side effects if the trace fails.
 _KNOWN = frozenset(
-    "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_scan mpi_send mpi_sum "
+    "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_recv mpi_scan mpi_send mpi_sum "
     "value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
 _AS_SENT = frozenset({ALLREDUCE, ALLTOALL, SCAN, SUM_TO_ROOT})
@@ -68,11 +68,14 @@ class ShapeRecorder(Recorder):
             out[place] = values
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
-        for envelope in envelopes_of(params):
+        envelopes = envelopes_of(params)
+        for envelope in envelopes:
             envelope.give_back()
         if operation in (SEND, BARRIER):
             return x
-        if operation is EXCHANGE or operation is BCAST and params.spec is not None:
+        # A receive from any rank, whose envelope has no number yet, needs a run.
+        received = operation is RECV and params.spec is not None and all(each.number is not None for each in envelopes)
+        if received or operation is EXCHANGE or operation is BCAST and params.spec is not None:
             return like(params.spec)
         if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
             return like(Spec(x.shape, x.dtype))

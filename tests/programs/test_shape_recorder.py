@@ -95,6 +95,26 @@ def test_messages_whose_results_are_like_what_is_sent(traces, rank, size):
     assert traces == ["shapes"] * 2
 
 
+def test_receives_with_a_template(traces, rank, size):
+    """Shapes differ between ranks; a chain from rank 0 to the last rank."""
+    n = [5, 3, 4][rank % 3]
+
+    def fun(x):
+        before = mpiad.mpi_recv(np.zeros([5, 3, 4][(rank - 1) % 3]), rank - 1, tag=7) if rank else anp.zeros(2)
+        y = anp.sin(x) * (1.0 + anp.sum(before**2))
+        if rank + 1 < size:
+            mpiad.mpi_send(y, rank + 1, tag=7)
+        return anp.sum(y**2)
+
+    x, v = np.random.default_rng(rank).random((2, n))
+    for form in (mpiad.grad, mpiad.hvp):
+        compiled, interpreted = (form(f, objective="sum") for f in (mpiad.jit(fun, strict=True), fun))
+        given = (x, v) if form is mpiad.hvp else (x,)
+        for _ in range(2):
+            assert_same(compiled(*given), interpreted(*given), 1e-12)
+    assert traces == ["shapes"] * 2
+
+
 def test_a_trace_that_is_given_up_has_sent_and_counted_nothing(traces, rank, size):
     """Numbers of messages are those of the interpreted function, also where rank 0 alone meets large arrays."""
 
