@@ -5,7 +5,8 @@ arguments (see `shape_recorder`). A function that needs values is interpreted, w
 
 **Tangents of a gradient**, as in `hvp(jit(f))`: the tape of the gradient records one node, and the outer tape carries the
 tangents. The program computes f and its reverse pass, both with tangents. It communicates in the same order as the
-interpreted function. As in `calls_on_tape`, the call runs the first part of the program, and the reverse pass of the gradient runs the second part.
+interpreted function. As in `calls_on_tape`, the call runs the first part of the program, and the reverse pass of the
+gradient runs the second part.
 
 **Reverse passes of a reverse pass**, as in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`. In general the program has
 four parts: the function, its reverse pass, the reverse pass of the reverse pass, and the reverse pass of the function on

@@ -17,7 +17,7 @@ The gradient is vjp(P). A product with the Hessian is jvp(vjp(P)), or vjp(vjp(P)
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -125,10 +125,8 @@ class Program:
 
     def __enter__(self) -> Program:
         with ExitStack() as stack:
-            stack.enter_context(Noting(self.recorder))
-            stack.enter_context(suspended(body=False))
-            if self._tape is not None:
-                stack.enter_context(self._tape)
+            for context in (Noting(self.recorder), suspended(body=False), self._tape or nullcontext()):
+                stack.enter_context(context)
             self._contexts = stack.pop_all()
         return self
 
@@ -377,11 +375,9 @@ def derived_entry(
                 jitted._programs[key] = None, watch
                 program = recorded(jitted.fun, trace, chosen)
                 jitted._programs[key] = program, watch
-            if program is None:
-                return None
-            made = derive(program, recorder)
+            made = None if program is None else derive(program, recorder)
             # For complex numbers a warning must be logged, which the trace that runs the function does.
-            if recorder.complex_line():
+            if made is None or recorder.complex_line():
                 return None
             return entry_of(recorder, made.parts, made.build, watch)
     except (Abandoned, Exception) as error:  # noqa: BLE001
