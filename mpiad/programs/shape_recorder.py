@@ -74,8 +74,8 @@ class ShapeRecorder(Recorder):
         if operation in (SEND, BARRIER):
             return x
         # A receive from any rank, whose envelope has no number yet, needs a run.
-        received = operation is RECV and params.spec is not None and all(each.number is not None for each in envelopes)
-        if received or operation is EXCHANGE or operation is BCAST and params.spec is not None:
+        needs_run = operation is RECV and any(envelope.number is None for envelope in envelopes)
+        if operation in (BCAST, EXCHANGE, RECV) and params.spec is not None and not needs_run:
             return like(params.spec)
         if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
             return like(Spec(x.shape, x.dtype))
