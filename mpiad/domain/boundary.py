@@ -1,4 +1,4 @@
-"""Boundary conditions on the physical sides of a grid: halo cells are a value plus a factor times cells of the block.
+"""Boundary conditions: beyond a physical side of the grid, halo cells are a value plus a factor times cells of the block.
 
 A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file.
 """
@@ -17,29 +17,29 @@ from mpiad._typing import Array, LocalArray
 Boundary: TypeAlias = Any
 """The argument `boundary`: a name or number for all sides, or a tuple with one entry per dimension.
 
-An entry is a name or number for both sides of its dimension, or a pair of them.
+An entry is a name or number for both sides of its dimension, or a pair (before, after) of names or numbers.
 """
 
 
-def _edge(n: int, h: int, place: int) -> slice:
-    """Return the outermost layer of a block of n cells with a halo of h, at its low (0) or high (1) side."""
-    edge = h if place == 0 else n + h - 1
+def _edge(n: int, h: int, end: int) -> slice:
+    """Return the outermost layer of a block of n cells at its low (end=0) or high (end=1) side; the halo has h layers."""
+    edge = h if end == 0 else n + h - 1
     return slice(edge, edge + 1)
 
 
-def _mirrored(n: int, h: int, place: int) -> slice:
+def _mirrored(n: int, h: int, end: int) -> slice:
     """Return the h layers next to the outermost one, in reverse order, as `numpy.pad` reflects them."""
-    first = 2 * h if place == 0 else n + h - 2
+    first = 2 * h if end == 0 else n + h - 2
     return slice(first, first - h if first >= h else None, -1)
 
 
 class Side(NamedTuple):
-    """Boundary values beyond one side: value + factor * layers."""
+    """The values of halo cells beyond one side of the grid: value + factor * layers."""
 
-    # ``layers(n, h, place)`` returns the slice of the copied layers in a block with its halo: h layers, or one repeated
+    # ``layers(n, h, end)`` returns the slice of the copied layers in a block with its halo: h layers, or one repeated
     # layer. With None nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # The number of cells that a block needs in addition to the width of the halo. None means no condition.
+    # The number of cells that a block needs in addition to the width of the halo. None: any number of cells suffices.
     spare: int | None = None
     factor: complex = 1
     value: Any = 0
@@ -52,7 +52,7 @@ class Side(NamedTuple):
         return scaled if type(self.value) is int and self.value == 0 else scaled + self.value
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
-        """Return the cotangent of the layers from the cotangent of the halo: the transpose of `filled`'s linear part."""
+        """Return the layers' cotangent from the halo's cotangent: the transpose of the linear part of `filled`."""
         # If all layers of the halo are copies of one layer, their cotangents are added.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total
@@ -68,7 +68,7 @@ _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair
 
 
 def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
-    """Return the boundary of each side; raise a ValueError or TypeError if it is unknown or has too few or many entries."""
+    """Return the boundary of each side; raise a ValueError or TypeError if the argument is invalid."""
     if not isinstance(boundary, (tuple, list)):
         side = _side(boundary, call)
         return ((side, side),) * ndim
@@ -76,7 +76,7 @@ def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
 
 
 def pairs_of(boundary: Boundary, ndim: int, allowed: str, call: str) -> list[tuple[Any, ...]]:
-    """Return a pair of entries, before and after, for each dimension; raise a ValueError for a wrong number of entries."""
+    """Return a pair of entries, before and after, for each dimension; raise a ValueError if their number is wrong."""
     entries = boundary if isinstance(boundary, (tuple, list)) else (boundary,) * ndim
     if len(entries) != ndim:
         raise ValueError(
@@ -103,13 +103,13 @@ def _side(kind: object, call: str) -> Side:
 
 
 def homogeneous(sides: Sides) -> Sides:
-    """Return the sides of the derivative: the linear part, without the values."""
+    """Return the boundaries of the exchange's derivative, its linear part: the same factors, and values of zero."""
     return tuple([(low._replace(value=0), high._replace(value=0)) for low, high in sides])
 
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
-    """Return the traced boundary value v, or None, and the sides with zero in the place of v, which must be one number."""
-    # An exchange of u with the value v equals an exchange of u - v with the value zero, plus v.
+    """Return the traced boundary value v (None if no value is traced), and the sides with zero instead of v."""
+    # An exchange of u with the value v is equal to an exchange of u - v with the value zero, plus v; v must be a number.
     all_sides = [side for pair in sides for side in pair]
     values = [side.value for side in all_sides if side.layers is None]
     traced = [side.value for side in all_sides if isbox(side.value)]
@@ -128,7 +128,7 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
 
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
-    """Raise a TypeError if a value can't be cast to the array's dtype by the rule "same_kind"."""
+    """Raise a TypeError if a boundary value can't be cast to the field's dtype by NumPy's rule "same_kind"."""
     for value in [side.value for pair in sides for side in pair]:
         if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(

@@ -13,7 +13,7 @@ from mpiad.domain.decomposition import per_dimension
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop_gradient
 
-_ROUNDING = 1e-9  # tolerance in cells for points at the ends of the grid
+_ROUNDING = 1e-9  # tolerance for points at the ends of the grid, as a fraction of the spacing
 
 
 class Lattice(NamedTuple):
@@ -36,7 +36,7 @@ def lattice_of(
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
         if not high > low:
             raise ValueError(f"Domain.coordinates: extent must go from a lower to a higher end, but got ({low}, {high}).")
-        # A periodic dimension has as many steps as cells: its upper end is the first cell again.
+        # A periodic dimension has as many steps as cells, since its upper end coincides with the first cell.
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)
@@ -55,7 +55,7 @@ def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
 
 
 class Location(NamedTuple):
-    """Owners, cells and positions of points."""
+    """The owners of points, their cells, and their positions between cells."""
 
     owner: Array  # int array of shape (...); the rank that owns the cell
     # Int array of shape (..., dimensions): the index, in the whole grid, of the last cell at or before the point.
@@ -64,7 +64,7 @@ class Location(NamedTuple):
 
 
 def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
-    """Return owners, cells and positions of points; raise a TypeError or ValueError if they aren't points of the grid."""
+    """Return the location of points; raise a TypeError or ValueError if they aren't points of the grid."""
     ndim, plain = len(partition.shape), np.asarray(stop_gradient(points))
     if plain.dtype.kind not in "fiu":
         raise TypeError(f"{call}: points must be an array of numbers, but got {type(points).__name__} of {plain.dtype}.")
@@ -74,22 +74,22 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
             f"{plain.shape}."
         )
     firsts, steps = np.array(lattice.firsts), np.array(lattice.steps)
-    place = ((points if isbox(points) else plain) - firsts) / steps  # in cells, from cell 0
-    _require_inside(plain, np.asarray(stop_gradient(place)), lattice, partition, call)
-    base = np.floor(np.asarray(stop_gradient(place))).astype(np.intp)
-    # A point at the last cell gets the preceding cell and the fraction one: no cell beyond the grid is needed.
+    position = ((points if isbox(points) else plain) - firsts) / steps  # distance from cell 0, in units of the spacing
+    _require_inside(plain, np.asarray(stop_gradient(position)), lattice, partition, call)
+    base = np.floor(np.asarray(stop_gradient(position))).astype(np.intp)
+    # A point at the last cell gets the preceding cell and the fraction one, so no cell beyond the grid is needed.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
-    fraction = place - base
+    fraction = position - base
     cell = base % np.array(partition.shape)
     return Location(partition.owners(cell), cell, fraction)
 
 
-def _require_inside(points: np.ndarray, place: np.ndarray, lattice: Lattice, partition: Partition, call: str) -> None:
+def _require_inside(points: np.ndarray, position: np.ndarray, lattice: Lattice, partition: Partition, call: str) -> None:
     last = np.array(partition.shape) - 1
-    inside = np.array(partition.periodic) & np.isfinite(place)
-    # The negation makes NaN count as outside.
-    outside = ~(inside | ((place >= -_ROUNDING) & (place <= last + _ROUNDING)))
+    inside = np.array(partition.periodic) & np.isfinite(position)
+    # The condition is negated so that NaN counts as outside.
+    outside = ~(inside | ((position >= -_ROUNDING) & (position <= last + _ROUNDING)))
     if not outside.any():
         return
     *which, axis = np.argwhere(outside)[0].tolist()

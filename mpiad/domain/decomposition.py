@@ -32,9 +32,9 @@ class Decomposition:
         comm: Comm = None,
     ):
         group = channel(comm, "Domain")
-        given = [f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}"]
+        arguments = [f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}"]
         partition, self.halo = alike_on_all(
-            group, lambda: _partition(group.size, shape, halo, periodic, dims), lambda _: given, "Domain"
+            group, lambda: _partition(group.size, shape, halo, periodic, dims), lambda _: arguments, "Domain"
         )
         self.comm, self._channel, self._partition = comm, group, partition
         self.shape, self.dims, self.periodic = partition.shape, partition.dims, partition.periodic
@@ -48,7 +48,7 @@ class Decomposition:
         self.interior = self._halo.interior[1:]  # without the leading ellipsis
 
     def halo_of(self, widths: tuple[int, ...]) -> Halo:
-        """Return the halo of these widths, which all operators of the same width share."""
+        """Return the halo with these widths; all operators with the same widths share one `Halo`."""
         if widths not in self._halos:
             self._halos[widths] = Halo(self._partition, self._channel.rank, widths, self.comm)
         return self._halos[widths]
@@ -58,7 +58,7 @@ class Decomposition:
 
 
 def checked_block(domain: Decomposition, u: Array, call: str, shape: Shape | None = None) -> LocalArray:
-    """Return u; raise a TypeError or ValueError if its shape isn't (..., *shape), by default that of the block."""
+    """Return u; raise a TypeError or ValueError if its shape isn't (..., *shape), by default (..., *local_shape)."""
     shape = domain.local_shape if shape is None else shape
     found = getval(u)
     if not is_array(found):
@@ -89,25 +89,25 @@ def listed(shape: Shape) -> str:
 
 
 PerDimension: TypeAlias = "int | Sequence[int]"
-"""A number for all dimensions, or one for each."""
+"""A number for all dimensions, or one number per dimension."""
 
 
 def _partition(
     size: int, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
 ) -> tuple[Partition, tuple[int, ...]]:
-    """Return the partition and the halo's widths; arguments and exceptions are those of `Domain`."""
+    """Return the partition and the halo's widths; the arguments and the exceptions are those of `Domain`."""
     cells = tuple(_integers(shape if isinstance(shape, Sequence) else [shape], "shape", 1))
     if not 1 <= len(cells) <= 3:
         raise ValueError(f"Domain: shape must have 1, 2 or 3 dimensions, but got {shape!r}.")
     ndim = len(cells)
     widths = tuple(_integers(per_dimension(halo, ndim, "halo"), "halo", 0))
     wraps = tuple(map(bool, per_dimension(periodic, ndim, "periodic")))
-    ranks = _chosen(size, cells, widths, wraps) if dims is None else _given(size, cells, widths, dims)
+    ranks = _automatic_dims(size, cells, widths, wraps) if dims is None else _checked_dims(size, cells, widths, dims)
     return Partition(cells, ranks, wraps), widths
 
 
 def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
-    """Return a list of one entry per dimension; raise a ValueError if a sequence has another length."""
+    """Return a list with one entry per dimension; raise a ValueError if `value` is a sequence of another length."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value] * ndim
     if len(value) != ndim:
@@ -125,7 +125,7 @@ def _integers(values: Sequence[Any], argument: str, least: int) -> list[int]:
     return found
 
 
-def _chosen(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool, ...]) -> tuple[int, ...]:
+def _automatic_dims(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool, ...]) -> tuple[int, ...]:
     found = choose_dims(cells, size, widths, wraps)
     if found is None:
         raise ValueError(
@@ -135,12 +135,12 @@ def _chosen(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool,
     return found
 
 
-def _given(size: int, cells: Shape, widths: tuple[int, ...], dims: int | Sequence[int] | None) -> tuple[int, ...]:
+def _checked_dims(size: int, cells: Shape, widths: tuple[int, ...], dims: int | Sequence[int] | None) -> tuple[int, ...]:
     ranks = tuple(_integers(per_dimension(dims, len(cells), "dims"), "dims", 1))
     if math.prod(ranks) != size:
         raise ValueError(
             f"Domain: dims {ranks} make {math.prod(ranks)} blocks, but the communicator has {size} ranks. "
-            "Their product must be the number of ranks; with None they are chosen automatically."
+            "Their product must be the number of ranks; with dims=None they are chosen automatically."
         )
     for axis, (n, p, h) in enumerate(zip(cells, ranks, widths)):
         if n < p:

@@ -1,9 +1,9 @@
-"""Halo exchange and its transpose: copy the cells around a block from the ranks that own them, and add them back.
+"""Halo exchange, which copies the cells own_copies a block from the ranks that own them, and its transpose.
 
 Filling a halo copies cells from the blocks that own them; beyond physical sides it sets boundary values, one dimension
-after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the
-rank that owns this cell. Each of the two is one node on the tape, and the adjoint of the other. `field_exchange`
-divides each into two halves, between which the program can compute.
+after the other, as `numpy.pad` does. Its transpose, folding, adds all_cells halo cell to the cell that it copies, on the
+rank that owns this cell. Each of the two operations is one node on the tape, and the adjoint of the other one.
+`field_exchange` divides both into halves, between which the program can compute. A *padded* array includes the halo.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _TAG = 32750
 
 
 class Local(NamedTuple):
-    """Cells of the halo that no message fills."""
+    """Cells of the halo (ghost cells) that no message fills."""
 
     ghost: Index
-    copied: Index | None  # cells of this rank that the ghost cells copy; None if these have a given value
+    copied: Index | None  # cells of this rank that the ghost cells copy; None if the ghost cells have a constant value
     axis: int = 0  # dimension of the physical side beyond which the ghost cells lie
-    place: int | None = None  # 0 or 1 for the low or high side; None if no physical side is involved
+    end: int | None = None  # 0 or 1 for the low or high side; None if no physical side is involved
 
     def side(self, sides: Sides) -> Side:
         """Return the boundary that fills these cells."""
-        return ZERO if self.place is None else sides[self.axis][self.place]
+        return ZERO if self.end is None else sides[self.axis][self.end]
 
 
 class Halo:
-    """The messages and local copies that fill the halo of a block; `interior`: index of the block in a padded array."""
+    """The messages and local copies that fill a block's halo; `interior` is the block's index in a padded array."""
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...], comm: Comm):
         self.geometry, self.comm = Geometry(partition, rank, widths), comm
@@ -49,36 +49,36 @@ class Halo:
         self._local: dict[tuple, list[list[Local]]] = {}
 
     def stages(self, scheme: str) -> tuple[Stage, ...]:
-        """Return the stages of a scheme."""
+        """Return the stages of a scheme of `routes`."""
         if scheme not in self._plans:
             self._plans[scheme] = plan(self.geometry, scheme)
         return self._plans[scheme]
 
     def local(self, sides: Sides, scheme: str) -> list[list[Local]]:
         """Return, for each stage, the cells of the halo that no message fills, in the order in which they are filled."""
-        # The key doesn't contain the values, since a program may give another value in each step.
+        # The key doesn't contain boundary values, since a program may use another value in each step.
         key = (scheme, *[side.layers for pair in sides for side in pair])
         if key not in self._local:
             self._local[key] = [self._local_of(stage, sides) for stage in self.stages(scheme)]
         return self._local[key]
 
     def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
-        beyond = [self._beyond(axis, place, across, sides[axis][place]) for axis, place, across in stage.beyond]
-        # Reversed, since folding goes through the list backwards, and adds them in their original order.
-        around = [Local(ghost, owned) for owned, ghost in reversed(stage.own_copies)]
-        return [*around, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
+        beyond = [self._beyond(axis, end, across, sides[axis][end]) for axis, end, across in stage.beyond]
+        # Reversed, so that folding, which goes through the list backwards, adds these copies in their original order.
+        own_copies = [Local(ghost, owned) for owned, ghost in reversed(stage.own_copies)]
+        return [*own_copies, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
 
-    def _beyond(self, axis: int, place: int, across: tuple[slice, ...], side: Side) -> Local:
+    def _beyond(self, axis: int, end: int, across: tuple[slice, ...], side: Side) -> Local:
         def index(along: slice) -> Index:
             return (..., *across[:axis], along, *across[axis + 1 :])
 
-        copied = None if side.layers is None else index(side.layers(self.shape[axis], self.widths[axis], place))
-        return Local(index(self.geometry.layers(axis, 2 * place - 1)), copied, axis, place)
+        copied = None if side.layers is None else index(side.layers(self.shape[axis], self.widths[axis], end))
+        return Local(index(self.geometry.layers(axis, 2 * end - 1)), copied, axis, end)
 
 
 @custom_operator
 def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded); collective. The adjoint is `fold_halo`."""
+    """Return the block u (..., *halo.shape) with its halo: (..., *halo.padded). Collective; adjoint: `fold_halo`."""
     out = empty_like(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
     out[halo.interior] = u
     fill_in_place(out, halo, sides, scheme)
@@ -86,7 +86,7 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
-    """Fill the halo of an array of shape (..., *padded) whose interior is set."""
+    """Fill the halo of an array of shape (..., *padded), whose interior contains the block."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     for _, local in stages:
         _fill_constants(out, local, sides)
@@ -115,24 +115,24 @@ def _fill_copies(out: LocalArray, local: list[Local], sides: Sides) -> None:
 
 @custom_operator
 def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Add the halo cells of g (..., *halo.padded) to their originals; return the block. The adjoint is `fill_halo`."""
+    """Add the halo cells of g (..., *halo.padded) to the cells that they copy; return the block. Adjoint: `fill_halo`."""
     total = copied(g)
     fold_in_place(total, halo, sides, scheme)
-    # A view, which saves a copy but keeps the halo allocated.
+    # The result is a view: this saves a copy, but keeps the memory of the halo allocated.
     return total[halo.interior]
 
 
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        # The order of filling is reversed, since local copies may be copies of cells that messages have filled.
+        # The order is the reverse of filling, in which local copies may copy cells that messages have filled.
         fold_local(total, local, sides, len(halo.shape))
         complete(total, post(total, stage.routes, True, _TAG, halo.comm), True)
 
 
 def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -> None:
-    """Add the cells that no message fills to the cells that they are copies of."""
-    # The order of filling is reversed, since a later side may copy halo cells of an earlier one.
+    """Add the halo cells that no message fills to the cells that they copy."""
+    # The order is the reverse of filling, in which a later side may copy halo cells of an earlier side.
     for cells in reversed(local):
         if cells.copied is not None:
             side, layers = cells.side(sides), total[cells.copied]
@@ -149,10 +149,10 @@ fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fill_in_place` for an array with a fixed address, as `InPlace.prepared` requires."""
+    """Return a function that does the work of `fill_in_place` for one array; see `InPlace.prepared`."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
-    every = [cells for _, local in stages for cells in local]
-    constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in every if cells.copied is None]
+    all_cells = [cells for _, local in stages for cells in local]
+    constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in all_cells if cells.copied is None]
     prepared = [
         (
             _prepared(out, stage, False, halo),
@@ -174,7 +174,7 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
 
 
 def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fold_in_place` for an array with a fixed address, as `InPlace.prepared` requires."""
+    """Return a function that does the work of `fold_in_place` for one array; see `InPlace.prepared`."""
     prepared, ndim = [], len(halo.shape)
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         copied = [cells for cells in reversed(local) if cells.copied is not None]
@@ -195,30 +195,30 @@ def _prepared(values: LocalArray, stage: Stage, backwards: bool, halo: Halo) -> 
     return PreparedStage(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else None
 
 
-def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
+def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
     return (0,) * len(halo.shape)
 
 
-def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return the cells that don't change during messages: all but ``layers(width)`` layers at sides with copies."""
+def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
+    """Return ranges of cells that messages don't change: all but ``layers(width)`` layers at sides that aren't constant."""
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
-    given = {(cells.axis, cells.place) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}
+    constant = {(cells.axis, cells.end) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}
     return [
-        (layers(width) * ((axis, 0) not in given), n - layers(width) * ((axis, 1) not in given))
+        (layers(width) * ((axis, 0) not in constant), n - layers(width) * ((axis, 1) not in constant))
         for axis, (n, width) in enumerate(zip(halo.padded, halo.widths))
     ]
 
 
 fill_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, fill_in_place,
+    lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _zero_widths, fill_in_place,
     _prepared_filling,
-    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, sides, scheme), changes_given=False,
+    lambda halo, sides, scheme=IN_TURN: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
 # The transpose of a reflection changes the h layers inside of the outermost layer of the block. With this layer and the
 # h layers of the halo, 2 h + 1 layers change.
 fold_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _none, lambda halo, *_: halo.widths, fold_in_place,
+    lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
     _prepared_folding,
-    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
+    lambda halo, sides, scheme=IN_TURN: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

@@ -20,13 +20,13 @@ from mpiad.transport.prepared_messages import PreparedMessages
 class PendingReceive(NamedTuple):
     """A message that this rank is receiving."""
 
-    parts: tuple[Index, ...]  # indices of the parts of the message
+    parts: tuple[Index, ...]  # indices, in the array, of the parts that the message consists of
     request: Request
 
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[PendingReceive]:
-    """Start the messages of a stage for values (..., *padded): block to halo, or `backwards` halo to block."""
-    # Receives are posted first: MPI needn't buffer the messages.
+    """Start the messages of a stage for an array (..., *padded), from blocks to halos, or `backwards`."""
+    # Receives are posted first, so that MPI needn't buffer the messages.
     incoming = []
     for route in routes:
         parts = route.ours if backwards else route.ghosts
@@ -38,9 +38,9 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
 
 
 def complete(values: LocalArray, incoming: list[PendingReceive], backwards: bool) -> None:
-    """Wait for the messages of a stage, and write them to their cells; with `backwards`, add them to the cells."""
+    """Wait for the messages of a stage, and write their values to the cells; with `backwards`, add the values instead."""
     for parts, request in incoming:
-        # Messages are completed in a fixed order, so that a cell of several parts is summed in a fixed order.
+        # Messages are completed in a fixed order, so that contributions to one cell are added in a fixed order.
         message, start = mpi_wait(request), 0
         for index in parts:
             shape = values[index].shape
@@ -60,17 +60,17 @@ class PreparedStage:
     """The messages of a stage, for an array with a fixed address that is exchanged repeatedly; arguments as for `post`."""
 
     def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
-        outgoing = [_Edges(values, route.ghosts if backwards else route.ours) for route in routes]
-        # Backwards, received values are added to the cells, so they need a buffer.
-        incoming = [_Edges(values, route.ours if backwards else route.ghosts, buffered=backwards) for route in routes]
-        self._packed = [copy for edges in outgoing for copy in edges.copies]
-        self._unpacked = [copy for edges in incoming for copy in edges.copies]
+        outgoing = [_Packing(values, route.ghosts if backwards else route.ours) for route in routes]
+        # With `backwards`, received values are added to the cells, so they need a buffer.
+        incoming = [_Packing(values, route.ours if backwards else route.ghosts, buffered=backwards) for route in routes]
+        self._packed = [copy for memory in outgoing for copy in memory.copies]
+        self._unpacked = [copy for memory in incoming for copy in memory.copies]
         self._combine = _add if backwards else np.copyto
         group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
-        self._messages = PreparedMessages(group, peers, tag, [e.message for e in outgoing], [e.message for e in incoming])
+        self._messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
 
     def run(self) -> Iterator[None]:
-        """Start the messages, yield, and complete them; the cells of active messages mustn't change meanwhile."""
+        """Start the messages, yield, and complete them; until then the cells of these messages mustn't be changed."""
         messages = self._messages
         try:
             for cells, part in self._packed:
@@ -79,21 +79,21 @@ class PreparedStage:
             yield
             messages.finish("exchange")
         except BaseException as error:
-            # A GeneratorExit if the program was abandoned; active messages may still write to the array.
+            # The error is a GeneratorExit if the program was abandoned. Active messages may still write to the array.
             name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
-            messages.leave(f"{name} left a program in which messages were under way.")
+            messages.leave(f"{name} ended a program while messages were active.")
             raise
         combine = self._combine
         for cells, part in self._unpacked:
             combine(cells, part)
 
 
-class _Edges:
-    """A message of several parts of an array: a view if they are contiguous, else a buffer."""
+class _Packing:
+    """The memory of a message: a view of the array if the message is one contiguous part, else a buffer."""
 
     def __init__(self, values: np.ndarray, parts: tuple[Index, ...], buffered: bool = False):
         cells = [values[index] for index in parts]
-        self.copies: list[tuple[np.ndarray, np.ndarray]] = []  # parts of the array and the views of the buffer
+        self.copies: list[tuple[np.ndarray, np.ndarray]] = []  # parts of the array, with views of the buffer
         if len(cells) == 1 and cells[0].flags.c_contiguous and not buffered:
             self.message = cells[0]
             return

@@ -17,7 +17,7 @@ from mpiad._typing import Rank, Shape
 
 @dataclass(frozen=True)
 class Partition:
-    """A grid of cells and the grid of ranks over it."""
+    """A grid of cells, and the grid of ranks that own its blocks."""
 
     shape: Shape  # cells along each dimension
     dims: tuple[int, ...]  # ranks along each dimension
@@ -28,7 +28,7 @@ class Partition:
         return tuple(int(index) for index in np.unravel_index(rank, self.dims))
 
     def rank(self, position: tuple[int, ...]) -> Rank | None:
-        """Return the rank at a position, None beyond a side that isn't periodic."""
+        """Return the rank at a position, or None if the position is beyond a side that isn't periodic."""
         number = 0
         for index, n, periodic in zip(position, self.dims, self.periodic):
             if not 0 <= index < n and not periodic:
@@ -73,22 +73,22 @@ def lengths(block: tuple[slice, ...]) -> Shape:
 
 
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
-    """Return the grid of ranks with the least halo surface, None if no grid gives every rank enough cells."""
+    """Return the grid of ranks with the smallest halo, or None if no grid gives every rank enough cells."""
     fitting = [
-        dims for dims in _factorisations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
+        dims for dims in _factorizations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
     ]
 
     def cost(dims: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
-        # At each cut across a dimension of n cells, `halo` layers of cells / n cells are exchanged.
+        # At each cut across a dimension of n cells, h layers are exchanged, each with 1 / n of the grid's cells.
         exchanged = sum(cut * max(1, h) * (math.prod(shape) // n) for cut, h, n in zip(cuts, halo, shape))
-        # Grids with more ranks along the first dimensions win ties: their halo layers are contiguous in memory.
+        # If costs are equal, more ranks along the first dimensions are better: their halo layers are contiguous in memory.
         return exchanged, tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)
 
 
-def _factorisations(size: int, ndim: int) -> list[tuple[int, ...]]:
+def _factorizations(size: int, ndim: int) -> list[tuple[int, ...]]:
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     return [
         (*first, size // math.prod(first))
