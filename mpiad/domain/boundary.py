@@ -109,7 +109,7 @@ def homogeneous(sides: Sides) -> Sides:
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
     """Return the traced boundary value v (None if no value is traced), and the sides with zero instead of v."""
-    # An exchange of u with the value v is equal to an exchange of u - v with the value zero, plus v; v must be a number.
+    # An exchange of u with the value v is equal to an exchange of u - v with the value zero, plus v; v must be one number.
     all_sides = [side for pair in sides for side in pair]
     values = [side.value for side in all_sides if side.layers is None]
     traced = [side.value for side in all_sides if isbox(side.value)]

@@ -26,7 +26,7 @@ from mpiad.domain import (
 from mpiad.domain.boundary import Boundary
 from mpiad.domain.coordinates import Lattice, Location, lattice_of
 from mpiad.domain.decomposition import Decomposition, checked_block, listed
-from mpiad.domain.field_exchange import Begun
+from mpiad.domain.field_exchange import ActiveExchange
 from mpiad.domain.interpolation import PointTables
 from mpiad.domain.stencils import Stencil
 from mpiad.primitives import mpi_allreduce
@@ -42,11 +42,11 @@ class Domain(Decomposition):
     shape : int or tuple of int
         Cells of the whole grid along each dimension.
     halo : int or tuple of int
-        Number of halo layers that `exchange` adds on each side of a block, for all dimensions or for each.
+        Number of halo layers that `exchange` adds on each side of a block: one number, or one per dimension.
     periodic : bool or tuple of bool
         Whether the last cell along a dimension is followed by the first.
     dims : tuple of int, optional
-        Ranks along each dimension; by default the numbers with the least halo surface.
+        Number of ranks along each dimension; by default the numbers with the smallest halos.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -62,13 +62,13 @@ class Domain(Decomposition):
     local_shape, padded_shape : tuple of int
         Cells of this rank's block, without and with its halo.
     interior : tuple of slice
-        The slices of the block in an array that includes its halo.
+        The index of the block in an array that includes its halo.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid or differs between ranks, a rank would own no cells, or the halo exceeds the
-        smallest block.
+        On all ranks, if an argument is invalid or differs between ranks, if a rank would own no cells, or if the halo is
+        wider than the smallest block.
 
     Ranks
     -----
@@ -98,12 +98,12 @@ class Domain(Decomposition):
         u : array of shape (..., *local_shape), or a tuple or list of them
             Several fields of one dtype are sent in one message to each neighbor.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            Values beyond the sides of the grid that aren't periodic, as in the modes constant, edge and reflect of
-            `numpy.pad`; in a tuple, one of these or a pair (before, after) for each dimension. The number may be traced; it
-            must then be the same on all sides that have a number.
+            Values beyond the sides of the grid that aren't periodic: a number, or the values of the modes edge and reflect
+            of `numpy.pad`. A tuple has such an entry, or a pair (before, after) of entries, per dimension. The number may
+            be traced, if it is the same on all sides that have a number.
         corners : bool
-            Whether to fill halo cells diagonally outside of the block. With False, which suffices for star stencils, they
-            are zero, and all messages are sent at once.
+            Whether to fill the halo cells at the corners of the block. If False, these cells are zero, and all messages are
+            sent at once; this suffices for star stencils.
 
         Returns
         -------
@@ -128,32 +128,32 @@ class Domain(Decomposition):
         >>> domain = mpiad.Domain(12)
         >>> (x,) = domain.coordinates()
         >>> padded = domain.exchange(x, boundary="edge")
-        >>> print(domain.max(padded[2:] - x), domain.min(padded[2:] - x))  # no difference across the end
+        >>> print(domain.max(padded[2:] - x), domain.min(padded[2:] - x))  # beyond the end, the last cell is copied
         1.0 0.0
         """
         return field_exchange.exchange(self, u, boundary, corners)
 
     def begin_exchange(
         self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True
-    ) -> Begun:
+    ) -> ActiveExchange:
         """Start an exchange that `end_exchange` completes; computations in between overlap with the messages.
 
         Parameters
         ----------
         u, boundary, corners
-            As in `exchange`. `u` may be overwritten afterwards, since a copy is exchanged.
+            As in `exchange`. The program may overwrite `u` after this call, since a copy is exchanged.
 
         Returns
         -------
         request
-            For `end_exchange`.
+            The argument of `end_exchange`.
 
         Raises
         ------
         TypeError, ValueError
             As in `exchange`.
         RequestError
-            If an exchange is still active after 224 later ones of the same communicator were begun.
+            If an exchange hasn't been ended when 224 later exchanges of the same communicator have begun.
 
         Ranks
         -----
@@ -162,7 +162,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        Receives the cotangents of halo cells, which the adjoint of `end_exchange` has started to send.
+        The cotangents of halo cells, which the adjoint of `end_exchange` has started to send, are received and added.
 
         Examples
         --------
@@ -174,7 +174,7 @@ class Domain(Decomposition):
         """
         return field_exchange.begin_exchange(self, u, boundary, corners)
 
-    def end_exchange(self, begun: Begun) -> Any:
+    def end_exchange(self, begun: ActiveExchange) -> Any:
         """Complete an exchange.
 
         Parameters
@@ -200,35 +200,35 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        Starts to send the cotangents of halo cells to the ranks that own these cells.
+        The cotangents of halo cells start to be sent to the ranks that own these cells.
         """
         padded = field_exchange.end_fill(begun)
         return begun.finish(padded)
 
     def stencil(self, weights: Array, boundary: Boundary = "zero") -> Stencil:
-        """Make an operator that returns weighted sums over the neighbors of each cell, with the same weights in all cells.
+        """Create an operator that returns weighted sums over each cell's neighbors, with the same weights in all cells.
 
         Parameters
         ----------
         weights : real array with an odd length along each dimension of the grid
             The weights of the neighbors; the center is the weight of the cell itself.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            Values beyond the sides, as in `exchange`, untraced.
+            Values beyond the sides, as in `exchange`, but not traced.
 
         Returns
         -------
         Stencil
-            ``stencil(u)`` exchanges the halo that the weights need, regardless of the `halo` of the domain, and returns an
-            array like u. It is differentiable to any order; the reverse pass takes about as long as the forward pass.
+            ``stencil(u)`` returns an array like u. It exchanges as many halo layers as the weights need, regardless of the
+            `halo` of the domain. It is differentiable to any order; a reverse pass takes about as long as a forward pass.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if `weights` isn't a real array with odd lengths, or their radius exceeds the smallest block.
+            On all ranks, if `weights` isn't a real array with odd lengths, or needs a halo wider than the smallest block.
 
         Ranks
         -----
-        All ranks make it with the same arguments, and call it together.
+        All ranks create the operator with the same arguments, and all ranks call it.
 
         Adjoint
         -------
@@ -238,11 +238,11 @@ class Domain(Decomposition):
         return stencils.stencil(self, weights, boundary)
 
     def laplacian(self, spacing: float | Sequence[float] = 1.0, *, order: int = 2, boundary: Boundary = "zero") -> Stencil:
-        """Make the Laplacian by central differences, as an operator on fields.
+        """Create the Laplacian by central differences, as an operator on fields.
 
         Parameters
         ----------
-        spacing : float or one for each dimension
+        spacing : float, or one per dimension
             Distance between cells.
         order : {2, 4, 6, 8, ...}
             Order of accuracy in the spacing; the stencil uses order / 2 neighbors on each side.
@@ -287,17 +287,17 @@ class Domain(Decomposition):
             ``weights[k]`` holds, for each cell, the factor of the neighbor at offset ``k - lengths // 2``. The lengths are
             odd. Differentiable.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            Values beyond the sides, as in `exchange`, untraced.
+            Values beyond the sides, as in `exchange`, but not traced.
 
         Returns
         -------
         array of shape (..., *local_shape)
-            In cell i the sum over k of ``weights[k][i] * u[i + k - lengths // 2]``.
+            In cell i, the sum over k of ``weights[k][i] * u[i + k - lengths // 2]``.
 
         Raises
         ------
         TypeError, ValueError
-            If an array has another shape, or the weights' radius exceeds the smallest block.
+            If an array has another shape, or the weights need a halo wider than the smallest block.
 
         Ranks
         -----
@@ -305,8 +305,8 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The cotangent of a cell, times a weight, is added to the cotangent of the neighbor. Times the neighbor's value, it
-        is added to the cotangent of the weight.
+        The cotangent of a cell, times a weight, is added to the cotangent of the neighbor. The cotangent of the cell, times
+        the neighbor's value, is added to the cotangent of the weight.
         """
         return stencils.correlate(self, u, weights, boundary)
 
@@ -356,7 +356,7 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            On the root, of shape (..., *shape); on other ranks empty, with length 0 along the first dimension of the grid.
+            On the root, an array of shape (..., *shape); on other ranks an empty one, with length 0 along dimension 0.
 
         Raises
         ------
@@ -387,7 +387,7 @@ class Domain(Decomposition):
         Parameters
         ----------
         index : int array of shape (..., dimensions), or a tuple of int for one cell
-            Indices in the whole grid: any integers on periodic dimensions, no negative ones on others.
+            Indices in the whole grid: any integers along periodic dimensions, no negative numbers along others.
 
         Returns
         -------
@@ -420,12 +420,12 @@ class Domain(Decomposition):
         index : int array of shape (..., dimensions), or a tuple of int for one cell
             As in `owner`.
         halo : bool
-            Whether to return indices of the block with its halo; cells of the halo are then allowed.
+            Whether to return indices in the block with its halo. If True, cells of the halo are allowed.
 
         Returns
         -------
         int array of the shape of `index`
-            ``u[tuple(local)]`` is one cell, ``u[tuple(local.T)]`` are all cells of a list.
+            For one cell, ``u[tuple(local)]`` is its value; for a list of cells, ``u[tuple(local.T)]`` are their values.
 
         Raises
         ------
@@ -455,7 +455,7 @@ class Domain(Decomposition):
         index : int array of shape (..., dimensions), or a tuple of int for one cell
             Indices in this rank's block.
         halo : bool
-            Whether these are indices of the block with its halo.
+            Whether `index` are indices in the block with its halo.
 
         Returns
         -------
@@ -483,17 +483,17 @@ class Domain(Decomposition):
         centred: bool = False,
         halo: bool = False,
     ) -> tuple[LocalArray, ...]:
-        """Return the coordinates of this rank's cells: one array per dimension, which broadcast to the block's shape.
+        """Return the coordinates of this rank's cells: one array per dimension; the arrays broadcast to the block's shape.
 
         Parameters
         ----------
-        spacing, origin : float or one for each dimension
+        spacing, origin : float, or one per dimension
             Cell i lies at ``origin + i * spacing``.
         extent : float, or a length or pair (low, high) for each dimension, optional
             The interval that the whole grid covers, instead of `spacing` and `origin`. The first and last cells lie at its
-            ends; on a periodic dimension the upper end is the first cell again.
+            ends. Along a periodic dimension, the upper end of the interval coincides with the first cell.
         centred : bool
-            Whether cells lie half a spacing further. With `extent` they then lie at the centers of equal parts of it.
+            Whether to shift cells by half a spacing. With `extent`, cells then lie at the centers of equal intervals.
         halo : bool
             Whether to include the cells of the halo.
 
@@ -530,7 +530,7 @@ class Domain(Decomposition):
         Parameters
         ----------
         points : array of shape (..., dimensions)
-            Coordinates; on periodic dimensions any number is valid.
+            Coordinates; along periodic dimensions any finite number is valid.
         spacing, origin, extent, centred
             Positions of the cells, as in `coordinates`.
 
@@ -547,7 +547,7 @@ class Domain(Decomposition):
         ValueError
             If a point lies outside the grid, that is, before its first cell or beyond its last one.
         TypeError
-            If points aren't numbers.
+            If `points` isn't an array of real numbers.
 
         Ranks
         -----
@@ -576,14 +576,14 @@ class Domain(Decomposition):
         ----------
         u : array of shape (..., *local_shape)
         points : array of shape (..., dimensions)
-            Coordinates; with ``result="own"`` each rank's own points, otherwise the same on all ranks. For a field on a
-            device the points may be on the host, which is faster: points on a device are copied to the host by each call.
+            Coordinates. With ``result="own"`` each rank passes its own points, otherwise all ranks pass the same points.
+            For a field on a device, points on the host are faster: each call copies points on a device to the host.
         spacing, origin, extent, centred
             Positions of the cells, as in `coordinates`.
         result : {"all", "share", "own"}
             "all": every rank gets the values at all points. "share": a rank gets the values at the points in its block, and
-            zeros at the others. The sum of the shares over the ranks is "all"; so a program that adds up many steps can
-            reduce once, at the end. "own": each rank gets the values at its own points.
+            zeros at all other points. The sum of the shares over the ranks is the result of "all", so a program that adds
+            the results of many steps can reduce once, at the end. "own": each rank gets the values at its own points.
 
         Returns
         -------
@@ -593,8 +593,8 @@ class Domain(Decomposition):
         Raises
         ------
         ValueError
-            If a point lies outside the grid (with "own", on all ranks), or `result` is unknown. With "all", also on all
-            ranks, if points differ between ranks, and a point has no owner or several.
+            If a point lies outside the grid (with "own", on all ranks), or `result` is unknown. With "all", on all ranks,
+            if points differ between ranks so that a point has no owner or several owners.
         ReplicationError
             A ValueError on all ranks, under ``MPIAD_DEBUG=1`` and with "all" or "share", if points differ between ranks in
             any bit.
@@ -603,13 +603,13 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it. With "own" the points of all ranks are gathered on every rank. This is for receivers and probes,
-        not for as many particles as there are cells.
+        All ranks call it. With "own", every rank gets the points of all ranks, so the number of points should be far
+        below the number of cells, as for receivers and probes.
 
         Adjoint
         -------
-        The cotangent of a value is added, times the interpolation weights, to the cotangents of the cells around the point.
-        Times the slopes between these cells, it is added to the cotangent of the point.
+        The cotangent of a value, times the interpolation weights, is added to the cotangents of the cells around the point.
+        The cotangent of a value, times the slopes between these cells, is added to the cotangent of the point.
 
         Examples
         --------
@@ -631,7 +631,7 @@ class Domain(Decomposition):
         Returns
         -------
         scalar
-            The same on all ranks.
+            The sum, including leading axes; the same on all ranks.
 
         Raises
         ------
@@ -690,7 +690,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        With G the sum of all ranks' cotangents, u gets the cotangent G v, and v gets Gᵀ u.
+        The cotangents of u and v are G v and Gᵀ u, where G is the sum of all ranks' cotangents of the result.
         """
         for several in (u, v):
             if np.ndim(getval(checked_block(self, several, "Domain.gram"))) != len(self.shape) + 1:
@@ -709,7 +709,7 @@ class Domain(Decomposition):
         square = anp.real(self.dot(anp.conj(u), u))
         if is_device_array(getval(square)):  # without a copy to the host
             zero = getval(square) == 0
-            # At zero the root of one is computed, since the derivative would be zero times infinity.
+            # If the square is zero, the root of one is computed, since the derivative would be zero times infinity.
             return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
         return anp.sqrt(square) if getval(square) else square
 
@@ -737,7 +737,7 @@ class Domain(Decomposition):
         Adjoint
         -------
         The sum of all ranks' cotangents goes to the cell with the largest value. If several cells have this value, the sum
-        is divided equally among their ranks, and on each rank among its cells. For NaN all cotangents are NaN.
+        is divided equally among their ranks, and on each rank among its cells. All cotangents are NaN if a cell is NaN.
         """
         return mpi_allreduce(anp.max(checked_block(self, u, "Domain.max")), MAX, comm=self.comm)
 
@@ -769,7 +769,7 @@ class Domain(Decomposition):
         Parameters
         ----------
         fun : callable
-            ``fun(u, *args)`` is called on every rank with this rank's block, and returns its L_r, one real number.
+            ``fun(u, *args)`` is called on every rank r with its block, and returns L_r, one real number; see `objective`.
         x0 : array of shape (..., *local_shape), or pytree of them
             This rank's block of the starting point.
         method : {"L-BFGS-sharded", "Newton-CG-sharded"}
@@ -786,10 +786,10 @@ class Domain(Decomposition):
         callback : callable, optional
             ``callback(u)`` is called on every rank after each iteration.
         objective : {"root", "sum", "mean"}
-            Minimize the L_r of rank 0 (for a `fun` that returns `Domain.sum`), the sum of all L_r, or their mean.
+            The minimized function J: L_0 (for a `fun` that returns `Domain.sum`), the sum of all L_r, or their mean.
         args : tuple
         checkpoint : path or mpiad.optimize.CheckpointFile, optional
-            As in `minimize`: each rank writes its own files next to this path. Any number of ranks can resume from them.
+            As in `minimize`: each rank writes its own files next to this path. Any number of ranks can resume from these.
         progress : bool
             Whether rank 0 writes its progress to standard error.
 
@@ -801,7 +801,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if an argument on any of them is invalid, for example if an `x0` isn't a block.
+            On all ranks, if an argument is invalid on any rank, for example if `x0` doesn't have the shape of its block.
         WorkerError
             On all ranks, if an evaluation raises on any rank.
 
@@ -846,7 +846,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            If `seed` isn't an integer from 0 to 2**128 - 1; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ.
+            If `seed` isn't an integer from 0 to 2**128 - 1. On all ranks, under ``MPIAD_DEBUG=1``, if arguments differ.
 
         Ranks
         -----
@@ -876,10 +876,10 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if a `u` isn't an array of numbers of this shape, or paths, leading axes or dtypes differ.
+            On all ranks, if on any rank `u` isn't an array of numbers of this shape, or if the ranks' arguments differ.
         OSError
-            On all ranks, if the file can't be written, or `path` is a folder, pipe or device. An existing file is then
-            unchanged.
+            On all ranks, if the file can't be written, or `path` is a folder, pipe or device. An existing file isn't
+            changed in this case.
 
         Ranks
         -----

@@ -27,10 +27,10 @@ from mpiad.transport.tracing import restoring_state
 # Halo exchange in two halves, *begin* and *end*, which overlaps messages with computation, forwards and backwards.
 #
 # All messages of an exchange start together, also those between diagonal neighbors, and the end returns the block with
-# its halo. In the reverse pass the end comes first: its adjoint starts to send the halo's cotangents to the owners of
-# the cells, and the adjoint of the begin receives and adds them. So the adjoint of each half of filling a halo is a
-# half of folding it (adding its cells to their originals), and vice versa. The first half passes its data to the second
-# in a request.
+# its halo. The reverse pass starts with the adjoint of *end*, which starts to send the halo's cotangents to the owners
+# of the cells; the adjoint of *begin* receives and adds them. So the adjoint of each half of filling a halo is a half of
+# folding it (adding halo cells to the cells that they copy), and vice versa. The first half passes its data to the
+# second in a request.
 #
 # Ranks begin exchanges in the same order but may end them in any order. Therefore the exchanges on a communicator are
 # numbered; the tag of the messages of an exchange, its adjoint and its tangents follows from its number.
@@ -40,12 +40,12 @@ _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
 
 
 class Exchange(NamedTuple):
-    """Parameters of an exchange that both halves need."""
+    """The parameters of an exchange, for both of its halves."""
 
     halo: Halo
     sides: Sides
     scheme: str  # a scheme with a single stage
-    number: int  # counts the exchanges of a communicator
+    number: int  # number of this exchange among those of the communicator
     backwards: bool = False  # whether the halo is folded, instead of filled
 
     @property
@@ -59,7 +59,7 @@ class Exchange(NamedTuple):
         return self.halo, self.number
 
     def renumbered(self) -> int:
-        """Return the next number, for a run of a compiled program."""
+        """Return a new number, for another run of the exchange in a compiled program."""
         return _next_number(point_to_point(self.halo.comm, _BEGIN))
 
     def transposed(self) -> Exchange:
@@ -67,7 +67,7 @@ class Exchange(NamedTuple):
         return self._replace(sides=homogeneous(self.sides), backwards=not self.backwards)
 
 
-class Begun(Request):
+class ActiveExchange(Request):
     """An active exchange: `Domain.end_exchange` returns its result."""
 
     __slots__ = ("__weakref__", "pending", "exchange", "finish", "values")
@@ -81,13 +81,13 @@ class Begun(Request):
         self.finish: Any = None  # function from the filled array to the user's result
 
 
-def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
-    """Start to fill the halo of a block; raise a RequestError if no tag is free. The adjoint is the end of folding."""
+def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> ActiveExchange:
+    """Start to fill a block's halo; raise a RequestError if no tag is free. The adjoint is the second half of folding."""
     group = point_to_point(halo.comm, _BEGIN)
     exchange = Exchange(halo, sides, scheme, _next_number(group))
-    begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
+    begun: ActiveExchange = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
-    # A weak reference, since an exchange without other references can't be ended.
+    # A weak reference: if the program has discarded the exchange, it can't end it, and the tag becomes free.
     group.active_exchanges[exchange.tag] = ref(begun)
     return begun
 
@@ -97,7 +97,7 @@ def _next_number(group: Channel) -> int:
     number = group.exchanges
     reference = group.active_exchanges.get(_tag_of(number))
     earlier = None if reference is None else reference()
-    # Equal numbers mean that the number was reset after a trace, and the same exchange begins again.
+    # If the numbers are equal, the counter was reset after a trace, and the same exchange begins again.
     if earlier is not None and not earlier.done and earlier.exchange.number != number:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
@@ -110,14 +110,14 @@ def _tag_of(number: int) -> int:
     return _FIRST_TAG + number % _TAGS
 
 
-def end_fill(begun: Begun) -> LocalArray:
-    """Complete an exchange and return the block with its halo. The adjoint is the start of folding."""
-    if not isinstance(begun, Begun):
+def end_fill(begun: ActiveExchange) -> LocalArray:
+    """Complete an exchange and return the block with its halo. The adjoint is the first half of folding."""
+    if not isinstance(begun, ActiveExchange):
         raise TypeError(f"{_END}: expected a result of {_BEGIN}, but got {type(begun).__name__}.")
     return communicate(_END_OPERATION, None, claim(begun, _END))
 
 
-def _start(x: LocalArray, exchange: Exchange) -> Begun:
+def _start(x: LocalArray, exchange: Exchange) -> ActiveExchange:
     halo = exchange.halo
     (stage,), (local,) = halo.stages(exchange.scheme), halo.local(exchange.sides, exchange.scheme)
     if exchange.backwards:
@@ -129,12 +129,12 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
         values[halo.interior] = x
     with restoring_state(), suspended():
         pending = post(values, stage.routes, exchange.backwards, exchange.tag, halo.comm)
-    return Begun(exchange, values, pending)
+    return ActiveExchange(exchange, values, pending)
 
 
-def _finish(x: None, begun: Begun) -> LocalArray:
+def _finish(x: None, begun: ActiveExchange) -> LocalArray:
     exchange, values, pending = begun.exchange, begun.values, begun.pending
-    # This frees the buffers even if the user keeps `begun`.
+    # The buffers are freed even if the user keeps a reference to `begun`.
     begun.done, begun.values, begun.pending = True, None, []
     halo = exchange.halo
     with restoring_state(), suspended():
@@ -146,8 +146,8 @@ def _finish(x: None, begun: Begun) -> LocalArray:
     return values
 
 
-def _adjoint_of_begin(ans: Begun, x: Array, exchange: Exchange, level: int) -> Any:
-    """Return the function that ends the transposed exchange, which the adjoint of the end has begun."""
+def _adjoint_of_begin(ans: ActiveExchange, x: Array, exchange: Exchange, level: int) -> Any:
+    """Return the function that ends the transposed exchange, which the adjoint of `end_exchange` has begun."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> Any:
@@ -157,7 +157,7 @@ def _adjoint_of_begin(ans: Begun, x: Array, exchange: Exchange, level: int) -> A
     return vjp
 
 
-def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
+def _adjoint_of_end(ans: Array, x: None, begun: ActiveExchange, level: int) -> Any:
     """Return the function that begins the transposed exchange."""
     cell, transposed = begun.cell(level), begun.exchange.transposed()
 
@@ -167,12 +167,12 @@ def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
     return vjp
 
 
-def _tangent_of_begin(dx: Array, ans: Begun, x: Array, exchange: Exchange, level: int) -> None:
+def _tangent_of_begin(dx: Array, ans: ActiveExchange, x: Array, exchange: Exchange, level: int) -> None:
     tangent = exchange._replace(sides=homogeneous(exchange.sides))
     ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, tangent)
 
 
-def _tangent_of_end(dx: None, ans: Array, x: None, begun: Begun, level: int) -> Any:
+def _tangent_of_end(dx: None, ans: Array, x: None, begun: ActiveExchange, level: int) -> Any:
     cell = begun.cell(level)
     pending, cell.request = cell.request, None
     return communicate(_END_OPERATION, None, pending)
@@ -187,13 +187,13 @@ _END_OPERATION.define(_finish, _adjoint_of_end, _tangent_of_end)
 Finish = Callable[[LocalArray], Any]
 
 
-def exchange(domain: Decomposition, u: LocalArray | Sequence[LocalArray], boundary: Boundary, corners: bool) -> Any:
+def exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> Any:
     """See `Domain.exchange`."""
     u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.exchange")
     return [] if u is None else finish(fill_halo(u, domain._halo, sides, IN_TURN if corners else FACES))
 
 
-def begin_exchange(domain: Decomposition, u: LocalArray | Sequence[LocalArray], boundary: Boundary, corners: bool) -> Begun:
+def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> ActiveExchange:
     """See `Domain.begin_exchange`."""
     u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.begin_exchange")
     if u is None:
@@ -204,8 +204,8 @@ def begin_exchange(domain: Decomposition, u: LocalArray | Sequence[LocalArray], 
 
 
 def _prepared(domain: Decomposition, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
-    """Return one array to exchange, its boundary, and the function that makes the result from the padded array."""
-    # A traced value is subtracted before and added after the exchange, whose only traced input is u.
+    """Return one array to exchange, its boundary, and the function that converts the padded array to the result."""
+    # A traced boundary value is subtracted before the exchange and added afterwards: only u is a traced input of it.
     value, sides = shifted(sides_of(boundary, len(domain.shape), call), call)
     if value is not None and not corners:
         raise TypeError(f"{call}: a traced boundary value needs corners=True, because it also fills the corners.")
@@ -231,12 +231,12 @@ def _joined(domain: Decomposition, fields: Sequence[LocalArray], call: str) -> t
     leading = [field.shape[: field.ndim - len(domain.shape)] for field in fields]
     stops = np.cumsum([math.prod(lead) for lead in leading])
 
-    def apart(padded: LocalArray) -> list[LocalArray]:
+    def separated(padded: LocalArray) -> list[LocalArray]:
         pieces = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leading)]
         return [piece.reshape(lead + domain.padded_shape) for piece, lead in zip(pieces, leading)]
 
-    # The leading axes of each field are flattened to one, along which the fields are joined.
-    return concatenate([field.reshape((-1, *domain.local_shape)) for field in fields]), apart
+    # The leading axes of each field are merged into one axis, along which the fields are concatenated.
+    return concatenate([field.reshape((-1, *domain.local_shape)) for field in fields]), separated
 
 
 def _unchanged(padded: LocalArray) -> LocalArray:

@@ -1,4 +1,4 @@
-"""Fields in files: one array in NumPy's format, of which each rank writes or reads its block."""
+"""Fields in files: one array in NumPy's format, in which each rank writes or reads its block."""
 
 from __future__ import annotations
 

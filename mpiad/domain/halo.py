@@ -1,7 +1,7 @@
-"""Halo exchange, which copies the cells own_copies a block from the ranks that own them, and its transpose.
+"""Halo exchange, which copies the cells around a block from the ranks that own them, and its transpose.
 
 Filling a halo copies cells from the blocks that own them; beyond physical sides it sets boundary values, one dimension
-after the other, as `numpy.pad` does. Its transpose, folding, adds all_cells halo cell to the cell that it copies, on the
+after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the
 rank that owns this cell. Each of the two operations is one node on the tape, and the adjoint of the other one.
 `field_exchange` divides both into halves, between which the program can compute. A *padded* array includes the halo.
 """

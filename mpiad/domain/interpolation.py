@@ -1,7 +1,7 @@
 """Coordinates of cells, owners of points, and interpolation at points between cells.
 
 The cells of a grid represent points with equal spacing. A user's point lies, along each dimension, between a cell and
-the next one; it belongs to the rank that owns the first of them.
+the next cell. The rank that owns the first of these cells (along all dimensions) also owns the point.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mpiad.transport.tracing import settled
 
 # Interpolation weights are computed on the host.
 #
-# They are cached in a table, so that a program that evaluates a field at the same receivers in each step locates them
-# once. For a field on a device, the table is copied to the device once, and the interpolation runs there. The weights of
-# traced points are traced, and are computed and copied in each call.
+# The weights are cached in a table, so that a program that evaluates a field at the same points in each step locates the
+# points once. For a field on a device, the table is copied to the device once, and the interpolation runs there. The
+# weights of traced points are traced; each call computes them, and copies them to the device.
 
 _MAX_TABLES = 8  # maximum number of cached tables
 
@@ -46,10 +46,10 @@ class PointTable(NamedTuple):
     """The cells and weights of a set of points on one rank."""
 
     # The cells around each of the p points that this rank owns, shape (2**dimensions, p), in the flattened padded block.
-    places: Constants
-    order: Constants  # the index of each point in a list of this rank's points, followed by the others
+    corners: Constants
+    order: Constants  # the index of each point in the list of this rank's points, followed by all other points
     owned: Constants  # for all points, 1.0 if this rank owns them and 0.0 if not, in the weights' dtype
-    weights: Any  # weights of the cells in `places`; Constants, or an array if it is traced
+    weights: Any  # weights of the cells in `corners`: Constants, or a traced array
     shape: Shape  # shape of the array of points, without its last axis
 
 
@@ -61,59 +61,59 @@ class PointTables:
         # the block.
         self.halo = domain.halo_of((1,) * len(domain.shape))
         self._partition, self._rank = domain._partition, domain._channel.rank
-        # The index, in the whole grid, of the first cell of the block with this halo.
+        # The index, in the whole grid, of the first cell of the padded block (the block with this halo).
         self._starts = np.array([cells.start for cells in domain.owned]) - 1
-        self._kept: OrderedDict[tuple, PointTable] = OrderedDict()
+        self._tables: OrderedDict[tuple, PointTable] = OrderedDict()
 
     def table(self, points: Array, lattice: Lattice, dtype: np.dtype, call: str) -> PointTable:
-        """Return the table of host points (..., dimensions), traced or not; raise the exceptions of `located`."""
+        """Return the table of host points (..., dimensions), which may be traced; raise the exceptions of `located`."""
         # The weights of traced points belong to this trace and aren't cached.
         if isbox(points):
-            return self._found(located(points, lattice, self._partition, call), dtype)
+            return self._table_of(located(points, lattice, self._partition, call), dtype)
         plain: Any = np.ascontiguousarray(points)
         # The key hashes the values, since a program may write other points into the same array.
         content = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
         key = (*content, *lattice.firsts, *lattice.steps, dtype.char)
-        if key not in self._kept:
-            self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
-            if len(self._kept) > _MAX_TABLES:
+        if key not in self._tables:
+            self._tables[key] = self._table_of(located(plain, lattice, self._partition, call), dtype)
+            if len(self._tables) > _MAX_TABLES:
                 # Remove the least recently used table.
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key]
 
-    def _found(self, location: Location, dtype: np.dtype) -> PointTable:
+    def _table_of(self, location: Location, dtype: np.dtype) -> PointTable:
         ndim, owners = len(self._starts), location.owner.reshape(-1)
         mine = np.flatnonzero(owners == self._rank)
         corner = (location.cell.reshape(-1, ndim)[mine] - self._starts).T
         fraction = anp.reshape(location.fraction, (-1, ndim))[mine].astype(dtype)
         steps = list(itertools.product((0, 1), repeat=ndim))
-        places = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self.halo.padded) for step in steps]
-        # The weight of a corner of a cell is the product of its weights along each dimension.
+        corners = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self.halo.padded) for step in steps]
+        # The weight of a corner is the product of its weights along all dimensions.
         factors = [(1.0 - fraction[:, axis], fraction[:, axis]) for axis in range(ndim)]
         weights = anp.stack([reduce(operator.mul, map(operator.getitem, factors, step)) for step in steps])
         order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
-        kept = weights if isbox(weights) else Constants(weights)
+        stored_weights = weights if isbox(weights) else Constants(weights)
         owned = Constants((owners == self._rank).astype(dtype))
-        return PointTable(Constants(np.stack(places)), Constants(order), owned, kept, location.owner.shape)
+        return PointTable(Constants(np.stack(corners)), Constants(order), owned, stored_weights, location.owner.shape)
 
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
-    """Return a field's values at this rank's points, and zeros at the others, on the device of the padded block."""
+    """Return a field's values at this rank's points, and zeros at all other points, on the device of the padded block."""
     namespace, weights = arrays_of(stop_gradient(padded)), table.weights
     lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
     if isinstance(weights, Constants):
         (weights,) = weights.on(namespace)
     elif namespace is not None:
         weights = array_to_device(weights, namespace)
-    (places,) = table.places.on(namespace)
+    (corners,) = table.corners.on(namespace)
     # Corners are added one by one, so that rounding doesn't depend on the number of points that a rank owns.
-    terms = anp.reshape(padded, (*lead, cells))[..., places] * weights
-    values = reduce(operator.add, [terms[..., k, :] for k in range(len(places))])
-    count, known = math.prod(table.shape), places.shape[-1]
+    terms = anp.reshape(padded, (*lead, cells))[..., corners] * weights
+    values = reduce(operator.add, [terms[..., k, :] for k in range(len(corners))])
+    count, known = math.prod(table.shape), corners.shape[-1]
     if known < count:
         zeros = Spec((*lead, count - known), values.dtype, namespace).zeros()
-        # A permutation of values and zeros has an adjoint; assignment to elements of an array of zeros has none.
+        # A permutation of values and zeros can be differentiated, unlike an assignment to elements of an array of zeros.
         values = concatenate([values, zeros], axis=-1)[..., table.order.on(namespace)[0]]
     return anp.reshape(values, (*lead, *table.shape))
 
@@ -149,7 +149,7 @@ def interpolate(
     u = checked_block(domain, u, call)
     if result == "own":
         return _interpolate_own(domain, tables, u, points, lattice, call)
-    _require_place(u, points, call)
+    _require_same_device(u, points, call)
     points = _on_host(points)
     if watch_settings.debug():
         named_points = [("points", np.asarray(stop_gradient(points)))]
@@ -157,7 +157,7 @@ def interpolate(
     share, table = _share(domain, tables, u, points, lattice, call)
     if result == "share":
         return share
-    # The same message sums the number of owners of each point, which isn't one if points differ between ranks.
+    # The same reduction also counts the owners of each point: points differ between ranks if one doesn't have one owner.
     (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)
@@ -168,10 +168,10 @@ def interpolate(
 def _share(
     domain: Decomposition, tables: PointTables, u: LocalArray, points: Array, lattice: Lattice, call: str
 ) -> tuple[LocalArray, PointTable]:
-    """Return the values at the points that this rank owns, zeros at the others, and the table of the points."""
+    """Return the values at the points that this rank owns, with zeros at all other points, and the table of the points."""
     # Values beyond physical sides have weight zero, but must be finite.
     sides = sides_of("edge", len(domain.shape), call)
-    # Points are located before the exchange: no rank waits in it for a rank that raises.
+    # Points are located before the exchange, so that no rank waits in the exchange for a rank that raises.
     table = tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
     return interpolated(fill_halo(u, tables.halo, sides), table, len(domain.shape)), table
 
@@ -179,16 +179,16 @@ def _share(
 def _interpolate_own(
     domain: Decomposition, tables: PointTables, u: LocalArray, points: Array, lattice: Lattice, call: str
 ) -> LocalArray:
-    # All ranks raise before the points are sent, if one rank has a point outside the grid.
+    # If any rank has a point outside the grid, all ranks raise, before the points are sent.
     with raising_together(domain._channel):
-        _require_place(u, points, call)
+        _require_same_device(u, points, call)
         points = _on_host(points)
         located(points, lattice, domain._partition, call)
     ndim, shape = len(domain.shape), np.shape(stop_gradient(points))[:-1]
-    # Converted to floats: some ranks may pass integers, but all must gather the same dtype.
+    # Points are converted to floats, since all ranks must gather the same dtype, and some may pass integers.
     flat = anp.reshape(points, (-1, ndim)) * 1.0
     counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=domain.comm)]
-    # The points are gathered on all ranks; each value is returned only to the rank that asked for it.
+    # All points are gathered on all ranks; each value is returned only to the rank that passed the point.
     everywhere = mpi_allgather(flat, axis=0, comm=domain.comm)
     share, _ = _share(domain, tables, u, everywhere, lattice, call)
     mine = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=domain.comm)
@@ -208,12 +208,12 @@ def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
         return
     wrong = np.flatnonzero(counts != 1.0)
     raise agreed(channel, ValueError(
-        f"{call}: {_SAME_POINTS}, but differ: {wrong.size} of {counts.size} points aren't owned by exactly one rank. For "
-        f"example, {counts[wrong[0]].real:.0f} ranks own their point {wrong[0]}. {_REMEDY}"
+        f"{call}: {_SAME_POINTS}, but they differ: {wrong.size} of {counts.size} points aren't owned by exactly one rank. "
+        f"For example, {counts[wrong[0]].real:.0f} ranks own their point {wrong[0]}. {_REMEDY}"
     ))  # fmt: skip
 
 
-def _require_place(u: LocalArray, points: Array, call: str) -> None:
+def _require_same_device(u: LocalArray, points: Array, call: str) -> None:
     """Raise a TypeError if points are on a device and the field isn't on the same one."""
     namespace = arrays_of(stop_gradient(points))
     if namespace is not None and namespace != arrays_of(stop_gradient(u)):

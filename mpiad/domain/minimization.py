@@ -1,4 +1,4 @@
-"""`Domain.minimize`: `mpiad.minimize` for variables on a grid of which each rank holds a block."""
+"""`Domain.minimize`: `mpiad.minimize` for fields, of which each rank holds a block."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def minimize(
             checked_block(domain, leaf, _CALL)
     # Imported here, because `optimize` is a layer above `domain`.
     optimize = import_module("mpiad.optimize")
-    kept: Any = optimize.CheckpointFile(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
-    # With the blocks' positions the file can be read on another number of ranks.
-    if isinstance(kept, optimize.CheckpointFile) and kept.blocks is None:
-        kept = kept._replace(blocks=domain.owned)
-    return optimize.minimize(fun, x0, method=method, comm=domain.comm, checkpoint=kept, **keywords)
+    file: Any = optimize.CheckpointFile(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
+    # The file contains the blocks' positions, so that any number of ranks can read it.
+    if isinstance(file, optimize.CheckpointFile) and file.blocks is None:
+        file = file._replace(blocks=domain.owned)
+    return optimize.minimize(fun, x0, method=method, comm=domain.comm, checkpoint=file, **keywords)

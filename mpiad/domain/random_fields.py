@@ -12,7 +12,7 @@ from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.agreement import require_same
 from mpiad.transport.guarded import watch_settings
 
-_UNIT = 2.0**-53  # uniform numbers have 53 random bits, as in NumPy
+_UNIT = 2.0**-53  # uniform numbers have 53 random bits, like NumPy's
 
 
 def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
@@ -28,17 +28,17 @@ def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
     out = np.empty((count, *domain.local_shape))
     for field in range(count):
         for row in np.ndindex(domain.local_shape[:-1]):
-            place = field
-            # The index in the whole grid selects the element.
+            index = field
+            # A cell's index in the whole grid selects its element of the sequence.
             for n, i, cells in zip(domain.shape, row, rows):
-                place = place * n + cells.start + i
-            start = place * domain.shape[-1] + last.start
+                index = index * n + cells.start + i
+            start = index * domain.shape[-1] + last.start
             out[(field, *row)] = _normals(generator, start, last.stop - last.start)
     return out.reshape(*shape, *domain.local_shape)
 
 
 def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
-    """Return `count` normal numbers from number `start` on; a step of the generator returns bits for two of them."""
+    """Return `count` normal numbers, beginning with number `start`; each step of the generator yields two numbers."""
     state = generator.state
     step = start // 2
     state["state"]["counter"] = np.array([step % 2**64, step >> 64, 0, 0], np.uint64)
@@ -47,5 +47,5 @@ def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
     odd = start % 2
     raw = generator.random_raw(2 * (count + odd))[2 * odd :].reshape(count, 2)
     uniform = ((raw >> np.uint64(11)).astype(float) + 0.5) * _UNIT
-    # The Box-Muller transform: only the first of two results is used, so each cell has its own pair.
+    # The Box-Muller transform: only the first of its two results is used, so each cell has its own pair of uniform numbers.
     return np.sqrt(-2.0 * np.log(uniform[:, 0])) * np.cos(2.0 * math.pi * uniform[:, 1])

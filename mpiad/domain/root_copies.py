@@ -1,10 +1,10 @@
 """Detect variables of a solve that are used as blocks of a grid although the root holds them.
 
-Such a solve passes the root's variables to every rank. If they have the shape of a block, every rank gets the same
-block, and the objective is computed for a grid of equal blocks. Therefore the solve registers the arrays that it
-passes, and operations of a domain raise if they get one of them, or a view of one, as a block. An array that is
-computed from the variables may be intended as a block, so it only causes a warning, if a variable has the shape of a
-block.
+Such a solve passes copies of the root's variables to every rank. If they have the shape of a block, every rank gets the
+same block, and the objective is computed for a grid of equal blocks. Therefore the solve registers the arrays that it
+passes, and operations of a domain raise an error if their argument is such an array, or a view of such an array. An array
+that is computed from the variables may be intended as a block. So it only causes a warning, if a variable has the shape
+of a block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport.tracing import restoring_state, tracing
 
 _log = logging.getLogger("mpiad")
-_INSTEAD = (
+_ADVICE = (
     "call domain.minimize(fun, x0), or minimize with method='L-BFGS-sharded', for which each rank has its own variables"
 )
 
@@ -34,11 +34,11 @@ class _Solve:
 
 
 def of_root_copies(fun: Function) -> Function:
-    """Return `fun` with a check: while it runs, domains don't accept arrays of its first argument as blocks."""
+    """Return `fun` with a check: while `fun` runs, domains don't accept the arrays of its first argument as blocks."""
     solve = _Solve()
 
     def run(x: Array, *args: Any) -> Any:
-        # In nested solves, the variables of both are registered.
+        # In nested solves, the variables of all of them are registered.
         outer = tracing.root_copies
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))
         with restoring_state():
@@ -54,16 +54,16 @@ def of_root_copies(fun: Function) -> Function:
 def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
     """Raise a ValueError if u is a registered variable; warn, on rank 0, if it may be computed from one."""
     solve = tracing.root_copies
-    # If a grid is divided among one rank only, several ranks may hold copies of it.
+    # If one rank owns the whole grid of a domain, several ranks may have such domains with equal fields.
     if solve is None or ranks == 1:
         return
     block = getval(u)
     if not _ends_in(block, shape):
         return
-    if any(_is_of(block, array, shape) for array in solve.arrays):
+    if any(_is_view_of(block, array, shape) for array in solve.arrays):
         raise ValueError(
             f"{call}: expected a block of this rank, but got a variable of which every rank has the root's copy, because "
-            f"the root of the solve holds the variables. Instead {_INSTEAD}. If all blocks should be equal, pass a copy, "
+            f"the root of the solve holds the variables. Instead {_ADVICE}. If all blocks should be equal, pass a copy, "
             "1.0 * x."
         )
     # Only traced arrays are known to depend on the variables.
@@ -72,16 +72,16 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
         _log.warning(
             "%s: the block was computed from variables of which every rank has the root's copy, and one of them has the "
             "shape of a block, %s. If each rank should have its own variables, the result is wrong: %s.", call, shape,
-            _INSTEAD,
+            _ADVICE,
         )  # fmt: skip
 
 
-def _is_of(block: Array, array: Array, shape: Shape) -> bool:
+def _is_view_of(block: Array, array: Array, shape: Shape) -> bool:
     if block is array:
         return True
     if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
         return False
-    # The whole array in another shape, or one of its fields; a block that is cut out of a whole grid is allowed.
+    # True for the whole array in another shape, and for one of its fields. A block cut out of a whole grid is allowed.
     return block.size == array.size or _ends_in(array, shape)
 
 

@@ -1,10 +1,10 @@
 """The plan of an exchange: the cells that each rank sends to others, in consecutive stages.
 
-There are three schemes. "In turn": one stage per dimension, whose layers include the halo of earlier dimensions and
-therefore the corners; at most six messages. "Together": one stage with all neighbors, also diagonal ones; at most 26
-messages, all of which overlap with computation. "Faces": one stage without diagonal neighbors, for star stencils.
+There are three schemes. "In turn" has one stage per dimension, and at most six messages; the layers of a stage include
+the halo of earlier dimensions, and thus the corners. "Together" has one stage for all neighbors, also diagonal ones, and
+at most 26 messages, which overlap with computation. "Faces" has one stage, for star stencils: no diagonal neighbors.
 
-All cells that a rank needs from another in one stage form one message, even on both sides of a periodic dimension.
+All cells that a rank needs from another rank in one stage form one message, even if they lie on two sides of its block.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Route(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Copies that are made at the same time."""
+    """Copies of cells that don't depend on each other, and are made at the same time."""
 
     routes: tuple[Route, ...]
-    own_copies: tuple[tuple[Index, Index], ...]  # cells of this rank, and the cells of its own halo that copy them
-    # Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for the low or high side, and the extent
-    # of the layers along the other dimensions.
+    own_copies: tuple[tuple[Index, Index], ...]  # pairs: cells of the block, and the cells of its own halo that copy them
+    # The physical sides, in the order in which they are filled afterwards: the dimension, 0 or 1 for the low or high side,
+    # and the extent of the layers along the other dimensions.
     beyond: tuple[tuple[int, int, tuple[slice, ...]], ...]
     empty: tuple[Index, ...] = ()  # halo cells that hold zero
 
@@ -60,9 +60,9 @@ class Geometry:
                 yield step
 
     def neighbour(self, step: Step) -> Rank | None:
-        """Return the rank at a step from this one, None beyond a physical side."""
-        place = self.partition.position(self.rank)
-        return self.partition.rank(tuple(index + s for index, s in zip(place, step)))
+        """Return the neighbor in the direction of a step, None beyond a physical side."""
+        position = self.partition.position(self.rank)
+        return self.partition.rank(tuple(index + s for index, s in zip(position, step)))
 
     def ghosts(self, step: Step, across: tuple[slice, ...]) -> Index:
         """Return the halo cells in the direction of a step; along other dimensions they extend over `across`."""
@@ -80,7 +80,7 @@ class Geometry:
         return slice(start, start + h)
 
     def extent(self, axis: int) -> slice:
-        """Return the extent along a dimension of the block with its halo, without the halo beyond physical sides."""
+        """Return the range of the block and its halo along a dimension, without the halo beyond physical sides."""
         low, high = self.neighbours[axis]
         n, h = self.shape[axis], self.widths[axis]
         return slice(0 if low is not None else h, n + h + (h if high is not None else 0))
@@ -98,7 +98,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
         return (_stage(geometry, adjacent, geometry.block, beyond, empty),)
     extents = [geometry.extent(axis) for axis in range(ndim)]
-    # A side fills all cells along earlier dimensions, but not the cells beyond physical sides of later dimensions.
+    # The layers of a side include the whole halo along earlier dimensions, but along later ones not beyond physical sides.
     beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *extents[axis:]))
     return (_stage(geometry, adjacent + diagonal, geometry.block, beyond),)
 
@@ -113,10 +113,10 @@ def _stage_along(geometry: Geometry, axis: int) -> Stage:
 
 def _beyond(geometry: Geometry, across: Callable) -> tuple[tuple[int, int, tuple[slice, ...]], ...]:
     return tuple(
-        (axis, place, across(axis))
+        (axis, end, across(axis))
         for axis, (pair, h) in enumerate(zip(geometry.neighbours, geometry.widths))
-        for place in (0, 1)
-        if h and pair[place] is None
+        for end in (0, 1)
+        if h and pair[end] is None
     )
 
 
@@ -130,10 +130,10 @@ def _stage(
         peer = geometry.neighbour(step)
         if peer is None:
             continue
-        # The peer's step to this rank is the opposite one.
+        # The peer's step to this rank is the opposite step.
         back = tuple(-s for s in step)
         if peer == geometry.rank:
-            # With one rank along a periodic dimension, the halo is a copy of the block's other end.
+            # With one rank along a periodic dimension, the halo is a copy of layers at the block's opposite side.
             own_copies.append((geometry.ours(back, across), geometry.ghosts(step, across)))
             continue
         # Sender and receiver sort the parts of a message by the sender's step.

@@ -32,11 +32,11 @@ def gather(domain: Decomposition, u: LocalArray, root: Rank) -> RootArray:
     """See `Domain.gather`."""
     u = checked_block(domain, u, "Domain.gather")
     lead = u.shape[: u.ndim - len(domain.shape)]
-    # Blocks are concatenated along the axis of cells, the first one: only its length differs between ranks.
+    # Blocks are concatenated along the first axis, their flattened cells; the other axes have the same length on all ranks.
     cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=domain.comm)
     if domain._channel.rank == root:
         return from_blocks(cells, domain._partition)
-    # The result is empty, but has the same number of axes: the same program runs on all ranks.
+    # The result is empty, but has the same number of axes as on the root, so that all ranks can run the same program.
     return cells.reshape((*lead, 0, *domain.shape[1:]))
 
 
@@ -53,7 +53,7 @@ def to_local(domain: Decomposition, index: Array, halo: bool) -> Array:
     widths = np.array(domain.halo if halo else (0,) * len(domain.shape))
     starts = np.array([cells.start for cells in domain.owned]) - widths
     local = cells - starts
-    # A halo may hold cells of the other end of the grid.
+    # Along a periodic dimension, a halo may contain cells of the opposite end of the grid.
     local = np.where(np.array(domain.periodic), local % np.array(domain.shape), local)
     outside = ((local < 0) | (local >= np.array(domain.local_shape) + 2 * widths)).any(axis=-1)
     if outside.any():
@@ -70,11 +70,11 @@ def to_local(domain: Decomposition, index: Array, halo: bool) -> Array:
 def to_global(domain: Decomposition, index: Array, halo: bool) -> Array:
     """See `Domain.to_global`."""
     call = "Domain.to_global"
-    places = _index_array(domain, index, call)
+    indices = _index_array(domain, index, call)
     widths = np.array(domain.halo if halo else (0,) * len(domain.shape))
     shape = np.array(domain.local_shape) + 2 * widths
-    _require_inside(places, shape, f"{call}: index {{}} isn't in a block of {{}} cells")
-    return _in_grid(domain, places + np.array([cells.start for cells in domain.owned]) - widths, call)
+    _require_inside(indices, shape, f"{call}: index {{}} isn't in a block of {{}} cells")
+    return _in_grid(domain, indices + np.array([cells.start for cells in domain.owned]) - widths, call)
 
 
 def _index_array(domain: Decomposition, index: object, call: str) -> np.ndarray:
@@ -104,10 +104,10 @@ def _require_inside(index: np.ndarray, shape: np.ndarray, message: str) -> None:
 
 @primitive
 def into_blocks(u: RootArray, partition: Partition) -> RootArray:
-    """Reorder an array of shape (..., *partition.shape) to shape (cells, ...), with cells in the order of ranks."""
+    """Reorder an array of shape (..., *partition.shape) to shape (cells, ...), with the cells sorted by owner."""
     lead = u.shape[: u.ndim - len(partition.shape)]
     out = empty_like(u, (math.prod(partition.shape), *lead))
-    for cells, block in _places(partition):
+    for cells, block in _ranges(partition):
         out[cells] = np.moveaxis(u[(..., *block)].reshape(*lead, -1), -1, 0)
     return out
 
@@ -117,13 +117,13 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     """Return the whole array of shape (..., *partition.shape), the inverse of `into_blocks`."""
     lead = cells.shape[1:]
     out = empty_like(cells, lead + partition.shape)
-    for own, block in _places(partition):
+    for own, block in _ranges(partition):
         out[(..., *block)] = np.moveaxis(cells[own], 0, -1).reshape(lead + lengths(block))
     return out
 
 
-def _places(partition: Partition) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-    """Yield each rank's cells in the order of ranks, and its block in the grid."""
+def _ranges(partition: Partition) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+    """Yield, for each rank, the range of its cells in an array sorted by owner, and its block in the grid."""
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = partition.block(rank)

@@ -1,10 +1,10 @@
 """The operator S E of a stencil: E exchanges the halo, S computes the sums.
 
-It is one node on the tape, which keeps no arrays. Communication overlaps with the sums of the interior. The transpose is
+It is one node on the tape, and saves no arrays. Communication overlaps with the sums of the interior. The transpose is
 Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights are reversed along each dimension. If each dimension is periodic or
 has the boundary "zero", Eᵀ Sᵀ is the mirrored stencil with the same exchange, so the reverse pass costs as much as the
 forward pass. With "edge" or "reflect", cells beyond a side are copies of cells inside; the transpose computes the sums of
-the mirrored stencil there, too, and adds each to the cell that was copied.
+the mirrored stencil beyond the side, too, and adds each of them to the cell that was copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpiad.transport.buffers import empty_like, zeros_like
 _TAG = 32749
 
 Terms: TypeAlias = tuple[tuple[float, tuple[tuple[int, ...], ...]], ...]
-"""For each weight, the offsets with this weight, counted from the lowest corner."""
+"""Pairs of a weight and all offsets with this weight, which are counted from the lowest corner of the stencil."""
 Box: TypeAlias = tuple[slice, ...]
 
 
@@ -37,7 +37,7 @@ class StencilSums:
         self.weights, self.radius, self.halo, self.sides, self.comm = weights, halo.widths, halo, sides, halo.comm
         self.terms: Terms = terms_of(weights)
         reached = np.argwhere(weights) != np.array(self.radius)
-        # Star stencils, with offsets along one dimension at a time, need no corners.
+        # Star stencils, whose offsets are nonzero along one dimension only, need no corners.
         self.scheme = FACES if (reached.sum(axis=1) <= 1).all() else TOGETHER
         (self._stage,) = halo.stages(self.scheme)
         self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
@@ -65,7 +65,7 @@ class StencilSums:
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
     def buffer_for(self, u: LocalArray) -> LocalArray:
-        """Return an array of shape (..., *padded) with arbitrary values, for `u`."""
+        """Return an array of shape (..., *padded), with arbitrary values, of the dtype of `u`."""
         shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
         # The array is removed from the cache during use, so that another thread allocates a new one.
         buffer = self._buffers.pop() if self._buffers else None
@@ -95,7 +95,7 @@ class StencilSums:
         """Return Eᵀ Sᵀ g."""
         halo, ndim = self.halo, len(self.halo.shape)
         lead = g.shape[: g.ndim - ndim]
-        # The sums are computed in the halo, too, so g is padded with zeros of twice the radius.
+        # The sums are computed in the halo, too, so g is padded with 2 * radius layers of zeros on each side.
         framed = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
         framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
         total = empty_like(g, lead + halo.padded)
@@ -107,7 +107,7 @@ class StencilSums:
 
 
 def terms_of(weights: np.ndarray) -> Terms:
-    """Return the terms of a stencil; the weights with the largest numbers of offsets come first."""
+    """Return the terms of a stencil, sorted by the number of offsets, the largest first."""
     groups: dict[float, list[tuple[int, ...]]] = {}
     for offset in np.argwhere(weights):
         groups.setdefault(weights[tuple(offset)].item(), []).append(tuple(offset.tolist()))
@@ -115,7 +115,7 @@ def terms_of(weights: np.ndarray) -> Terms:
 
 
 def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) -> None:
-    """Write the sums of a box of cells: ``out[i]`` is the sum of ``weight * source[i + offset]``."""
+    """Compute the sums in a box of cells: ``out[i]`` is the sum of ``weight * source[i + offset]``."""
     target = out[(..., *box)]
     if not terms:
         target[...] = 0
@@ -140,7 +140,7 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) ->
 
 @custom_operator
 def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Return the stencil's sums; see `Stencil`."""
+    """Return the stencil's sums: S E u. See `Stencil`."""
     return stencil.summed(u)
 
 
@@ -156,7 +156,7 @@ def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
 
 
 apply_stencil.preserves_spec = apply_transpose.preserves_spec = True
-# S E is affine, because of the values beyond the sides. The transpose interchanges the cells i and j of each weight.
+# S E is affine, because of the values beyond the sides; its derivative is the same stencil with zeros beyond the sides.
 defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
 defvjp(apply_transpose, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
@@ -171,7 +171,7 @@ def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
     """Return the box of cells whose sums need no halo, or None, and boxes that cover the other cells."""
     inside, boxes = list(_all_of(halo.shape)), []
     for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
-        # In a block that isn't longer than both halos together, every sum needs halo cells.
+        # If a block isn't longer than its two halos together, every sum needs halo cells.
         if n <= 2 * r:
             return None, [_all_of(halo.shape)]
         if r:

@@ -18,12 +18,12 @@ from mpiad.domain.varying_stencil import varying_sum
 
 
 class Stencil:
-    """A stencil on a domain; made by `Domain.stencil` and `Domain.laplacian`.
+    """A stencil on a domain; created by `Domain.stencil` and `Domain.laplacian`.
 
     Attributes
     ----------
     weights : array
-        The lengths are odd; the center is the weight of the cell itself.
+        The weights of the neighbors, an odd number along each dimension; the center is the weight of the cell itself.
     radius : tuple of int
         Largest offset along each dimension.
     """
@@ -87,14 +87,14 @@ def laplacian(domain: Decomposition, spacing: float | Sequence[float], order: in
     ndim = len(domain.shape)
     if order not in range(2, 42, 2):
         raise ValueError(f"Domain.laplacian: order must be even, from 2 to 40, but got {order!r}.")
-    reach, along = order // 2, _second_difference(order)
+    center, line_weights = order // 2, _second_difference(order)
     weights = np.zeros((order + 1,) * ndim)
     for axis, step in enumerate(per_dimension(spacing, ndim, "spacing")):
         if not float(step) > 0:
             raise ValueError(f"Domain.laplacian: spacing must be positive along each dimension, but got {spacing!r}.")
-        line = [reach] * ndim
+        line = [center] * ndim
         line[axis] = slice(None)  # type: ignore[call-overload]
-        weights[tuple(line)] += along / float(step) ** 2
+        weights[tuple(line)] += line_weights / float(step) ** 2
     return stencil(domain, weights, boundary)
 
 
@@ -114,7 +114,7 @@ def correlate(domain: Decomposition, u: LocalArray, weights: LocalArray, boundar
 
 
 def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, call: str) -> Halo:
-    """Return the halo that weights of these lengths need."""
+    """Return the halo that is needed by weights with these lengths along the dimensions."""
     if len(lengths) != len(domain.shape) or any(length % 2 == 0 for length in lengths):
         raise ValueError(
             f"{call}: weights must have an odd length along each of {len(domain.shape)} dimensions, but have {lengths}."
@@ -131,7 +131,7 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
 
 
 def _second_difference(order: int) -> np.ndarray:
-    """Return the weights of the central difference of the second derivative."""
+    """Return the weights of the central difference for the second derivative."""
     m = order // 2
     # The closed form of the coefficients in table 1 of `laplacian`'s reference. All weights add up to zero.
     side = [

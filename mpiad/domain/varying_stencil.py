@@ -1,7 +1,7 @@
 """Stencils whose weights differ from cell to cell; they are bilinear in the field and the weights.
 
-Three maps are each other's derivatives: the weighted sums y = Σ_k w_k u_k over shifted parts u_k of a padded field; the
-transpose, which adds w_k g to these parts; and the products g u_k, the derivative with respect to the weights.
+Each of three maps has the other two as derivatives: the sums y = Σ_k w_k u_k over shifted parts u_k of a padded field;
+the transpose, which adds w_k g to these parts; and the products g u_k, the derivative with respect to the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad.transport.buffers import empty_like, zeros_like
 
 @primitive
 def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
-    """Return weighted sums of shape (..., *cells) of an array (..., *padded), with weights (*lengths, *cells)."""
+    """Return weighted sums, shape (..., *cells), of an array of shape (..., *padded), with weights (*lengths, *cells)."""
     lengths, cells = _shapes(weights)
     like, shape = _wider(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
     total = zeros_like(like, shape)
@@ -50,13 +50,13 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
     total = empty_like(_wider(g, padded), lengths + cells)
     for offset, piece in _pieces(lengths, cells):
-        # All fields along leading axes have the same weights.
+        # The fields along leading axes share the weights, so their contributions are added.
         total[offset] = (g * padded[piece]).reshape(-1, *cells).sum(axis=0)
     return total
 
 
 def _wider(x: LocalArray, y: LocalArray) -> LocalArray:
-    """Return an array with the dtype of the product of two arrays."""
+    """Return an array that has the dtype of the product of x and y; its shape and values are arbitrary."""
     dtype = np.result_type(x.dtype, y.dtype)
     return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
 
