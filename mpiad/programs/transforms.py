@@ -65,7 +65,7 @@ class CallNode(OrderedNode):
     def __init__(
         self, value: Any, fun: Any, args: tuple, params: Any, parent_argnums: Sequence[int], parents: Sequence[Any]
     ):
-        tape = next(parent.tape for parent in parents if type(parent.tape) is ProgramTape)
+        tape = next(parent.tape for parent in parents if type(getattr(parent, "tape", None)) is ProgramTape)
         tape.add(self, value, fun, args, params, parent_argnums, parents)
 
 
@@ -88,7 +88,7 @@ class ProgramTape(OrderedTape):
 
     def add(self, node: Any, value: Any, fun: Any, args: tuple, params: Any, argnums: Sequence[int], parents: Any) -> None:
         """Append the node of a call."""
-        pairs = [(k, parent.index) for k, parent in zip(argnums, parents) if parent.tape is self]
+        pairs = [(k, parent.index) for k, parent in zip(argnums, parents) if getattr(parent, "tape", None) is self]
         own, steps = [k for k, _ in pairs], self.recorder.steps
         args = tuple([None if k in own else self.referenced(x) for k, x in enumerate(args)])
         params = self.referenced(params) if type(params) is dict else on_host(params)
