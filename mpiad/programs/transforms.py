@@ -81,17 +81,19 @@ class ProgramTape(OrderedTape):
 
     def referenced(self, x: Any) -> Any:
         """Return the value of a nest at this time, with references to the trace."""
-        x = mapped(x, _innermost)
-        if hides_traced(x):
+        return self.recorder.referenced(mapped(x, _innermost))
+
+    def _argument(self, x: Any) -> Any:
+        if type(x) not in _boxes and not isinstance(x, (Traced, VSpace)) and hides_traced(x):
             self.recorder.refuse("a derivative gets objects that contain traced values")
-        return self.recorder.referenced(x)
+        return self.referenced(x)
 
     def add(self, node: Any, value: Any, fun: Any, args: tuple, params: Any, argnums: Sequence[int], parents: Any) -> None:
         """Append the node of a call."""
         pairs = [(k, parent.index) for k, parent in zip(argnums, parents) if getattr(parent, "tape", None) is self]
         own, steps = [k for k, _ in pairs], self.recorder.steps
-        args = tuple([None if k in own else self.referenced(x) for k, x in enumerate(args)])
-        params = self.referenced(params) if type(params) is dict else on_host(params)
+        args = tuple([None if k in own else self._argument(x) for k, x in enumerate(args)])
+        params = self._argument(params) if type(params) is dict else on_host(params)
         node.tape, node.like, node.index = self, self.referenced(value), len(self.record)
         node.inputs, node.pull = [index for _, index in pairs], _Call(fun, args, params, own, steps[-1] if steps else None)
         self.record.append(node)
