@@ -876,7 +876,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if on any rank `u` isn't an array of numbers of this shape, or if the ranks' arguments differ.
+            On all ranks, if any rank's `u` isn't such an array of numbers, or if paths, leading axes or dtypes differ.
         OSError
             On all ranks, if the file can't be written, or `path` is a folder, pipe or device. An existing file isn't
             changed in this case.

@@ -1,8 +1,8 @@
 """`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices, with exact local solves by SciPy.
 
-Each rank solves the system of its own rows and some layers of its neighbors' rows around them; the solutions are added.
-On more ranks global components of the error converge more slowly. Therefore a coarse problem is also solved, with one
-unknown per rank that is constant on its rows. A residual on a device is copied to the host, and the correction back.
+Each rank solves a local system: its own rows, and some layers of its neighbors' rows around them. The solutions are
+added. On more ranks, global components of the error converge more slowly. Therefore a coarse problem is solved, too: its
+unknowns are one constant per rank. A residual on a device is copied to the host, and the correction to the device.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _CALL = "linalg.AdditiveSchwarz"
 
 
 class AdditiveSchwarz:
-    """Preconditioner: the sum of exact solves on each rank's rows and some layers around them.
+    """A preconditioner: the sum of exact solutions of local systems, each with one rank's rows and some layers around them.
 
     Parameters
     ----------
     matrix : DistributedMatrix
-        Square, with rows and columns distributed alike.
+        A square matrix, whose rows and columns are distributed in the same way.
     overlap : int
-        Number of layers of the neighbors' rows in each part; 0 is block Jacobi.
+        Number of layers of the neighbors' rows in each local system; with 0, the preconditioner is block Jacobi.
     restricted : bool
-        Whether each rank uses the solution on its own rows only. This takes fewer iterations and messages, but isn't
-        symmetric, so it is for "gmres" and "bicgstab" only.
+        Whether each rank uses the local solution on its own rows only. This takes fewer iterations and messages, but the
+        preconditioner isn't symmetric, so it is for "gmres" and "bicgstab" only.
     coarse : bool
-        Whether to solve a coarse problem with one unknown per rank, with which the number of iterations grows less with the
+        Whether to solve a coarse problem with one unknown per rank. The number of iterations then grows less with the
         number of ranks. Each rank stores a dense matrix with one row per rank.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, or a part is singular.
+        On all ranks, if an argument is invalid, or a local system is singular.
 
     Ranks
     -----
-    All ranks of the matrix call the constructor and the result, ``preconditioner(r)``, with r of shape (..., rows). An r on
-    a device is copied to the host, and the result is copied back. `T` is the transpose, for derivatives.
+    All ranks of the matrix call the constructor, and later ``preconditioner(r)`` with r of shape (..., rows). If r is on a
+    device, it is copied to the host, and the result is copied to the device. `T` is the transpose, for derivatives.
 
     References
     ----------
@@ -77,7 +77,7 @@ class AdditiveSchwarz:
         with raising_together(group):
             if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
                 raise ValueError(
-                    f"{_CALL}: the matrix must be square, its rows and columns divided alike, but is {matrix!r}."
+                    f"{_CALL}: the matrix must be square, with rows and columns divided alike, but is {matrix!r}."
                 )
             if not isinstance(overlap, (int, np.integer)) or overlap < 0:
                 raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
@@ -85,13 +85,13 @@ class AdditiveSchwarz:
         self.rows, self.restricted, self._transposed = matrix.local_shape[0], restricted, False
         with restoring_state(), suspended():
             rows = matrix.local_rows()
-            part, self._plan = _overlapping_part(matrix, rows, overlap, group)
+            local, self._plan = _overlapping_part(matrix, rows, overlap, group)
             with raising_together(group):
-                subject = f"{_CALL}: the part of rank {group.rank}, {part.shape},"
-                self._factors = factors_of(part, subject) if part.shape[0] else None
+                subject = f"{_CALL}: the local matrix of rank {group.rank}, {local.shape},"
+                self._factors = factors_of(local, subject) if local.shape[0] else None
             self._coarse = None
             if coarse:
-                # The coarse matrix; its pseudoinverse is used if it is singular.
+                # The pseudoinverse of the coarse matrix, which is its inverse unless the matrix is singular.
                 sums = np.zeros(group.size, rows.dtype)
                 np.add.at(sums, np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1, rows.data)
                 self._coarse = np.linalg.pinv(mpi_allgather(sums, comm=matrix.comm))
@@ -104,7 +104,7 @@ class AdditiveSchwarz:
         return other
 
     def __call__(self, r: LocalArray) -> LocalArray:
-        """Return an approximation of this rank's part of the solution, on the device of `r`.
+        """Return an approximation of this rank's part of the solution, on the host or device of `r`.
 
         Parameters
         ----------
@@ -114,7 +114,7 @@ class AdditiveSchwarz:
         Raises
         ------
         ValueError
-            If `r` has another length; `solve` and `newton` raise it on all ranks.
+            If `r` has another length. `solve` and `newton` raise this error on all ranks.
 
         Ranks
         -----
@@ -126,16 +126,16 @@ class AdditiveSchwarz:
         return through_host(self._corrected, r)
 
     def _corrected(self, r: LocalArray) -> LocalArray:
-        # The restricted variant restricts the output; its transpose restricts the input.
-        enters, leaves = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
-        outside = self._plan.fetch(r) if enters else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
+        # The restricted variant uses the solution on own rows only; its transpose uses the residual of own rows only.
+        fetches, adds = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
+        outside = self._plan.fetch(r) if fetches else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
         extended = np.concatenate([r, outside], axis=-1)
         if self._factors is not None:
             columns = self._factors.solve(extended.reshape(-1, extended.shape[-1]).T, "T" if self._transposed else "N")
             extended = np.ascontiguousarray(columns.T).reshape(extended.shape)
         out = np.ascontiguousarray(extended[..., : r.shape[-1]])
-        if leaves:
-            self._plan.give(extended[..., r.shape[-1] :], out)
+        if adds:
+            self._plan.add_to_owners(extended[..., r.shape[-1] :], out)
         if self._coarse is not None:
             sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
             # Each rank needs only its own entry of the coarse solution.
@@ -148,8 +148,8 @@ class AdditiveSchwarz:
         if r.shape[-1:] == (self.rows,):
             return None
         return ValueError(
-            f"{_CALL}: the matrix that it was made of has {self.rows} rows on rank {self.rank}, but the residual there has "
-            f"shape {r.shape}. Make it of the matrix of the system, divided among the ranks in the same way."
+            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual has shape "
+            f"{r.shape} there. Create the preconditioner from the system's matrix, divided among the ranks in the same way."
         )
 
 
@@ -158,7 +158,7 @@ def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int,
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     surrounding, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
-    # For each layer, the rows of all columns that occur are added; this is collective.
+    # Each step adds a layer: the rows of all columns in which the matrix has entries. Steps are collective.
     for _ in range(overlap):
         touched = np.unique(whole.indices)
         surrounding = np.union1d(surrounding, np.setdiff1d(touched, own)).astype(np.int64)
@@ -168,12 +168,12 @@ def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int,
 
 
 def _rows_of_others(rows: LocalArray, plan: GhostPlan, group: Channel) -> Any:
-    """Return the rows of a plan's ghosts, in their order."""
+    """Return the matrix rows of the plan's ghosts, in the order of the ghosts."""
     sent: list[Any] = [None] * group.size
     for rank, places in plan.destinations:
         sent[rank] = rows[places]
     received = group.data.alltoall(sent)
-    found: list[Any] = [scipy.sparse.csr_matrix((0, rows.shape[1]), dtype=rows.dtype)]
-    # A plan's ghosts are sorted by index, and so by owner.
-    found.extend(received[rank] for rank, _ in plan.sources)
-    return scipy.sparse.vstack(found, format="csr")
+    blocks: list[Any] = [scipy.sparse.csr_matrix((0, rows.shape[1]), dtype=rows.dtype)]
+    # A plan's ghosts are sorted by index, and therefore by owner.
+    blocks.extend(received[rank] for rank, _ in plan.sources)
+    return scipy.sparse.vstack(blocks, format="csr")

@@ -32,32 +32,32 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # Probing: the matrix of an operator on a domain, from products with a few fields.
 #
-# If the stencil isn't wider than the halo, no point couples with two points that are more than two halos apart. So the
-# product with a field that is one at such points, and zero elsewhere, gives the columns of all these points. The number
-# of products is 2 halo + 1 per dimension, for any size of the grid.
+# If the stencil isn't wider than the halo, no point couples with two points whose distance is more than 2 halo. Points
+# whose indices are equal modulo 2 halo + 1 have the same *color*: the product with a field that is one at these points,
+# and zero elsewhere, gives their columns. The number of colors doesn't depend on the size of the grid.
 
 _CALL = "DistributedMatrix.from_operator"
 
 
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
-    """Return this rank's rows of an operator's matrix, points being numbered by block, and its number of columns."""
+    """Return this rank's rows of an operator's matrix, and its number of columns; points are numbered block by block."""
     group = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
     numbers = (sum(counts[: group.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
     # Each halo cell gets the number of the point that it copies, or -1 beyond a physical side.
     neighbor_numbers = domain.exchange(numbers, -1.0)
-    steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
+    colors = tuple(_color_count(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
     found: list[tuple[np.ndarray, ...]] = []
     failures = DeferredFailures(domain.comm, _CALL)
-    for color in itertools.product(*map(range, steps)):
-        field = _has_color(domain, steps, color, (0,) * len(steps)).astype(float)
+    for color in itertools.product(*map(range, colors)):
+        field = _has_color(domain, colors, color, (0,) * len(colors)).astype(float)
         image = _image(matvec, field, params, failures)
         rest = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
-            # In these rows, the point of this color in the stencil is the neighbor at this offset.
-            taken = rest & (neighbor_numbers[window] >= 0.0) & _has_color(domain, steps, color, offset)
+            # In these rows, the neighbor at this offset is the only point of this color in the stencil.
+            taken = rest & (neighbor_numbers[window] >= 0.0) & _has_color(domain, colors, color, offset)
             found.append((numbers[taken] - numbers.flat[0], neighbor_numbers[window][taken], image[taken]))
             rest &= ~taken
         raise_together(group, _too_far(rest, domain))
@@ -66,20 +66,20 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     return scipy.sparse.csr_matrix((values, (rows.astype(np.int64), columns.astype(np.int64))), shape), count
 
 
-def _has_color(domain: Domain, steps: tuple[int, ...], color: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
+def _has_color(domain: Domain, colors: tuple[int, ...], color: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
     """Return a mask of this rank's points whose neighbor at an offset has the given color."""
     masks = []
-    for cells, d, n, wraps, step, c in zip(domain.owned, offset, domain.shape, domain.periodic, steps, color):
-        places = np.arange(cells.start, cells.stop) + d
-        masks.append((places % n if wraps else places) % step == c)
+    for cells, d, n, wraps, count, c in zip(domain.owned, offset, domain.shape, domain.periodic, colors, color):
+        points = np.arange(cells.start, cells.stop) + d
+        masks.append((points % n if wraps else points) % count == c)
     return reduce(np.logical_and.outer, masks)
 
 
-def _apart(n: int, halo: int, periodic: bool) -> int:
+def _color_count(n: int, halo: int, periodic: bool) -> int:
     least = 2 * halo + 1
     if not periodic:
         return min(n, least)
-    # In a periodic dimension the number of colors must divide the number of points.
+    # Along a periodic dimension, the number of colors must divide the number of points.
     return next((k for k in range(least, n + 1) if n % k == 0), n)
 
 
@@ -96,9 +96,9 @@ def _image(matvec: Function, field: np.ndarray, params: tuple, failures: Deferre
 def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
     if not rest.any():
         return None
-    place = tuple(int(k) for k in np.argwhere(rest)[0])
+    point = tuple(int(k) for k in np.argwhere(rest)[0])
     return ValueError(
-        f"{_CALL}: at point {place} of a block matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
+        f"{_CALL}: at point {point} of a block, matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
         "(it adds a constant). Give the domain a halo as wide as the stencil of the operator."
     )
 
@@ -106,8 +106,8 @@ def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
 def _require_matrix(matrix: Array, name: str) -> None:
     if not scipy.sparse.issparse(matrix):
         raise TypeError(
-            f"{name} must be a sparse matrix or sparse array of SciPy's, but got {type(matrix).__name__}. "
-            "scipy.sparse.csr_array makes one of an array."
+            f"{name} must be a sparse matrix or sparse array of SciPy, but got {type(matrix).__name__}. "
+            "scipy.sparse.csr_array(x) converts an array x."
         )
     if matrix.dtype.char not in "fdFD":
         raise TypeError(f"{name} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
@@ -124,8 +124,8 @@ def _misfit(all_sizes: np.ndarray, columns: int | None) -> Exception | None:
         if columns is not None:
             problem = f"columns={parts} adds up to {sum(parts)}"
         return ValueError(
-            f"DistributedMatrix: {problem}, but the matrix has {totals[0]} columns. Give the number of columns of each "
-            "rank as columns=."
+            f"DistributedMatrix: {problem}, but the matrix has {totals[0]} columns. Pass each rank's number of "
+            "columns as columns=."
         )
     return None
 
@@ -145,15 +145,15 @@ def _counts(counts: Sequence[int], size: int, total: int) -> list[int]:
 
 
 class DistributedMatrix:
-    """A sparse matrix, of which each rank has some rows, for products with vectors and linear solves.
+    """A sparse matrix whose rows are divided among the ranks, for products with vectors and linear solves.
 
     Parameters
     ----------
     rows : SciPy sparse matrix or sparse array of shape (m, N)
-        This rank's rows; rows are numbered in the order of ranks, and m may differ between ranks. Duplicate entries are
-        added.
+        This rank's rows; rows are numbered in the order of ranks. m may differ between ranks. The values of duplicate
+        entries are added.
     columns : int, optional
-        Length of this rank's part of x, that is, its number of columns; for a square matrix the number of rows by default.
+        This rank's number of columns, which is the length of its part of x. By default the number of its rows.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -161,7 +161,7 @@ class DistributedMatrix:
     shape : tuple of int
         Shape of the whole matrix.
     owned_rows, owned_columns : slice
-        Ranges of this rank in the whole matrix.
+        The ranges of this rank's rows and columns in the whole matrix.
     local_shape : tuple of int
         Numbers of rows and columns of this rank.
     values : array of shape (nnz,)
@@ -176,7 +176,7 @@ class DistributedMatrix:
 
     Ranks
     -----
-    All ranks of `comm` call it, and all methods but `with_values` and `repr`.
+    All ranks of `comm` call the constructor, and all methods except `with_values` and `diagonal`.
 
     Examples
     --------
@@ -196,7 +196,7 @@ class DistributedMatrix:
                 raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
         matrix: Any = scipy.sparse.csr_matrix(rows)
         if not matrix.has_canonical_format:
-            # A copy of the caller's matrix, because duplicate entries are added in place.
+            # The caller's matrix is copied, because duplicate entries are added in place.
             matrix = matrix.copy()
             matrix.sum_duplicates()
         mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
@@ -211,7 +211,7 @@ class DistributedMatrix:
         self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
         owned = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
         ghosts = np.unique(matrix.indices[~owned])
-        # This rank's columns come first, followed by the ghosts, as in `Pattern`.
+        # In the order of `Pattern`, this rank's columns come first, followed by the columns of ghosts.
         numbers = np.where(
             owned, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
         )
@@ -226,11 +226,11 @@ class DistributedMatrix:
         Parameters
         ----------
         matrix : SciPy sparse matrix or sparse array
-            Only the root's is used; other ranks may pass None.
+            The root's matrix is divided; other ranks may pass None.
         root : int
         counts : sequence of int, optional
-            Rows per rank. By default they are divided evenly, and the first ranks may have one more. The columns of a
-            square matrix are distributed like its rows; the columns of other matrices are distributed evenly.
+            Number of rows per rank. By default, rows are divided evenly, and the first ranks may have one more. The columns
+            of a square matrix are distributed like its rows; the columns of other matrices are divided evenly.
         comm : mpi4py intracommunicator, optional
 
         Returns
@@ -263,7 +263,7 @@ class DistributedMatrix:
 
     @classmethod
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:
-        """Find the matrix of an operator on a domain, by products with (2 halo + 1) fields per dimension.
+        """Compute the matrix of an operator on a domain, by products with (2 halo + 1) fields per dimension.
 
         Parameters
         ----------
@@ -271,12 +271,12 @@ class DistributedMatrix:
             ``matvec(u, *params)``, linear in u, with a stencil no wider than the domain's halo.
         domain : Domain
         *params : pytree of arrays
-            Not differentiable.
+            Further arguments of `matvec`. No derivative flows to them.
 
         Returns
         -------
         DistributedMatrix
-            Its vectors are the blocks, flattened: ``A @ u.ravel()`` is ``matvec(u, *params).ravel()``.
+            The matrix A for flattened blocks: ``A @ u.ravel()`` is ``matvec(u, *params).ravel()``.
 
         Raises
         ------
@@ -307,8 +307,8 @@ class DistributedMatrix:
         Parameters
         ----------
         values : array of shape (nnz,)
-            In the order of the attribute `values`. With values on a device, products and solves run on the device:
-            ``A.with_values(mpiad.device.to_device(A.values))``.
+            The entries, in the order of the attribute `values`. If they are on a device, products and solves run there,
+            for example with ``A.with_values(mpiad.device.to_device(A.values))``.
 
         Raises
         ------
@@ -326,12 +326,12 @@ class DistributedMatrix:
         return other
 
     def matvec(self, x: LocalArray) -> LocalArray:
-        """Multiply: return this rank's part of A x.
+        """Return this rank's part of the product A x.
 
         Parameters
         ----------
         x : array of shape (..., local_shape[1])
-            This rank's part; leading axes count vectors.
+            This rank's part of x; leading axes are for several vectors.
 
         Returns
         -------
@@ -348,12 +348,12 @@ class DistributedMatrix:
 
         Adjoint
         -------
-        x gets Aᵀ ȳ, and each value gets the sum of x_column ȳ_row over the vectors.
+        For the cotangent ȳ, x gets Aᵀ ȳ, and each value gets the sum of x_column ȳ_row over all vectors.
         """
         return product(self.values, self._checked(x, 1, "matvec"), self._pattern)
 
     def rmatvec(self, y: LocalArray) -> LocalArray:
-        """Multiply by the transpose, without conjugation: return this rank's part of Aᵀ y; see `matvec`."""
+        """Return this rank's part of the product Aᵀ y with the transpose, without conjugation; see `matvec`."""
         return transposed_product(self.values, self._checked(y, 0, "rmatvec"), self._pattern)
 
     def __matmul__(self, x: LocalArray) -> LocalArray:
@@ -365,7 +365,7 @@ class DistributedMatrix:
         return Transposed(self)
 
     def diagonal(self) -> LocalArray:
-        """Return this rank's part of the diagonal of a square matrix; zero for missing entries. No communication.
+        """Return this rank's part of a square matrix's diagonal, with zeros for missing entries; nothing is sent.
 
         Adjoint
         -------
@@ -373,9 +373,9 @@ class DistributedMatrix:
         """
         self._require_square("diagonal")
         xp = arrays_of(getval(self.values))
-        kind, (places,) = getval(self.values).dtype, self._diagonal.on(xp)
+        kind, (entries,) = getval(self.values).dtype, self._diagonal.on(xp)
         zero = np.zeros(1, kind) if xp is None else xp.full((1,), 0, kind)
-        return concatenate([self.values, zero])[places]
+        return concatenate([self.values, zero])[entries]
 
     @cached_property
     def _diagonal(self) -> Constants:
@@ -394,7 +394,7 @@ class DistributedMatrix:
         Parameters
         ----------
         b : array of shape (..., local_shape[0])
-            This rank's part.
+            This rank's part of the right-hand side.
         method : {"gmres", "bicgstab", "cg", "direct"}
             "direct", for small matrices, gathers the matrix on rank 0 and factorizes it there.
         preconditioner : callable, optional
@@ -409,7 +409,7 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError, ConvergenceError
-            On all ranks, as in `solve`; if the matrix isn't square, or "direct" finds it singular.
+            On all ranks, as in `solve`, and if the matrix isn't square, or if it is singular with "direct".
 
         Ranks
         -----
@@ -417,7 +417,7 @@ class DistributedMatrix:
 
         Adjoint
         -------
-        One solve with the transpose: b gets λ = A⁻ᵀ x̄, and each value gets -x_column λ_row.
+        One solve with the transpose, for the cotangent x̄: b gets λ = A⁻ᵀ x̄, and each value gets -x_column λ_row.
         """
         return self._solve(self.operator(), b, method, preconditioner, settings)
 
@@ -425,7 +425,7 @@ class DistributedMatrix:
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
         self._require_square("solve")
-        # All ranks check this together: in a product only one rank would raise, while others wait for its messages.
+        # All ranks check b together. If one rank raised in a product, the other ranks would wait for its messages.
         with raising_together(self._channel):
             self._checked(b, 0, "solve")
         if method == "direct":
@@ -436,16 +436,16 @@ class DistributedMatrix:
         return solve(matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings)
 
     def operator(self, transposed: bool = False) -> ProductWith:
-        """Return the product as ``operator(u, values)`` with a method `transpose`, as `solve` requires."""
+        """Return the product as an operator for `solve`: ``operator(u, values)``, with a method `transpose`."""
         return ProductWith(self._pattern, transposed)
 
     def local_rows(self) -> Any:
-        """Return this rank's rows as SciPy's CSR with all columns; values only, without derivatives."""
+        """Return this rank's rows, with all columns, as an untraced CSR matrix of SciPy."""
         plain = on_host(stop_gradient(self.values)), self.indices[1], self._pattern.starts
         return scipy.sparse.csr_matrix(plain, (self.local_shape[0], self.shape[1]))
 
     def gathered(self, root: Rank = 0) -> Any:
-        """Return the whole matrix on the root, as SciPy's CSR, and None elsewhere; values only, without derivatives."""
+        """Return the whole matrix as an untraced CSR matrix of SciPy on the root, and None on other ranks."""
         pieces = self._channel.data.gather(self.local_rows(), root)
         return None if pieces is None else scipy.sparse.vstack(pieces, format="csr")
 
@@ -472,7 +472,7 @@ class DistributedMatrix:
 
 
 class Transposed:
-    """The transpose of a matrix: `matvec`, `rmatvec` and `solve` with it, and its `T`."""
+    """The transpose of a `DistributedMatrix`, with the methods `matvec`, `rmatvec` and `solve`; `T` is the matrix."""
 
     def __init__(self, matrix: DistributedMatrix):
         self.T = matrix
@@ -495,17 +495,17 @@ class Transposed:
     def solve(
         self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
     ) -> LocalArray:
-        """Solve Aᵀ x = b; see `DistributedMatrix.solve`, but the preconditioner must be for the transpose."""
+        """Solve Aᵀ x = b; see `DistributedMatrix.solve`. The preconditioner must be an approximation of A⁻ᵀ."""
         return self.T._solve(self.T.operator(transposed=True), b, method, preconditioner, settings)
 
 
 class GatheredFactors:
-    """A preconditioner that is the inverse: the matrix is factorized on rank 0, which solves for all ranks."""
+    """A preconditioner that applies the exact inverse: rank 0 factorizes the matrix, and solves for all ranks."""
 
     def __init__(self, matrix: DistributedMatrix):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
-        # Only rank 0 detects a singular matrix; the others would wait for its solutions.
+        # Only rank 0 detects a singular matrix, so all ranks raise together; otherwise the others would wait for rank 0.
         with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
             if whole is not None:
                 self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
@@ -522,7 +522,7 @@ class GatheredFactors:
         return through_host(self._solved, r)
 
     def _solved(self, r: LocalArray) -> LocalArray:
-        # With the distributed axis first, right-hand sides are the columns that one call of SciPy solves for.
+        # The distributed axis comes first, so that right-hand sides are the columns of one array for one call of SciPy.
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))

@@ -1,4 +1,4 @@
-"""The driver of all iterative methods: start, check of the true residual at the end, restarts, diagnosis of failures.
+"""The driver of all iterative methods: the start, the check of the true residual, restarts, and the diagnosis of failures.
 
 The residual of a recurrence differs from the true one by rounding errors, and is meaningless if the operator lacks
 properties that the method requires. Therefore a solution is accepted only after one more product with the operator: its
@@ -21,12 +21,12 @@ from mpiad.linalg.vectors import column, inner, on_device_of, on_host
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
 """``method(system, x, r, norms, targets)`` improves x (k, n) with residual r in place; returns whether r is small enough.
 
-`norms` and `targets`, of shape (k,), are the norm of each residual and the norm to which it must fall. The method adds the
-norms to the history of the system, and raises a ValueError or ConvergenceError on all ranks. If it returns False, the
-driver calls it again with the true residual."""
+`norms`, of shape (k,), are the norms of the residuals; `targets` are the norms to which these must fall. The method adds
+the norms to the history of the system. If it raises a ValueError or ConvergenceError, it does so on all ranks. If it
+returns False, the driver calls it again with the true residual."""
 
-_SLACK = 10.0  # allowed true residual, as a multiple of the tolerance
-_PATIENCE = 3  # number of successive restarts without progress until the iteration fails
+_SLACK = 10.0  # largest accepted true residual, as a multiple of the tolerance
+_PATIENCE = 3  # number of successive restarts without progress after which the iteration fails
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
@@ -36,8 +36,8 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     if not targets.any():
         return system.block(np.zeros_like(b))
     units = column(b, system.units.astype(b.real.dtype))
-    # A residual larger than this isn't due to rounding: the operator is singular to working precision.
-    most = np.finfo(b.dtype).eps ** 0.25 * norms
+    # If a residual is larger than this, rounding isn't the only reason: the operator is singular to working precision.
+    largest_rounding = np.finfo(b.dtype).eps ** 0.25 * norms
     if x0 is None:
         x, r = np.zeros_like(b), b.copy()
     else:
@@ -46,21 +46,21 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         x = np.where(usable, system.rows(x0) / units, 0.0).astype(b.dtype)
         r, norms = _true_residual(system, b, x)
     system.note(norms)
-    # With left preconditioning the method uses another residual, so the true one must meet the tolerance itself.
-    idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
+    # With left preconditioning, the method uses another residual, so the true residual must meet the tolerance exactly.
+    restarts_without_progress, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
-        arrived = method(system, x, r, norms, targets)
-        if arrived and not system.settings.verify:
+        converged = method(system, x, r, norms, targets)
+        if converged and not system.settings.verify:
             break
         before = norms
         r, norms = _true_residual(system, b, x)
-        if arrived and (norms <= slack * targets).all() or (norms <= targets).all():
+        if converged and (norms <= slack * targets).all() or (norms <= targets).all():
             break
-        if arrived and (norms <= np.minimum(rounding_floor(system, x, targets), most)).all():
+        if converged and (norms <= np.minimum(rounding_floor(system, x, targets), largest_rounding)).all():
             break
-        idle = idle + 1 if (norms > 0.999 * before)[norms > targets].any() else 0
-        if idle == (1 if arrived else _PATIENCE):
-            _stalled(system, norms, targets, arrived)
+        restarts_without_progress = restarts_without_progress + 1 if (norms > 0.999 * before)[norms > targets].any() else 0
+        if restarts_without_progress == (1 if converged else _PATIENCE):
+            _stalled(system, norms, targets, converged)
     if system.settings.verify and system.settings.probe:
         require_determined(system, x, targets)
     x *= units
@@ -74,11 +74,11 @@ def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalA
     return r, norms
 
 
-def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bool) -> None:
+def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: bool) -> None:
     worst = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
     norm, wanted = float(norms[worst] * system.units[worst]), float(targets[worst] * system.units[worst])
     which = f" of system {worst}" if len(norms) > 1 else ""
-    if arrived:
+    if converged:
         problem = f"the recurrence met the tolerance, but the true residual{which} has norm {norm:.3e}, above {wanted:.3e}"
         advice = "Is matvec linear, and symmetric for 'cg'? If so, increase rtol, or compute in a higher precision."
     else:
@@ -95,7 +95,7 @@ _SINGULAR = (
     "if b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of u "
     "to the operator"
 )
-_CONTRAST = 1e-8
+_CONTRAST = 1e-8  # rows smaller than this fraction of the mean are very small
 
 
 def require_iterations(system: System, targets: np.ndarray) -> None:
@@ -112,17 +112,17 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
     """Return an estimate of the smallest norm of the residual of a rounded solution, for each system."""
     # Rounding changes each entry of x by up to half a unit in the last place, so the residual changes by about eps A (±x)
-    # with random signs, times a factor, since an iteration adds up several such errors.
+    # with random signs. The factor `_MARGIN` accounts for several such errors in an iteration.
     image = system.apply((_signs(x, 0) * x).astype(x.dtype))
     return np.maximum(targets, _MARGIN * np.finfo(x.dtype).eps * system.norms(image))
 
 
 def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> None:
-    """Raise on all ranks if the solution isn't unique because the operator maps constants to zero."""
+    """Raise on all ranks if the solution isn't unique, since the operator maps constants to zero."""
     # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose,
-    # this may happen with a nonsingular operator; another product shows whether the constant's image is rounding.
+    # this may happen with a nonsingular operator; another product shows whether the image of a constant is only rounding.
     image = system.apply(np.ones_like(x))
-    # The number of entries is included for the mean square of the solution.
+    # The number of entries is included, to compute the mean square of the solution.
     own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
     squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
@@ -135,10 +135,10 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
 
 
 def diagnosis(system: System) -> str:
-    """Return a description of the problem with the operator of an unsolved system; empty if it isn't found."""
+    """Return a description of the operator's problem, for a system that wasn't solved; empty if no problem is found."""
     like = system.full(0.0)
     one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
-    # The images of zero, a constant, two fields, and their sum, which a linear operator maps to the sum of their images.
+    # The images of zero, of a constant, of two fields, and of the sum of the fields: the sum of images if A is linear.
     images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
     squares = np.real(system.dots(*[(v, v) for v in images]))
     gap = images[4] - images[2] - images[3]
@@ -149,7 +149,7 @@ def diagnosis(system: System) -> str:
     if not squares[1:3].any():
         return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
-    # Very small rows hide singularity and definiteness in these products.
+    # If some rows are very small, these products don't show whether the operator is singular or symmetric.
     contrast = _contrast(system, images[2], images[3], scale / system.length)
     if constant and not contrast:
         return _SINGULAR + "."
@@ -164,12 +164,12 @@ def diagnosis(system: System) -> str:
 
 
 def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarray) -> float:
-    """Return the factor by which some rows of the operator are smaller than others; 0 for few rows or small factors."""
+    """Return the factor by which some rows of the operator are smaller than the mean; 0 if few rows are very small."""
     squares = np.abs(one) ** 2 + np.abs(other) ** 2
     low = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
     local = [on_host(np.sum(rows, axis=1)) for rows in (low, np.where(low, squares, 0.0))]
     count, total = np.real(system.sums(np.array(local, float)))
-    # With random signs, the entries of at most about one row in sixteen cancel.
+    # With random signs, entries cancel in at most about one row in sixteen.
     found = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
     return float(np.max(np.where(count > 0.2 * system.length, found, 0.0)))
 
@@ -179,5 +179,5 @@ def _rounding_squared(dtype: np.dtype) -> float:
 
 
 def _signs(like: LocalArray, number: int) -> LocalArray:
-    # The signs needn't differ between ranks.
+    # All ranks may use the same signs.
     return on_device_of(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)

@@ -1,9 +1,9 @@
 """Krylov methods for distributed vectors: conjugate gradients, GMRES and BiCGStab.
 
 The preconditioned conjugate gradient method takes one reduction per iteration, for all inner products: A is applied to the
-preconditioned residual z, and A p follows from A z by the recurrence of p. On many ranks a reduction costs more than the
-two additional vector updates. Near the end an additional reduction computes the norm of the residual before the
-preconditioner is applied, which avoids an unnecessary application.
+preconditioned residual z, and A p, for the search direction p, follows from A z by the recurrence of p. On many ranks, a
+reduction costs more than the two additional vector updates. Near the end, an additional reduction computes the norm of
+the residual first; if it meets the tolerance, the preconditioner and A aren't applied again.
 
 References
 ----------
@@ -23,10 +23,10 @@ from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
 # Restarted GMRES with one reduction per iteration.
 #
 # Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner
-# products s of the basis with the new vector, and the inner products with its last vector, which complete the Gram
-# matrix G of the basis. So the correction of the second pass, s - G s, needs no further reduction. The norm of the
-# remainder follows from the same numbers; if too many digits cancel, it is computed directly, with another pass. The
-# basis needn't be exactly orthonormal: A V = V H holds for any basis computed in this way.
+# products s of the basis with the new vector w, and the inner products of the basis with its last vector, which complete
+# the Gram matrix G of the basis. So the correction of the second pass, s - G s, needs no further reduction. The norm of
+# the remainder follows from the same numbers; if too many digits cancel, the norm is computed directly, with another
+# pass. The basis needn't be exactly orthonormal, since A V = V H holds for any basis V computed in this way.
 #
 # References
 # ----------
@@ -48,7 +48,7 @@ class _Basis:
         self.vectors[:, 0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
 
     def extend(self, system: System, j: int, w: LocalArray, active: np.ndarray) -> None:
-        """Append the remainder of w, the product with vector j, to the basis."""
+        """Append w, the product with basis vector j, to the basis, after orthogonalization."""
         known = self.vectors[:, : j + 1]
         last = known[:, j]
         s, square = self._products(system, known, last, w)
@@ -56,9 +56,9 @@ class _Basis:
         h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
         w = w - combined(known, h)
         seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
-        # |w - V h|² from known sums.
+        # |w - V h|² is computed from known inner products.
         rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
-        # Below this fraction of |w|², half of the digits are lost by cancellation.
+        # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
         if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
             w, h, rest = self._refine(system, known, w, h, square)
         norm = np.sqrt(np.maximum(rest, 0.0))
@@ -67,7 +67,7 @@ class _Basis:
         inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
         self.vectors[:, j + 1] = w * column(w, inverse)
         self.steps[active] = j + 1
-        # If the remainder is zero, the space can't grow; the true residual shows whether it contains the solution.
+        # If the remainder is zero, the space can't grow; the true residual shows whether the space contains the solution.
         self.complete |= active & (norm == 0.0)
 
     def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
@@ -86,18 +86,18 @@ class _Basis:
         s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
         w = w - combined(known, s)
         rest = left - np.sum(np.abs(s) ** 2, axis=1)
-        # A remainder below this consists of rounding errors.
+        # A remainder below this bound consists of rounding errors.
         floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
         return w, h + s, np.where(rest > floor, rest, 0.0)
 
     def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the minimal norm of each residual after step j; the norms of inactive systems are unchanged."""
+        """Return each system's minimal norm of the residual after step j, and `before` for inactive systems."""
         found = before.copy()
-        # The residual is the component of the first unit vector along the last column of Q, which is orthogonal to H.
+        # The residual is the projection of the first unit vector on the last column of Q, which is orthogonal to H.
         q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
         found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
         for c in np.flatnonzero(active & self.complete).tolist():
-            # For a singular operator the columns of H may be dependent, and Q can't be used.
+            # For a singular operator, the columns of H may be dependent, so that Q can't be used.
             found[c] = self._least_squares(c)[1]
         return found
 
@@ -118,14 +118,14 @@ class _Basis:
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Improve the solutions of nonsingular systems by one cycle: a `Method`."""
+    """Improve the solutions of nonsingular systems by one cycle of GMRES; this is a `Method`."""
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
     length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
     basis = _Basis(first, norms, length)
     for j in range(length):
-        # Systems that have converged, or whose space can't grow, don't change.
+        # Systems that have converged, or whose Krylov space can't grow, don't change.
         active = (norms > targets) & (basis.steps == j) & ~basis.complete
         if not active.any():
             break
@@ -148,14 +148,14 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
 # H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the preconditioned
 # algorithm of section 4.
 
-# Breakdown: relative to the norms, the inner product of residual and shadow residual consists of rounding errors.
+# Breakdown: the inner product of residual and shadow residual, divided by both norms, is only a rounding error.
 _BREAKDOWN = 1e-14
-# Breakdown: the residual is larger than at the start by this factor, so few digits of the recurrence are accurate.
+# Breakdown: the residual has grown by this factor since the start, so few digits of the recurrence are accurate.
 _DIVERGED = 1e6
 
 
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Improve the solutions of nonsingular systems until convergence or breakdown of the recurrence: a `Method`."""
+    """Improve the solutions of nonsingular systems until convergence or breakdown; this is a `Method`."""
     require_iterations(system, targets)
     seen, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
@@ -167,7 +167,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         require_iterations(system, targets / scale)
         step_p, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
-        # A step along p makes the residual orthogonal to the shadow residual; one along that residual minimizes the norm.
+        # A step along p makes r orthogonal to the shadow residual. A further step, along this r, minimizes the norm.
         alpha = _quotient(rho, sv, active)
         add_scaled(x, alpha, step_p)
         add_scaled(r, -alpha, v)
@@ -176,12 +176,12 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         omega = _quotient(tr, tt, active)
         add_scaled(x, omega, step_r)
         add_scaled(r, -omega, t)
-        # The inner product of shadow and r - ω t follows from the second reduction.
+        # The inner product of the shadow residual with r - ω t follows from the second reduction.
         rho_before, rho = rho, sr - omega * st
         beta = _quotient(rho * alpha, rho_before * omega, active)
         add_scaled(p, -omega, v)
         scale_and_add(p, beta, r)
-        # The least norm along t; negative values from rounding become zero.
+        # The norm of r - ω t, from known inner products; if rounding makes its square negative, it is zero.
         left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
         norms = np.where(active, left, norms)
         system.note(norms / scale)
@@ -204,9 +204,9 @@ def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
 
 
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Solve symmetric (complex: Hermitian) positive definite systems: a `Method`, which changes r to the residual."""
+    """Solve symmetric (complex: Hermitian) positive definite systems; this is a `Method`, and updates the residual r."""
     p, s = np.zeros_like(r), np.zeros_like(r)
-    # Infinite at first: the first direction has no contribution of an earlier direction.
+    # Infinite at first, so that β is zero: there is no earlier direction.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
     shortest, before, known = np.full(len(x), np.inf), norms, True
     while not (known and (norms <= targets).all()):
@@ -232,7 +232,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
             )
         # A converged system takes no step; its direction restarts from the preconditioned residual.
         beta = np.where(active, rz.real / rz_before, 0.0)
-        # p·Ap for p = z + β p₋: since p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
+        # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
         shortest = _require_curvature(system, curvature, wz, rz.real, shortest, active)
         scale_and_add(p, beta, z)
@@ -241,8 +241,8 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # If the norm would meet the target after a decrease by the same factor as in the last step, it is computed
-        # directly, in an additional reduction.
+        # If the next norm would meet the target after a decrease by the same factor as in the last step, it is computed
+        # now, by an additional reduction.
         known = bool((norms * norms <= 2.0 * targets * before).all())
         if known:
             before, norms = norms, system.norms(r)
@@ -253,7 +253,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
 def _require_curvature(
     system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, shortest: np.ndarray, active: np.ndarray
 ) -> np.ndarray:
-    """Check p·Ap, which is positive for a positive definite operator; return the smallest step lengths so far."""
+    """Check that the curvature p·Ap is positive; return the smallest step lengths of all iterations so far."""
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
         found = complex(wz[active][0])
         system.fail(f"it needs a Hermitian operator, but z·Az = {found:.3e} is not real. Take method='gmres'")
@@ -265,7 +265,7 @@ def _require_curvature(
         problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
-    # Such a long step is along a direction that the operator maps to zero up to rounding.
+    # The operator maps the direction of such a long step to zero, up to rounding.
     if (active & (step * np.finfo(system.dtype).eps > shortest)).any():
         cause = diagnosis(system) or "the ratio of its largest and smallest curvature exceeds floating-point precision."
         system.fail(f"the operator is singular to working precision: {cause}")

@@ -26,11 +26,11 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 
 # Message tags, next to those of halos, below the limit of 32767 that MPI guarantees.
-_TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
+_TAG_INDICES, _TAG_FETCH, _TAG_ADD = 32741, 32742, 32743
 
 
 class GhostPlan:
-    """The messages that exchange ghosts: entries of a distributed vector that other ranks own. Collective constructor."""
+    """The messages that exchange ghosts (entries of a vector that other ranks own); the constructor is collective."""
 
     def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
         group = channel(comm, "DistributedMatrix")
@@ -38,7 +38,7 @@ class GhostPlan:
         owners = np.searchsorted(offsets, needed, side="right") - 1
         # Sorted indices have sorted owners, so the ghosts of one owner are consecutive.
         ranks, starts, counts = np.unique(owners, return_index=True, return_counts=True)
-        # The ranks that send ghosts to this rank, and the positions of these among its ghosts.
+        # The ranks that send ghosts to this rank, and the range of each rank's entries among the ghosts.
         self.sources: list[tuple[Rank, slice]] = [
             (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
         ]
@@ -46,13 +46,13 @@ class GhostPlan:
         wanted[ranks] = counts
         with restoring_state(), suspended():
             sizes = mpi_alltoall(wanted, comm=comm)
-            # Receives are posted first, so that no message has to be buffered.
+            # Receives are posted first, so that MPI needn't buffer the messages.
             pending = [
                 (int(r), mpi_irecv(np.empty(sizes[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(sizes)
             ]
             for owner, indices in self.sources:
                 mpi_send(needed[indices].astype(np.int64), owner, _TAG_INDICES, comm)
-            # The ranks to which this rank sends, and the indices of the sent entries in its own part.
+            # The ranks to which this rank sends entries, and the indices of these entries in its own part of the vector.
             self.destinations = [(r, mpi_wait(request) - offsets[group.rank]) for r, request in pending]
         self._indices = Constants(*[indices for _, indices in self.destinations])
 
@@ -66,14 +66,14 @@ class GhostPlan:
             ghosts[..., indices] = mpi_wait(request)
         return ghosts
 
-    def give(self, ghosts: LocalArray, out: LocalArray) -> None:
-        """Add ghosts to the entries of their owners in `out`: the transpose of `fetch`; collective."""
+    def add_to_owners(self, ghosts: LocalArray, out: LocalArray) -> None:
+        """Add each ghost to the owner's entry, in the owner's `out`. This is the transpose of `fetch`; collective."""
         pending = []
         for r, indices in self._destinations(out):
             buffer = empty_like(out, (*out.shape[:-1], len(indices)))
-            pending.append((indices, mpi_irecv(buffer, r, _TAG_GIVE, self.comm)))
+            pending.append((indices, mpi_irecv(buffer, r, _TAG_ADD, self.comm)))
         for r, indices in self.sources:
-            mpi_send(ghosts[..., indices], r, _TAG_GIVE, self.comm)
+            mpi_send(ghosts[..., indices], r, _TAG_ADD, self.comm)
         for indices, request in pending:
             # The indices of one message are distinct, so `+=` adds every entry.
             out[..., indices] += mpi_wait(request)
@@ -85,10 +85,10 @@ class GhostPlan:
 
 
 class Pattern:
-    """The sparsity pattern of this rank's rows, with row pointers `starts`; columns of ghosts follow its own columns."""
+    """The sparsity pattern of this rank's rows; `starts` are the row pointers. Columns of ghosts follow own columns."""
 
     def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
-        # SciPy would copy index arrays of different types for each product.
+        # If the types of the index arrays differed, SciPy would copy them for each product.
         kind = np.int32 if max(len(columns), shape[1] + plan.count) < 2**31 else np.int64
         self.columns, self.starts, self.shape, self.plan = columns.astype(kind), starts.astype(kind), shape, plan
         self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))  # the row of each entry
@@ -100,12 +100,12 @@ class Pattern:
 
     @cached_property
     def by_row(self) -> SegmentSums:
-        """The sums over rows on a device."""
+        """The sums of entries in each row, for use on devices."""
         return SegmentSums(self.rows.astype(self.columns.dtype), self.shape[0])
 
     @cached_property
     def by_column(self) -> SegmentSums:
-        """The sums over columns on a device."""
+        """The sums of entries in each column, for use on devices."""
         return SegmentSums(self.columns, self.shape[1] + self.plan.count)
 
     def matrix(self, values: LocalArray) -> scipy.sparse.csr_matrix:
@@ -140,7 +140,7 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
         extended = pattern.by_column(_entries(values, y[..., rows]))
     part = extended[..., :own]
     out = contiguous(part)
-    pattern.plan.give(extended[..., own:], out)
+    pattern.plan.add_to_owners(extended[..., own:], out)
     return out
 
 
@@ -154,7 +154,7 @@ def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray
 
 
 def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
-    """Return the elementwise product of values with vector entries on a device, followed by a zero."""
+    """Return the elementwise product of matrix values and vector entries on a device, followed by a zero."""
     xp: Any = arrays_of(values)
     lead, count = of_vector.shape[:-1], of_vector.shape[-1]
     out = xp.empty((*lead, count + 1), np.result_type(values.dtype, of_vector.dtype))
@@ -166,7 +166,7 @@ def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
 def _times(matrix: scipy.sparse.spmatrix, x: LocalArray) -> LocalArray:
     if x.ndim == 1:
         return matrix @ x
-    # All vectors are multiplied together, as columns, so the matrix is read once.
+    # All vectors are the columns of one product, so that the matrix is read only once.
     flat = matrix @ x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
     return np.ascontiguousarray(flat.T).reshape(*x.shape[:-1], matrix.shape[0])
 
@@ -187,7 +187,7 @@ defvjp(
     lambda ans, x, y, pattern: lambda g: transposed_product(g, y, pattern),
     lambda ans, x, y, pattern: lambda g: product(g, x, pattern),
 )
-# Each operator is linear in both of its arrays.
+# Each operator is linear in each of its two arrays.
 for _operator in (product, transposed_product, values_product):
     defjvp(
         _operator,
@@ -212,11 +212,11 @@ class ProductWith:
 
 
 class SegmentSums:
-    """Segmented sums on a device, each in a fixed order; `segments` has the number of the segment of each entry.
+    """Segmented sums on a device, in a fixed order; `segments` contains, for each entry, the number of its segment.
 
     Atomic additions would sum in an unspecified order. Instead, segments of similar lengths are the columns of a table,
-    padded with zeros, whose rows are added. Lengths in a table differ by less than a factor of two, so less than half
-    is padding.
+    padded with zeros, whose rows are added. The lengths in a table differ by less than a factor of two, so less than half
+    of the table is padding.
     """
 
     def __init__(self, segments: np.ndarray, count: int):
@@ -229,7 +229,7 @@ class SegmentSums:
         ]
 
     def __call__(self, entries: LocalArray) -> LocalArray:
-        """Return the sums, shape (..., count), of entries on a device, shape (..., n + 1); the last entry must be zero."""
+        """Return sums (..., count) of entries (..., n + 1) on a device; the last entry is a zero, for padding."""
         xp = arrays_of(entries)
         out = xp.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
         for table in self._tables:
@@ -239,7 +239,7 @@ class SegmentSums:
 
 
 def _table(order: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the indices of the entries of some segments, a column per segment, padded with the index of the zero."""
+    """Return the indices of the entries of some segments, one column per segment, padded with the index of the zero."""
     steps = np.arange(lengths.max())[:, None]
     # Indices beyond the end of a segment are valid but unused.
     indices = np.minimum(starts + steps, len(order) - 1)

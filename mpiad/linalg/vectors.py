@@ -1,7 +1,7 @@
-"""The arrays of a solve: operations on vectors of several systems, and checks that all arrays are in one memory.
+"""Vectors of several systems: operations on them, and checks that all are on the host, or all on one device.
 
-The operations of an iteration work in place. Rows are arrays of shape (k, n), on the host or on a device. Numbers, one
-per row, are on the host, where the iteration decides: numbers from rows on a device are copied once per reduction.
+The operations of an iteration work in place. *Rows* are arrays of shape (k, n), on the host or on a device, with one
+row per system. *Numbers*, one per row, are always on the host; those computed on a device are copied once per reduction.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from mpiad.transport.threads import combination, vdot, vdots
 
 
 def on_device_of(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return a few host numbers on the device of the rows, in the rows' dtype or a wider one."""
+    """Return a few numbers as an array on the device of the rows, in the rows' dtype or a wider dtype."""
     xp = arrays_of(rows)
     return numbers if xp is None else xp.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
 
 
 def column(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return numbers, one per row, in a shape for products with rows; a single number needs no copy to a device."""
+    """Return numbers in a shape that broadcasts with the rows; a single number is not copied to the device."""
     if arrays_of(rows) is not None and len(numbers) == 1:
         return rows.dtype.type(numbers[0])
     return on_device_of(rows, numbers).reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def on_host(x: Array) -> np.ndarray:
-    """Return an untraced array on the host: a copy if it is on a device."""
+    """Return an untraced array on the host; an array on a device is copied."""
     xp = arrays_of(x)
     return x if xp is None else xp.to_host(x)
 
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Add to each row of `y` (k, n), in place, the row of `x` times its number in `a` (k,)."""
+    """Add to each row of `y` (k, n), in place, the row of `x` times the row's number in `a` (k,)."""
     y += column(y, a.astype(y.dtype)) * x
 
 
 def scale_and_add(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Multiply each row of `y` by its number in `a` (k,) and add the row of `x`, in place."""
+    """Multiply each row of `y` by the row's number in `a` (k,), and add the row of `x`, in place."""
     y *= column(y, a)
     y += x
 
 
 def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-    """Return this rank's part of the inner products of pairs of rows, the first conjugated, shape (len(pairs), k)."""
+    """Return this rank's part of inner products x* y of pairs (x, y) of rows (k, n); shape (len(pairs), k)."""
     if all(type(x) is np.ndarray for x, _ in pairs):
         return np.array([[vdot(one, other) for one, other in zip(x, y)] for x, y in pairs])
     return on_host(np.stack([np.vdot(x[c], y[c]) for x, y in pairs for c in range(len(x))])).reshape(len(pairs), -1)
 
 
-def products(known: LocalArray, v: LocalArray) -> LocalArray:
-    """Return this rank's part of the inner products of each system's vectors (k, j, n), conjugated, with its row of v."""
-    if type(known) is np.ndarray:
-        return np.stack([vdots(vectors, x) for vectors, x in zip(known, v)])
-    return ((known.conj() if known.dtype.kind == "c" else known) @ v[:, :, None])[:, :, 0]
+def products(basis: LocalArray, v: LocalArray) -> LocalArray:
+    """Return this rank's part of the inner products x* v of each system's j vectors x (k, j, n) with its row of v."""
+    if type(basis) is np.ndarray:
+        return np.stack([vdots(vectors, x) for vectors, x in zip(basis, v)])
+    return ((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0]
 
 
-def combined(known: LocalArray, numbers: np.ndarray) -> LocalArray:
-    """Return the combination of each system's vectors (k, j, n) with its numbers (k, j), shape (k, n)."""
-    if type(known) is np.ndarray:
-        return np.stack([combination(coefficients, vectors) for coefficients, vectors in zip(numbers, known)])
-    return (on_device_of(known, numbers)[:, None] @ known)[:, 0]
+def combined(basis: LocalArray, numbers: np.ndarray) -> LocalArray:
+    """Return the linear combination of each system's vectors (k, j, n) with its coefficients (k, j); shape (k, n)."""
+    if type(basis) is np.ndarray:
+        return np.stack([combination(coefficients, vectors) for coefficients, vectors in zip(numbers, basis)])
+    return (on_device_of(basis, numbers)[:, None] @ basis)[:, 0]
 
 
 def lengths(x: LocalArray) -> np.ndarray:
-    """Return the norm of this rank's part of each row, correct even if squares leave the range of the dtype."""
+    """Return the norm of this rank's part of each row, also if squares overflow or underflow."""
     if not x.shape[1]:
         return np.zeros(len(x))
-    if type(x) is np.ndarray and x.dtype.char in "fF":  # squares of single-precision numbers fit into doubles
+    if type(x) is np.ndarray and x.dtype.char in "fF":  # the squares of floats neither overflow nor underflow in doubles
         wide = x.astype(np.result_type(x.dtype, float))
         return np.sqrt(inner((wide, wide))[0].real)
     size = np.abs(x).astype(float)
@@ -82,12 +82,12 @@ def lengths(x: LocalArray) -> np.ndarray:
     return on_host(np.where(usable, largest, 1.0) * np.sqrt(np.sum(scaled * scaled, axis=1)))
 
 
-# All arrays of a call are on the host, or on one device: copies are never implicit. Functions of PETSc work only on the
-# host; for factors of SciPy, arrays are copied to the host and back.
+# All arrays of a call must be on the host, or all on one device, since copies are never implicit. PETSc works on the host
+# only. For SciPy's factorizations, arrays are copied to the host, and the results to the device.
 
 
 def require_floats(call: str, value: Array, length: int) -> None:
-    """Raise a TypeError if a plain value isn't an array of floats; `length`: the length of its last axis."""
+    """Raise a TypeError if an untraced value isn't an array of floats; `length`, of the last axis, is for the message."""
     known = isinstance(value, np.ndarray) or is_device_array(value)
     if not known or value.dtype.kind not in "fc":
         kind = f"an array of dtype {value.dtype}" if known else type(value).__name__
@@ -95,7 +95,7 @@ def require_floats(call: str, value: Array, length: int) -> None:
 
 
 def wrong_block(call: str, name: str, value: Array) -> Exception | None:
-    """Return a TypeError if a plain argument isn't an array of single- or double-precision floats."""
+    """Return a TypeError if an untraced argument isn't an array of single- or double-precision numbers."""
     known = isinstance(value, np.ndarray) or is_device_array(value)
     if known and value.dtype.char in "fdFD" and value.dtype.isnative:
         return None
@@ -105,7 +105,7 @@ def wrong_block(call: str, name: str, value: Array) -> Exception | None:
 
 
 def require_together(call: str, **values: Any) -> None:
-    """Raise a TypeError if some plain arrays are on another device than the first of them; numbers fit all."""
+    """Raise a TypeError unless all untraced arrays are on the host, or all on one device; numbers may be anywhere."""
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
     for name, value in arrays:
         if arrays_of(value) != arrays_of(arrays[0][1]):
@@ -120,6 +120,6 @@ def require_together(call: str, **values: Any) -> None:
 
 
 def through_host(solve: Callable[[LocalArray], LocalArray], r: LocalArray) -> LocalArray:
-    """Return the result of a function of host arrays for an untraced array, on the device of that array."""
+    """Apply a function of host arrays to an untraced array; return the result on the host or device of that array."""
     xp = arrays_of(r)
     return solve(r) if xp is None else xp.to_device(solve(xp.to_host(r)))

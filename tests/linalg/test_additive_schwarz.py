@@ -109,11 +109,11 @@ def test_what_is_refused(rank_rng, rank, size):
     with pytest.raises(ValueError, match="overlap must be zero or more layers, but got -1"):
         AdditiveSchwarz(a, overlap=-1 if rank == size - 1 else 1)
     with pytest.raises(
-        ValueError, match=r"must be square, its rows and columns divided alike, but is DistributedMatrix\(3"
+        ValueError, match=r"must be square, with rows and columns divided alike, but is DistributedMatrix\(3"
     ):
         rows = 3 if last else 0
         AdditiveSchwarz(DistributedMatrix(sp.csr_matrix((rows, 5)), columns=5 if last else 0))
-    with pytest.raises(ValueError, match=r"the part of rank \d, .* can't be factorized"):
+    with pytest.raises(ValueError, match=r"the local matrix of rank \d, .* can't be factorized"):
         AdditiveSchwarz(a.with_values(0 * a.values), overlap=0)
     with pytest.raises(ValueError, match="right-hand side|must return an array of the shape of b"):
         a.solve(np.ones(a.local_shape[0]), preconditioner=lambda r: r[1:])

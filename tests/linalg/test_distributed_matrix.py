@@ -206,7 +206,7 @@ def test_what_is_refused(rank_rng, rank, size):
     case, last = Case(rank_rng, rank, size), size - 1
     good = case.whole[case.part(np.arange(N), 0)]
     for error, match, wrong in [
-        (TypeError, "sparse array of SciPy.s, but got ndarray. scipy.sparse.csr_array makes one", np.eye(3)),
+        (TypeError, r"sparse array of SciPy, but got ndarray. scipy.sparse.csr_array\(x\) converts", np.eye(3)),
         (TypeError, "rows must have dtype float32, .* but got int64", sp.csr_matrix(np.eye(3, dtype=int))),
         (ValueError, f"rows of all ranks must have one number of columns|the ranks' rows, .* add up to {N}", good[:, :-1]),
     ]:
