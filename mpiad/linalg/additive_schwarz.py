@@ -148,8 +148,8 @@ class AdditiveSchwarz:
         if r.shape[-1:] == (self.rows,):
             return None
         return ValueError(
-            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual has shape "
-            f"{r.shape} there. Create the preconditioner from the system's matrix, divided among the ranks in the same way."
+            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual there has "
+            f"shape {r.shape}. Create the preconditioner from the system's matrix, divided among the ranks in the same way."
         )
 
 

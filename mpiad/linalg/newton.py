@@ -1,8 +1,8 @@
 """`newton`: the solution of a distributed nonlinear system, differentiated by the implicit function theorem.
 
 From F(u, p) = 0 follows J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. So a tangent takes one linear
-solve, and so does a cotangent: Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of linear solves, with products of
-J and with u among the parameters, so they can be differentiated again.
+solve, and so does a cotangent: Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of `linalg.solve`, with the product
+by J as `matvec` and with u among the parameters. So the solves can be differentiated again.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # Inexact Newton method with a line search.
 #
-# A step reduces the residual of the linear model to a fraction η. It must achieve a small part of the predicted
-# decrease of the residual; otherwise it is shortened to the minimum of a parabola through the known values. Near the
-# root full steps are taken, and η is proportional to the square of the ratio of residuals: convergence is quadratic.
+# A step reduces the residual of the linear model to a fraction η. The nonlinear residual must decrease by a small part of
+# the predicted decrease; otherwise the step is shortened to the minimum of a parabola through the known values. Near the
+# root, full steps are taken, and η is proportional to the square of the ratio of residuals: convergence is quadratic.
 
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
 _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
-_SHORTEST = 1e-8
-_LONG_STEP = 1e6
+_SHORTEST = 1e-8  # fraction of Newton's step below which the search ends
+_LONG_STEP = 1e6  # length of a step, compared with the norms of u and f, from which the Jacobian may be singular
 _PATIENCE, _SLOW = 5, 0.99  # the iteration fails if `_PATIENCE` steps don't reduce the residual to the fraction `_SLOW`
 
 Linear = Callable[[LocalArray, float], System]
-"""``linear(u, rtol)``: the system with the Jacobian at u, to be solved to a tolerance."""
+"""``linear(u, rtol)`` returns the linear system with the Jacobian at u, which is solved to the tolerance `rtol`."""
 
 
 def find_root(
     residual: Function, linear: Linear, u0: LocalArray, settings: Settings, failures: DeferredFailures
 ) -> LocalArray:
-    """Return the root of the residual; collective; `failures` are shared with the linear systems. Raises as `newton`."""
+    """Return the root of the residual; collective. Linear systems share `failures`. For errors see `newton`."""
     system = System(residual, None, u0, settings._replace(method="newton"), "residual", failures)
     u = system.rows(u0)
     f = system.apply(u)
@@ -58,7 +58,7 @@ def find_root(
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
-        # The last linear system isn't solved more accurately than the target requires.
+        # Near the end, the linear system isn't solved more accurately than the target requires.
         tolerance = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
         step = _newton_step(system, linear(system.block(u), tolerance), METHODS[settings.method], u, f)
@@ -70,7 +70,7 @@ def find_root(
         reference = system.history[-1 - _PATIENCE :][0]
         stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * reference
         if found is None or stalled:
-            # The residual may exceed the target by the effect of rounding u.
+            # The residual may exceed the target, if this is only the effect of rounding u.
             if norm <= rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
                 break
             if found is None:
@@ -84,7 +84,7 @@ def find_root(
                 f"to {norm:.3e}, but it must fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) shows whether "
                 "the derivative is right; if it is, start nearer to the solution"
             )
-        # Choice 2 with γ = 0.9 and α = 2, with a safeguard against a tolerance that is small too early.
+        # Choice 2 of Eisenstat and Walker, with γ = 0.9 and α = 2, and their safeguard against too small tolerances.
         safeguard, forcing = 0.9 * forcing**2, 0.9 * (norm / before) ** 2
         forcing = min(max(forcing, safeguard) if safeguard > 0.1 else forcing, _LARGEST_FORCING)
     system.settle()
@@ -101,7 +101,7 @@ def _newton_step(system: System, linear: System, method: Method, u: LocalArray, 
             raise
         system.fail(f"{failure} ({error})")
     lengths = np.sqrt(np.real(system.dots((step, step), (u, u), (f, f))[:, 0]))
-    # A very long step may be due to a Jacobian that is singular to working precision; one product decides this.
+    # If a step is very long, the Jacobian may be singular to working precision; one more product shows whether it is.
     if lengths[0] > _LONG_STEP * (lengths[1] + lengths[2]):
         if rounding_floor(linear, step, np.zeros(1))[0] > lengths[2]:
             system.fail(f"{failure}: the Jacobian is singular to working precision. {diagnosis(linear)}")
@@ -119,7 +119,7 @@ def _search(
         found = float(system.norms(f)[0])
         if found <= (1.0 - _SUFFICIENT * length * (1.0 - tolerance)) * norm:
             return new, f, found
-        # The minimum of the parabola through the squared norms at 0 and at this length, with the known slope at 0.
+        # The minimum of the parabola that has the squared norms at 0 and at this length, and the known slope at 0.
         shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
@@ -156,22 +156,22 @@ def newton(
     ----------
     residual : callable
         ``residual(u, *params)`` returns this rank's block of the residual. It may communicate, and is written with
-        autograd.numpy and this library's functions. Variables to differentiate with respect to must be among the params.
+        autograd.numpy and this library's functions. The variables of derivatives must be among the params.
     u0 : array of float32, float64, complex64 or complex128
         This rank's block of the initial guess. No derivative flows through it.
     *params : pytree of arrays
         Further arguments of the residual; derivatives flow to all of them.
     method : {"gmres", "bicgstab", "cg"}
-        Method for the linear systems, including those of derivatives; "cg" if the Jacobian is symmetric positive definite.
+        Method for all linear systems, also for derivatives; "cg" requires a symmetric positive definite Jacobian.
     preconditioner : callable, optional
-        ``preconditioner(r, u, *params)`` or ``preconditioner(r)``, according to the number of required arguments, returns
-        an approximation of this rank's block of J(u)⁻¹ r.
+        ``preconditioner(r, u, *params)`` returns an approximation of this rank's block of J(u)⁻¹ r. A function with one
+        required argument is called as ``preconditioner(r)``.
     preconditioner_transpose, side, restart
         As in `solve`.
     rtol, atol : float
         The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(residual at u0), atol)``, or to the
-        level of rounding. In the linear systems of derivatives, the residual must fall to ``rtol`` times the norm of the
-        right-hand side.
+        level of rounding. In the linear systems of derivatives, the norm of the residual must fall to ``rtol`` times that
+        of the right-hand side.
     maxiter : int
         Maximum number of steps.
     linear_maxiter : int, optional
@@ -188,13 +188,13 @@ def newton(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, or `residual` doesn't return an array like `u0` or isn't finite at `u0`.
+        On all ranks, if an argument is invalid, or if the result of `residual` isn't like `u0`, or isn't finite at `u0`.
     Exception
         On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
         text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
     ConvergenceError
-        On all ranks, with the residual after each step, if no step along Newton's direction reduces the residual, a linear
-        system isn't solved, or the maximum number of steps is reached.
+        On all ranks, if no step along Newton's direction reduces the residual, if a linear system isn't solved, or if the
+        maximum number of steps is reached. Its `history` contains the norms of the residual.
 
     Ranks
     -----
@@ -202,7 +202,7 @@ def newton(
 
     Adjoint
     -------
-    One linear solve with the transposed Jacobian at the solution, on all ranks; the params get -(∂F/∂params)ᵀ λ.
+    One linear solve Jᵀ λ = ū with the Jacobian at the solution, on all ranks; the params get -(∂F/∂params)ᵀ λ.
 
     References
     ----------
@@ -215,7 +215,7 @@ def newton(
     [2. 2.]
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    # The tolerance for the solves of derivatives; Newton steps have their own.
+    # These settings are for the solves of derivatives; each Newton step has its own tolerance.
     linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
     settings = agree_on(settings, _mistake(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
@@ -241,17 +241,17 @@ class NonlinearProblem(NamedTuple):
     jacobian: Problem  # the linear system with the Jacobian; its leaves are u and the leaves of the parameters
 
     def at(self, all_leaves: Tree) -> LocalArray:
-        """Return the residual at u and the leaves; the enclosing trace records it."""
+        """Return the residual, given u and the leaves of the parameters; an enclosing trace records the computation."""
         return self.residual(all_leaves[0], *self.build(all_leaves[1:]))
 
 
 @custom_operator
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
-    """Return the root as one differentiable operator of the leaves of the parameters."""
+    """Return the root: a differentiable operator, whose arguments are the leaves of the parameters."""
     failures = problem.jacobian.new_failures()
 
     def linear(u: LocalArray, rtol: float) -> System:
-        # The linear solution isn't verified, since the nonlinear residual is evaluated next.
+        # The solution isn't verified by a product, since the nonlinear residual is evaluated next.
         settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
         return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
 
@@ -267,7 +267,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
             "residual", lambda u: make_vjp(problem.at)([u, *leaves])[0], ans, again=lambda: problem.start
         )
         multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures)
-        # The cotangent of u is Jᵀ λ, which must be g; this is checked if J was assumed to be symmetric.
+        # The cotangent of u is Jᵀ λ, which must be equal to g; this is checked if the method assumes that J is symmetric.
         of_leaves = pulled_back(pull, multiplier, g, problem.jacobian, failures)
         return [None if part is None else -part for part in of_leaves]
 

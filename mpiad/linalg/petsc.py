@@ -1,7 +1,7 @@
 """`petsc.solve`: linear systems by PETSc's Krylov methods and preconditioners, with the derivatives of `linalg.solve`.
 
-PETSc is called by the same driver as the library's own methods (see `iteration`): it solves for corrections, and is called
-again until the true residual meets the tolerance. petsc4py is imported on first use.
+The driver of the library's own methods (see `iteration`) also calls PETSc. PETSc solves for a correction, and is called
+again until the true residual meets the tolerance. petsc4py is imported when `solve` is first called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpiad.transport.device_arrays import is_device_array, named
 from mpiad.transport.recovery import recoverable
 
 _CALL = "linalg.petsc.solve"
-_prefixes = itertools.count()  # each solve has its own prefix, since PETSc has one table of options per process
+_prefixes = itertools.count()  # of option names: one per solve, since PETSc has one table of options per process
 
 
 @recoverable(_CALL)
@@ -46,14 +46,14 @@ def solve(
     Parameters
     ----------
     operator : callable or DistributedMatrix
-        ``operator(u, *params)`` as in `solve`, used as a shell matrix; or a sparse matrix, with which all of PETSc's
-        preconditioners work.
+        ``operator(u, *params)``, like the `matvec` of `linalg.solve`, which PETSc uses as a shell matrix; or a sparse
+        matrix, with which all preconditioners of PETSc work.
     b : array
-        This rank's block of the right-hand side, of PETSc's scalar type: float64 or complex128, depending on the build.
+        This rank's block of the right-hand side. Its dtype is PETSc's scalar type, float64 or complex128.
     *params : pytree of arrays
-        Arguments of the operator. A DistributedMatrix has none; derivatives flow to its values.
+        Arguments of the operator; none for a DistributedMatrix. Derivatives flow to the params, or to the matrix's values.
     options : dict, optional
-        PETSc's command line options without dashes, such as ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
+        Command line options of PETSc, without dashes, such as ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
     rtol, atol, maxiter, x0, verify, comm
         As in `solve`.
 
@@ -68,7 +68,7 @@ def solve(
     Exception
         On all ranks, if `operator` raises it on any rank, as in `solve`.
     TypeError, ValueError, ConvergenceError
-        On all ranks, as in `solve`. If PETSc fails, the message contains the name of its reason.
+        On all ranks, as in `solve`. If PETSc fails, the message contains PETSc's name of the reason.
 
     Ranks
     -----
@@ -124,14 +124,14 @@ def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, 
 def _method(
     petsc: ModuleType, group: Channel, matrix: DistributedMatrix | None, options: dict[str, Any]
 ) -> Callable[..., Method]:
-    """Return a factory of the method for one system, given its parameters and whether it is transposed."""
+    """Return a function that creates the method for a system, given its parameters and whether it is transposed."""
 
     def of_system(params: tuple, transposed: bool) -> Method:
         def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
             operator = (
                 _shell(petsc, group, system) if matrix is None else _assembled(petsc, group, matrix, params[0], transposed)
             )
-            # The tolerance is relative, since PETSc may use the preconditioned norm of residuals.
+            # A relative tolerance, since PETSc may use the norms of preconditioned residuals.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
             prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
             for name, value in options.items():
@@ -143,7 +143,7 @@ def _method(
                 ksp.setTolerances(rtol=rtol, atol=0.0, max_it=system.limit)
                 ksp.setConvergenceHistory()
                 ksp.setFromOptions()
-                # A copy, since the vector uses the given memory.
+                # The right-hand side is copied, since PETSc's vector uses the memory of the array.
                 right = petsc.Vec().createWithArray(np.array(r[0]), comm=group.user)
                 step = right.duplicate()
                 ksp.solve(right, step)
@@ -157,7 +157,7 @@ def _method(
             for norm in history[1:]:
                 system.note(np.array([norm]))
             if reason < 0:
-                system.settle()  # raises an exception of the operator on any rank, which PETSc sees as NaN
+                system.settle()  # raises if the operator has raised on any rank; PETSc then got NaN
                 names = [
                     name for name, value in vars(petsc.KSP.ConvergedReason).items() if value == reason and name[0] != "_"
                 ]
@@ -172,11 +172,11 @@ def _method(
 def _shell(petsc: ModuleType, group: Channel, system: System) -> Any:
     class Context:
         def mult(self, matrix: Array, x: Array, y: Array) -> None:
-            # A copy, since the memory is PETSc's, and the user's operator may keep its argument.
+            # The vector is copied, since PETSc owns its memory, and the user's operator may keep its argument.
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
-    # PETSc duplicates the user's communicator; it can't be given a guarded one.
+    # PETSc duplicates the user's communicator; it doesn't accept this library's wrapper of a communicator.
     return petsc.Mat().createPython((size, size), Context(), comm=group.user)
 
 

@@ -1,8 +1,8 @@
 """`eigsh`: the largest eigenvalues of A u = λ B u by a randomized algorithm; A and B are given as matrix-vector products.
 
 First, B⁻¹A is applied to k + p random directions, and the results are orthonormalized in the inner product of B. Second, A
-is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians of data in the inner
-product of a prior: if each eigenvalue is 0.8 times the previous one, the first 40 have a relative error of 1e-3 for p = 20.
+is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians A of data misfits and
+precisions B of priors: if each eigenvalue is 0.8 times the previous one, p = 20 gives the first 40 to a relative 1e-3.
 
 References
 ----------
@@ -29,9 +29,9 @@ from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
-_ASYMMETRY = 1e-3  # allowed asymmetry of a projected matrix, relative to its norm: products may contain inexact solves
-_DEPENDENT = 1e-15  # eigenvalues of a Gram matrix below this fraction of the largest indicate dependent vectors
-_BATCH = 16  # number of vectors per product, which needs memory for about ten times as many
+_ASYMMETRY = 1e-3  # accepted asymmetry of a projected matrix, relative to its norm: products may contain inexact solves
+_DEPENDENT = 1e-15  # if an eigenvalue of a Gram matrix is below this fraction of the largest, vectors are dependent
+_BATCH = 16  # number of vectors per product; a product needs memory for about ten times as many vectors
 
 Product = Callable[[LocalArray], LocalArray]
 
@@ -42,9 +42,9 @@ class EigenPairs(NamedTuple):
     Attributes
     ----------
     values : array, shape (k,)
-        The largest first; the same on all ranks.
+        The eigenvalues, the largest first; the same on all ranks.
     vectors : array, shape (k, *like.shape)
-        This rank's parts, orthonormal in the inner product of B.
+        This rank's parts of the eigenvectors, which are orthonormal in the inner product of B.
 
     Examples
     --------
@@ -71,24 +71,24 @@ def eigsh(
     batch: bool = False,
     comm: Comm = None,
 ) -> EigenPairs:
-    """Return approximately the k largest eigenvalues of A u = λ B u, and their eigenvectors, distributed over the ranks.
+    """Return approximations of the k largest eigenvalues of A u = λ B u, and of their eigenvectors, which are distributed.
 
     Parameters
     ----------
     product : callable
         ``product(v)`` returns this rank's part of A v from its part of v; A must be symmetric.
     like : array
-        This rank's part of any vector, real; only its shape matters.
+        This rank's part of any real vector; only the shape is used.
     k : int
         Number of eigenvalues.
     mass, mass_solve : callable, optional
-        Products with B and with B⁻¹, where B is symmetric and positive definite. Give both, or neither if B is the
-        identity.
+        The products with B and with B⁻¹; B must be symmetric and positive definite. Pass both functions, or neither if B
+        is the identity.
     oversample : int
         Number of random directions in addition to k. A is applied 2 (k + oversample) times.
     seed : int, or array of shape (k + oversample, *like.shape)
-        Seed of the random directions, or this rank's parts of them. With directions from `Domain.normal`, for example,
-        results don't depend on the number of ranks.
+        Seed of the random directions, or this rank's parts of the directions. With directions from `Domain.normal`, for
+        example, the results don't depend on the number of ranks.
     batch : bool
         Whether `product`, `mass` and `mass_solve` take up to 16 vectors at once, along a first axis, like the products of
         `linearize` and `make_hvp` with ``batch=True``.
@@ -97,7 +97,7 @@ def eigsh(
     Returns
     -------
     EigenPairs
-        `values` and `vectors`; fewer than k if A has a lower rank.
+        The eigenvalues and eigenvectors; fewer than k if the rank of A is lower.
 
     Raises
     ------
@@ -159,12 +159,12 @@ def ritz_pairs(
             seed = generator.standard_normal((k + oversample, *like.shape))
         samples = np.asarray(seed)[:size]
         images = _products(failures, "product", product, samples, batch)
-        ranged = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
-        # `images` are B times `ranged`.
-        basis = _combined(_orthonormal(group, ranged, images), ranged)
+        range_vectors = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
+        # `images` are the products of B with `range_vectors`.
+        basis = _combined(_orthonormal(group, range_vectors, images), range_vectors)
         for _ in range(2):  # twice, since orthonormalization by a Gram matrix loses half of the digits
-            weighed = basis if mass is None else _products(failures, "mass", mass, basis, batch)
-            basis = _combined(_orthonormal(group, basis, weighed), basis)
+            weighted = basis if mass is None else _products(failures, "mass", mass, basis, batch)
+            basis = _combined(_orthonormal(group, basis, weighted), basis)
         projected = _gram(group, basis, _products(failures, "product", product, basis, batch))
         skew = np.linalg.norm(projected - projected.T)
         if not skew <= _ASYMMETRY * np.linalg.norm(projected):
@@ -194,21 +194,21 @@ def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
 
 
 def _gram(group: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
-    """Return the products of all vectors with all others, bitwise the same on all ranks."""
+    """Return the inner products of all vectors of two sets, bitwise the same on all ranks."""
     return _summed(group, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
 
 
 def _summed(group: Channel, local: np.ndarray) -> np.ndarray:
     total = np.array(allreduce(group, local, SUM, _CALL))
-    group.data.Bcast(total, 0)  # the results of an all-reduction may differ between ranks by rounding
+    group.data.Bcast(total, 0)  # since the results of an all-reduction may differ between ranks by rounding
     if not np.all(np.isfinite(total)):
         raise agreed(group, ValueError(f"{_CALL}: a product isn't finite."))
     return total
 
 
-def _orthonormal(group: Channel, vectors: LocalArray, weighed: LocalArray) -> np.ndarray:
-    """Return coefficients of orthonormal combinations of vectors, fewer if these are dependent; `weighed`: B vectors."""
-    gram = _gram(group, vectors, weighed)
+def _orthonormal(group: Channel, vectors: LocalArray, weighted: LocalArray) -> np.ndarray:
+    """Return coefficients of orthonormal combinations of vectors, fewer if these are dependent; `weighted` = B vectors."""
+    gram = _gram(group, vectors, weighted)
     skew, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
     if not skew <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:

@@ -1,4 +1,4 @@
-"""`solve`: the solution of a distributed linear system whose operator is a function."""
+"""`solve`: the solution of a distributed linear system A u = b, whose operator A is a function."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # The solution of a linear system as one operator, differentiated by the implicit function theorem.
 #
-# From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u: a tangent takes one solve. Transposed: with Aᵀ λ = ū, the cotangent of
-# b is λ, and the cotangent of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution.
-# The iteration is never traced. Both rules consist of this operator and the user's, so they can be differentiated
-# again.
+# From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u, so a tangent takes one solve. The transpose of this map is: if Aᵀ λ = ū,
+# the cotangent of b is λ, and the cotangent of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at
+# the solution. The iteration is never traced. Both rules use only this operator and the user's operator, so they can be
+# differentiated again.
 #
 # The adjoint of a system with Aᵀ is a system with A, and both cotangents of p are derivatives of λᵀ A u. So the
 # cotangent of p in the transposed system also comes from a reverse pass through A, with u and λ interchanged.
 #
 # An operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
-# preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like the
-# transpose of the operator. Otherwise it is assumed to be symmetric; if it isn't, more iterations are needed.
+# preconditioner is the argument `preconditioner_transpose`, its attribute `T`, or the result of its method `transpose()`.
+# If there is none of these, the preconditioner is used for both systems: if it isn't symmetric, more iterations are needed.
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -54,13 +54,13 @@ class Problem(NamedTuple):
     start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
     transposed: bool = False  # whether the operator of the system is the transposed one
-    # ``solver(params, transposed)`` returns a method of another library.
+    # ``solver(params, transposed)`` returns the method of another library; None: the method is in `METHODS`.
     solver: Callable[..., Method] | None = None
-    failures: DeferredFailures | None = None  # of this rank before the solve, in the enclosing call
-    talkers: set[str] | None = None  # names of user functions that have communicated: see `DeferredFailures`
+    failures: DeferredFailures | None = None  # this rank's failures in the enclosing call, before the solve
+    talkers: set[str] | None = None  # names of the user functions that have communicated; see `DeferredFailures`
 
     def derived(self, failures: DeferredFailures) -> Problem:
-        """Return the problem of a tangent: the same operator, with the initial guess zero."""
+        """Return the problem for a tangent: the same operator, with zero as the initial guess."""
         settings = self.settings._replace(callback=None, reported=False, probe=False)
         return self._replace(start=None, settings=settings, failures=failures)
 
@@ -70,16 +70,16 @@ class Problem(NamedTuple):
         return self.settings.method == "cg"
 
     def adjoint(self, failures: DeferredFailures) -> Problem:
-        """Return the problem of an adjoint."""
+        """Return the problem for an adjoint: the transposed operator, unless the operator is Hermitian."""
         derived = self.derived(failures)
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
     def product(self, all_leaves: Tree) -> LocalArray:
-        """Return the product of the operator and u, the first leaf; the enclosing trace records it."""
+        """Return the product of `matvec` with u, the first leaf; an enclosing trace records the computation."""
         return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
 
     def own_product(self, all_leaves: Tree) -> LocalArray:
-        """Return the product with the operator of this system, which may be the transposed one."""
+        """Return the product of this system's operator (transposed if `transposed`) with u, the first leaf."""
         if not self.transposed:
             return self.product(all_leaves)
         return self.transposed_matvec(tuple(self.build(all_leaves[1:])), all_leaves[0])(all_leaves[0])
@@ -96,7 +96,7 @@ class Problem(NamedTuple):
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            # The operator is traced now, so that an exception is known before a reverse pass.
+            # The operator is traced now, so that an exception of the user's function is raised before a reverse pass.
             apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
             precondition = failures.attempt(
@@ -107,13 +107,13 @@ class Problem(NamedTuple):
         return System(apply, precondition, b, self.settings, failures=failures)
 
     def new_failures(self) -> DeferredFailures:
-        """Return the collector of this rank's failures in one call."""
+        """Return an object that collects the failures of this rank's user functions in one call."""
         return DeferredFailures(self.settings.comm, self.settings.call, self.talkers)
 
 
 @custom_operator
 def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
-    """Return this rank's block of the solution, of the shape of `b`, for `leaves` of the parameters; raises as `solve`."""
+    """Return this rank's block of the solution, given the parameters' `leaves`; for errors see `solve`."""
     system = problem.system(leaves, b)
     if problem.solver is None:
         method = METHODS[problem.settings.method]
@@ -133,9 +133,9 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
             zero = spec_like(stop_gradient(u)).zeros()
             return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
 
-        # In both cases λᵀ A u is differentiated through the user's operator.
+        # In both cases, the user's operator is differentiated: the function λᵀ A u of the parameters.
         if not problem.transposed:
-            # The operator is traced before the solve, whose first reduction reports exceptions to the other ranks.
+            # The operator is traced before the solve, since the solve's first reduction reports exceptions to all ranks.
             pull = pull_at(ans)
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
@@ -181,7 +181,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
 
 def direction_of(leaf: Array, tangent: Array) -> Array:
     """Return the tangent of a leaf of the parameters for `make_jvp`; zero if there is none."""
-    # A Python number has no dtype, so its zero tangent is a Python number, too.
+    # Python numbers have no dtype, so their zero tangents are Python numbers, too.
     return tangent_of(leaf, tangent) if np.ndim(stop_gradient(leaf)) or tangent is not None else 0.0
 
 
@@ -209,13 +209,13 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
 
 
 def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
-    """Return the transpose of a linear function, from a trace; `like` has the shape and dtype of argument and result."""
-    # Since the function is linear, it can be traced at zero.
+    """Return the transpose of a linear function, from a trace; argument and result have the shape and dtype of `like`."""
+    # Since the function is linear, its derivative at zero is the function itself.
     return make_vjp(fun)(spec_like(like).zeros())[0]
 
 
 def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
-    """Return the transpose of a preconditioner: `given` by the user (a function or "derived"), or its own."""
+    """Return the transpose of a preconditioner; `given` is the user's argument: a function, "derived", or None."""
     if given is None:
         given = getattr(preconditioner, "T", None)
     if given is None and callable(getattr(preconditioner, "transpose", None)):
@@ -226,7 +226,7 @@ def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple,
 
 
 def taking(fun: Function, params: tuple) -> Function:
-    """Return `fun` as a function of its first argument, with the params bound if it requires them."""
+    """Return `fun` as a function of its first argument only; if `fun` requires the params, they are bound."""
     rest = params if _takes(fun, len(params)) else ()
     return lambda r: fun(r, *rest)
 
@@ -269,40 +269,40 @@ def solve(
     matvec : callable
         ``matvec(u, *params)`` returns this rank's block of A u, linear in u, from this rank's block of u. It may
         communicate, for example by `Domain.exchange`, and is written with autograd.numpy and this library's functions.
-        Variables to differentiate with respect to must be among the params, not in its closure. Products with its
-        transpose are derived from it, unless it has a method ``transpose(u, *params)``.
+        The variables of derivatives must be among the params, not in the function's closure. Products with the transpose
+        are derived from `matvec`, unless it has a method ``transpose(u, *params)``.
     b : array of float32, float64, complex64 or complex128
         This rank's block of the right-hand side.
     *params : pytree of arrays
         The arguments of the operator; derivatives flow to all of them.
     method : {"cg", "gmres", "bicgstab"}
         "cg" (conjugate gradients) is for symmetric (complex: Hermitian) positive definite operators, the others for any
-        nonsingular operator. An iteration takes one product and one reduction over all ranks; with "bicgstab", two of each.
+        nonsingular operator. An iteration takes one product and one reduction over all ranks, or two of each ("bicgstab").
     preconditioner : callable, optional
-        ``preconditioner(r, *params)`` or ``preconditioner(r)``, according to the number of required arguments, returns an
-        approximation of this rank's block of A⁻¹ r, linear in r; symmetric positive definite for "cg". No derivative
-        flows through it.
+        ``preconditioner(r, *params)`` returns an approximation of this rank's block of A⁻¹ r, linear in r. A function with
+        one required argument is called as ``preconditioner(r)``. For "cg" the preconditioner must be symmetric positive
+        definite. It isn't differentiated.
     preconditioner_transpose : callable or "derived", optional
-        The transpose of the preconditioner (without conjugation), for the adjoint systems of "gmres" and "bicgstab";
-        "derived" takes it from a trace of the preconditioner. By default its attribute ``T``, the result of its method
-        ``transpose()``, or else the preconditioner itself.
+        The transpose of the preconditioner (without conjugation), for the adjoint systems of "gmres" and "bicgstab".
+        "derived": from a trace of the preconditioner. By default, the preconditioner's attribute ``T``, the result of its
+        method ``transpose()``, or, without these, the preconditioner itself.
     side : {"right", "left"}, optional
         Side of the preconditioner, for "gmres" and "bicgstab"; "right" by default.
     rtol, atol : float
-        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``. The same holds for the
-        solves of derivatives, with their own right-hand sides.
+        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``. In the solves of
+        derivatives, b is replaced by their right-hand sides.
     maxiter : int, optional
         Maximum number of iterations; by default 10 times the number of unknowns, at most 10,000.
     restart : int
-        Number of iterations of "gmres" before a restart, and of the blocks that it stores.
+        Number of iterations of "gmres" before a restart. "gmres" stores as many blocks.
     x0 : array of the shape of `b`, optional
         Initial guess; zero by default. No derivative flows through it.
     batch : int
-        Number of leading axes of `b` that index systems with the same operator. Each system has its own iteration and
-        tolerance; the reductions are shared, and `matvec` gets all blocks at once. With 0 (the default), `b` is one system.
+        Number of leading axes of `b` that index systems with the same operator; by default, `b` is one system. Each system
+        has its own iteration and tolerance. The reductions are shared, and `matvec` gets the blocks of all systems at once.
     verify : bool
-        Whether to check at the end that the true residual is within 10 times the tolerance (or within rounding), and that
-        the operator doesn't map constants to zero; each check takes one product.
+        Whether to check at the end that the true residual is at most 10 times the tolerance, or due to rounding, and that
+        the operator doesn't map constants to zero. Each check takes one product.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the system.
     callback : callable, optional
@@ -316,8 +316,8 @@ def solve(
     Raises
     ------
     TypeError
-        On all ranks, if `b` isn't an array of floats; if `matvec` doesn't return an array of floats (or a complex one for a
-        real `b`), or uses a traced value from its closure.
+        On all ranks, if `b` or the result of `matvec` isn't an array of floats, if the result is complex but `b` is real,
+        or if `matvec` uses a traced value from its closure.
     ValueError
         On all ranks, if ranks give different settings, `method` is unknown, a tolerance can't be met, an array has another
         shape than `b`, or `b` or the operator isn't finite; in the derivative, if the operator isn't symmetric with "cg".
@@ -325,8 +325,8 @@ def solve(
         On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
         text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
     ConvergenceError
-        On all ranks, with the residual after each iteration, if the tolerance isn't reached or the iteration breaks down:
-        with "cg" if the operator isn't positive definite, with all methods if it is singular or not linear.
+        On all ranks, if the tolerance isn't reached, or if the iteration breaks down because the operator is singular, not
+        linear, or (with "cg") not positive definite. Its `history` contains the norms of the residual.
 
     Ranks
     -----

@@ -1,8 +1,8 @@
 """`System`: a linear system during its solution, with checked calls of the user's operator, and sums over all ranks.
 
-Methods work on k systems at once, as rows of arrays of shape (k, n); the user's functions get arrays of the shape of b.
-If the operator fails on one rank (it raises, or returns another shape, or NaN), this rank adds NaN to the next sum, so
-that the sum is NaN on all ranks. Then the ranks exchange the reasons: see `transport.user_failures`.
+The iterative methods work on k systems at once, the rows of arrays of shape (k, n); user functions get arrays of the
+shape of b. If the operator fails on a rank (it raises an exception, or returns NaN or another shape), this rank adds NaN
+to the next sum, so that the sum is NaN on all ranks. Then the ranks exchange the reasons: see `transport.user_failures`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Settings(NamedTuple):
     maxiter: int | None
     comm: Comm
     callback: Callable[[float], Any] | None
-    restart: int = 30  # length of a cycle of GMRES
+    restart: int = 30  # number of iterations of GMRES between restarts
     side: str | None = None  # side of the preconditioner: "left", "right" or None
     batch: int = 0  # number of leading axes of b that index systems
     verify: bool = True  # whether to check the result by additional products
     call: str = "linalg.solve"  # name of the public function, for error messages
-    probe: bool = True  # whether to check for constants in the operator's null space; not in systems of derivatives
+    probe: bool = True  # whether to check if the null space contains constants; False for derivatives
     with_x0: bool = False  # whether there is an initial guess
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
@@ -51,12 +51,12 @@ class Settings(NamedTuple):
 
 
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the settings with `reported` and `preconditioned`; raise on all ranks if they differ or one has an error."""
+    """Return the complete settings; raise on all ranks if any rank has an error, or if the settings differ."""
     group = channel(settings.comm, settings.call)
     # The `repr` of communicators and functions differs between processes.
     given = settings._replace(comm=None, callback=None)
     number = zlib.crc32(repr(given).encode())
-    # The maxima of a number and of its negative show whether it is the same on all ranks.
+    # If the maxima of a number and of its negative have the same size, the number is the same on all ranks.
     functions = settings.callback is not None, preconditioner is not None
     mine, largest = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
     group.data.Allreduce(mine, largest, MAX)
@@ -68,7 +68,7 @@ def agree_on(settings: Settings, error: Exception | None, preconditioner: Functi
 
 
 def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
-    """Return the error in the settings, for a right-hand side of `ndim` axes; None if there is none."""
+    """Return an error if the settings are invalid for a right-hand side with `ndim` axes, else None."""
     sides = () if s.method == "cg" else SIDES
     allowed = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
     tolerances = 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0
@@ -93,8 +93,8 @@ def _is_count(value: Any, least: int = 1, most: float = math.inf) -> bool:
 
 
 def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
-    """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, None otherwise."""
-    # Checked before a call, in which the ranks with fitting blocks would wait for the others.
+    """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, else None."""
+    # This is checked before a call: if one rank raised during the call, the other ranks would wait for its messages.
     refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in refusals if error is not None), None)
 
@@ -103,16 +103,16 @@ _MAX_ITERATIONS = 10_000
 
 
 class System:
-    """The operator and the preconditioner of one solve, with parameters bound, for right-hand sides like `like`."""
+    """The operator and the preconditioner of a solve, with bound parameters, for right-hand sides like `like`."""
 
     def __init__(
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
         failures: DeferredFailures | None = None,
     ):  # fmt: skip
         self.settings = settings
-        # Collects failures of this rank in the enclosing call.
+        # The failures of this rank's user functions in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
-        self.usable: LocalArray | None = None  # an argument that `apply` is known to accept; None: zeros
+        self.usable: LocalArray | None = None  # an argument that the operator accepts; if None, zeros are used
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
@@ -120,9 +120,9 @@ class System:
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
-        self.units = np.ones(self.count)
+        self.units = np.ones(self.count)  # the powers of two by which the rows of b were divided
         self._name = name
-        self._may_have_raised = False  # whether a function may have raised since the last sum; the same on all ranks
+        self._may_have_raised = False  # whether a user function was called since the last sum; the same on all ranks
 
     @property
     def iterations(self) -> int:
@@ -140,7 +140,7 @@ class System:
         return rows.reshape(self._shape)
 
     def apply(self, u: LocalArray) -> LocalArray:
-        """Return the operator's product with this rank's rows; NaN if the operator fails."""
+        """Return the operator's product with this rank's rows, filled with NaN if the operator fails."""
         self._may_have_raised = True
         return self._called(self._apply, u, self._name)
 
@@ -164,7 +164,7 @@ class System:
         return self.full(np.nan)
 
     def _problem_with(self, out: Array, subject: str) -> Exception:
-        """Return the error for a result that isn't an array like b."""
+        """Return the error for the result of a user function that isn't an array like b."""
         if isbox(out):
             return TypeError(
                 f"{subject} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
@@ -194,13 +194,13 @@ class System:
         return np.full(shape, value, self.dtype) if self._xp is None else self._xp.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-        """Return the inner products of rows over all ranks, shape (pairs, k), the first conjugated; errors as in `sums`."""
+        """Return inner products x* y of pairs (x, y) of rows over all ranks, shape (pairs, k). For errors see `sums`."""
         return self.sums(inner(*pairs))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
-        """Return sums over all ranks, in double precision; raise on all ranks any failure of a user function."""
+        """Return sums over all ranks, in double precision; raise on all ranks if a user function has failed on any rank."""
         wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
-        # Failures are signaled by NaN, so no separate message is needed without them.
+        # A failure makes the sum NaN, so the ranks needn't exchange further messages unless there is one.
         if self.failures.error is not None:
             wide[...] = np.nan
         with self.failures:
@@ -211,7 +211,7 @@ class System:
         return sums
 
     def settle(self) -> None:
-        """Raise on all ranks an exception of any rank after the last sum; communicates only if there may be one."""
+        """Raise on all ranks if a user function has failed on any rank since the last sum; communicates only if needed."""
         if self._may_have_raised:
             self.failures.raise_together()
 
@@ -223,14 +223,14 @@ class System:
         return np.sqrt(self.sums(np.square(lengths(rows))))
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the target norms of the residuals and the norms of `b`, which may be scaled; set the iteration limit."""
+        """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
         own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
         squares, size, unknowns = np.split(self.sums(own), [self.count, 2 * self.count])
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, the row is divided by a power of two,
-        # without rounding; this changes b and scales the solution.
+        # without rounding errors. `iterate` multiplies the solution by it.
         edge = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
@@ -240,7 +240,7 @@ class System:
         return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
 
     def note(self, norms: np.ndarray) -> None:
-        """Append the norm of all residuals to the history, and call the user's callback."""
+        """Append the norm of all systems' residuals together to the history, and call the user's callback."""
         norm = math.hypot(*(norms * self.units).tolist())
         self.history.append(norm)
         if len(self.history) > 1:
@@ -249,7 +249,7 @@ class System:
                 self.failures.attempt("callback", self.settings.callback, norm)
 
     def require_finite(self, sums: np.ndarray, array: LocalArray, name: str) -> None:
-        """Raise a ValueError on all ranks if sums over an array aren't finite; it names the rank with the wrong array."""
+        """Raise an error on all ranks if sums over an array aren't finite; it names a rank with NaN or infinities."""
         if np.isfinite(sums).all():
             return
         # The sums are the same on all ranks, so all of them raise.
@@ -269,19 +269,19 @@ class System:
         last = f"{self.history[-1]:.3e}" if self.history else "unknown"
         error = ConvergenceError(
             f"{self.settings.call}: {self.settings.method}: {problem} After {self.iterations} iterations "
-            f"the norm of the residual is {last}, from {start} at the start (the history of this error has them all).",
+            f"the norm of the residual is {last}, from {start} at the start (`history` of this error contains all norms).",
             self.history,
         )
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
-# The side of the preconditioner M in methods for nonsymmetric operators: A M (right, the default) or M A (left). With
-# the right side the iteration computes the true residual r. With the left side it computes M r, and the target is
-# scaled by the initial ratio of the norms of M r and r; the true residual is checked at the end.
+# The operator of methods for nonsymmetric systems is A M if the preconditioner M is on the right side (the default), and
+# M A if M is on the left side. With the right side, the iteration computes the true residual r. With the left side, it
+# computes M r; the target is scaled by the initial ratio of the norms of M r and r, and r is checked at the end.
 
 
 def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, LocalArray]:
-    """Return the direction of the solution for v, and the product of v with operator and preconditioner."""
+    """Return the change of the solution along v, and the product A M v (right side) or M A v (left side)."""
     if system.settings.side == "left":
         return v, system.precondition(system.apply(v))
     z = system.precondition(v)
@@ -289,7 +289,7 @@ def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, L
 
 
 def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tuple[LocalArray, np.ndarray, np.ndarray]:
-    """Return the residual that the method uses, its norms, and their ratios to the true norms."""
+    """Return the residual that the method uses, its norms, and their ratios to the norms of the true residual."""
     if system.settings.side != "left" or not system.settings.preconditioned:
         return r, norms, np.ones_like(norms)
     preconditioned = system.precondition(r)

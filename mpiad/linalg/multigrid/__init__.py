@@ -1,4 +1,4 @@
-"""Geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that follows the operator."""
+"""Geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that depends on κ."""
 
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.elliptic_solve import solve_elliptic

@@ -1,10 +1,10 @@
-"""Memory layout of a block's points: by color, so that operations on a color work on contiguous arrays.
+"""Memory layout of a block's points: sorted by color, so that operations on one color use contiguous arrays.
 
-A point's color shows which of its indices are odd: 4 colors in two dimensions, 8 in three. Points of one color aren't
-neighbors, not even across corners, so a Gauss-Seidel step updates all of them at once; the points of color 0 are the
-points of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of entries
-around the block's own entries is its halo. All arrays are flat, and a shift finds the neighbors of all points of a color:
-loops over rows would take longer than the arithmetic on small levels.
+A point's color is the parity of its indices, so there are 4 colors in two dimensions, and 8 in three. Points of one color
+aren't neighbors, not even diagonal ones, so a Gauss-Seidel step updates all of them at once. The points of color (0, ...)
+are the points of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of
+entries around the block's own entries is its halo. All arrays are flat, so that the neighbors of all points of a color are
+one shifted slice: on small levels, loops over rows would take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mpiad.transport.device_arrays import arrays_of
 
 # Distribution of the points of one level over the ranks: finer levels are on all ranks, coarser levels on fewer.
 #
-# A coarse point belongs to the rank that owns the fine point at the same position, with twice its index. If blocks become
-# too small, neighboring ones are merged, and the first rank of each group owns the result.
+# A coarse point belongs to the rank that owns the fine point at the same position, whose index is twice the coarse index.
+# If blocks become too small, neighboring blocks are merged, and the rank of the first of them owns the merged block.
 
 
 @dataclass(frozen=True)
 class Box:
-    """The points from `low` up to, not including, `high` along each dimension."""
+    """The points with indices low <= index < high along each dimension."""
 
     low: Shape
     high: Shape
@@ -49,16 +49,16 @@ class Box:
         return Box(tuple(a - width for a in self.low), tuple(b + width for b in self.high))
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """Return the index of this box in an array of the points of another."""
+        """Return the index of this box in an array of the points of another box."""
         return tuple(slice(a - c, b - c) for a, b, c in zip(self.low, self.high, other.low))
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Blocks and their owners."""
+    """The blocks of a level, and the ranks that own them."""
 
-    cuts: tuple[tuple[int, ...], ...]  # per dimension: the first point of each block, then the number of points
-    # The owner of a block is the sum of the entries at its position along each dimension.
+    cuts: tuple[tuple[int, ...], ...]  # per dimension, the first point of each block, followed by the number of points
+    # Per dimension, the contribution of each position to the rank: the owner of a block is the sum over dimensions.
     ranks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]
 
@@ -81,7 +81,7 @@ class Distribution:
         return sum(along[place] for along, place in zip(self.ranks, position))
 
     def position(self, rank: Rank) -> tuple[int, ...] | None:
-        """Return the position of a rank's block, None for a rank without one."""
+        """Return the position of a rank's block, None for a rank without a block."""
         return next((position for position in self.positions() if self.owner(position) == rank), None)
 
     def box(self, position: tuple[int, ...]) -> Box:
@@ -90,7 +90,7 @@ class Distribution:
         return Box(low, tuple(along[place + 1] for along, place in zip(self.cuts, position)))
 
     def neighbor(self, position: tuple[int, ...], axis: int, step: int) -> Rank | None:
-        """Return the owner of a neighboring block, None beyond a physical side."""
+        """Return the owner of the neighboring block in a direction, None beyond a physical side."""
         place, count = position[axis] + step, self.dims[axis]
         if not self.periodic[axis] and not 0 <= place < count:
             return None
@@ -101,18 +101,18 @@ class Distribution:
         return Distribution(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
 
     def merged(self, least: int) -> Distribution:
-        """Return the distribution with neighboring blocks merged, until none with a neighbor is shorter than `least`."""
+        """Return the distribution with neighboring blocks merged until no block with a neighbor is shorter than `least`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
-            # Merged in pairs, so that a rank gathers from few others; the next level may merge pairs of pairs.
+            # Blocks are merged in pairs, so that a rank gathers data from few others; the next level may merge again.
             while len(ranks[axis]) > 1 and min(b - a for a, b in zip(cuts[axis], cuts[axis][1:])) < least:
                 cuts[axis] = (*cuts[axis][:-1][::2], cuts[axis][-1])
                 ranks[axis] = ranks[axis][::2]
         return Distribution(tuple(cuts), tuple(ranks), self.periodic)
 
     def alone(self) -> Distribution:
-        """Return the distribution in which the first rank owns everything."""
-        # The shortest of several blocks along a dimension is shorter than all of them together.
+        """Return the distribution in which the first rank owns all points."""
+        # While there are several blocks along a dimension, the shortest is shorter than the dimension, so they are merged.
         return self.merged(max(self.shape))
 
 
@@ -120,7 +120,7 @@ def distribution_of(partition: Partition) -> Distribution:
     """Return the distribution of a domain's grid."""
     cuts, ranks = [], []
     for axis, (n, count) in enumerate(zip(partition.shape, partition.dims)):
-        # Neighbors along the last dimension have neighboring ranks.
+        # Ranks are numbered in row-major order: the last dimension varies fastest.
         stride = math.prod(partition.dims[axis + 1 :])
         ranks.append(tuple(place * stride for place in range(count)))
         cuts.append((*[partition.block(rank)[axis].start for rank in ranks[-1]], n))
@@ -132,13 +132,13 @@ Color = tuple[int, ...]
 
 @functools.cache
 def neighbor_color(color: Color, offset: Color) -> tuple[Color, Color]:
-    """Return the color of the neighbors of a color's points at an offset, and the offset in entries."""
+    """Return the color of the neighbors at an offset of a color's points, and the offset between their entries."""
     moved = [p + o for p, o in zip(color, offset)]
     return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
 
 
 class Layout:
-    """The arrays of one block, `box`: one per color, of `shape` before flattening, with color 0 first."""
+    """The arrays of one block, `box`: one per color, flattened from `shape`; the color (0, ...) comes first."""
 
     def __init__(self, box: Box):
         self.box = box
@@ -146,31 +146,31 @@ class Layout:
         self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
         self.size = math.prod(self.shape)
         self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        # The range from the first to the last entry that has all neighbors; the outermost layer is the halo.
+        # The flat range from the first to the last entry that isn't in the outermost layer, the halo.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
         self.colors: list[Color] = list(itertools.product((0, 1), repeat=len(self.shape)))
         self.row = {color: row for row, color in enumerate(self.colors)}
-        # The function is cached, since on small levels it takes longer than the arithmetic.
-        self.places = functools.cache(self._places)
+        # The results are cached, since on small levels this method takes longer than the arithmetic.
+        self.slices_of = functools.cache(self._slices_of)
 
     def shifted(self, steps: Iterable[int], sign: int = 1) -> slice:
-        """Return the inner entries moved by steps along each dimension."""
+        """Return the range `inner`, shifted by steps along the dimensions."""
         shift = sign * sum(step * stride for step, stride in zip(steps, self.strides))
         return slice(self.inner.start + shift, self.inner.stop + shift)
 
-    def _places(self, color: Color, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Return the slices of a color's points in its array, and in the block with `rim` points around it."""
+    def _slices_of(self, color: Color, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return the slices of a color's points in the color's array, and in the block with `rim` layers around it."""
         entries, points = [], []
         for parity, low, high, first in zip(color, self.box.low, self.box.high, self.first):
-            # Entry k stands for the point 2k + parity: first and last k are rounded up.
+            # Entry k is the point 2k + parity, so the first and last k are rounded up.
             start, stop = ((bound - parity + 1) // 2 for bound in (low - rim, high + rim))
             entries.append(slice(start - first + 1, stop - first + 1))
             points.append(slice(2 * start + parity - (low - rim), None, 2))
         return tuple(entries), tuple(points)
 
     def coarse(self, rim: int = 0) -> tuple[slice, ...]:
-        """Return the entries of the coarse points of the block, with `rim` around them."""
+        """Return the entries of the coarse points of the block, with `rim` layers around them."""
         box = self.box.coarse().grown(rim)
         return tuple(slice(a - f + 1, b - f + 1) for a, b, f in zip(box.low, box.high, self.first))
 
@@ -179,27 +179,27 @@ class Layout:
         return flat.reshape(flat.shape[:-1] + self.shape)
 
     def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:
-        """Return a block (..., *box.shape) as doubles (..., colors, size), zero outside of it; `out` must hold zeros."""
+        """Return a block (..., *box.shape) as doubles (..., colors, size), zero outside of it; `out` must contain zeros."""
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
             out = Spec((*lead, len(self.colors), self.size), np.dtype(float), arrays_of(block)).zeros()
         whole = self.whole(out)
         for row, color in enumerate(self.colors):
-            entries, points = self.places(color)
+            entries, points = self.slices_of(color)
             whole[(..., row, *entries)] = block[(..., *points)]
         return out
 
     def join(self, split: LocalArray, rim: int = 0) -> LocalArray:
-        """Return the block from arrays of all colors, with `rim` points of the halo around it."""
+        """Return the block from the arrays of all colors, with `rim` layers of the halo around it."""
         out = empty_like(split, split.shape[:-2] + self.box.grown(rim).shape)
         whole = self.whole(split)
         for row, color in enumerate(self.colors):
-            entries, points = self.places(color, rim)
+            entries, points = self.slices_of(color, rim)
             out[(..., *points)] = whole[(..., row, *entries)]
         return out
 
 
 @functools.lru_cache(maxsize=64)
 def layout_of(box: Box) -> Layout:
-    """Return the layout of a block, cached: levels are rebuilt for each κ."""
+    """Return the layout of a block; it is cached, since levels are computed again for each κ."""
     return Layout(box)

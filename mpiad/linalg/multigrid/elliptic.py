@@ -26,10 +26,10 @@ _ALLOWED = '"dirichlet" or "neumann"; or, in a tuple, one of these or a pair (be
 class Sides(NamedTuple):
     """The spacing and boundary conditions of a grid."""
 
-    spacing: tuple[float, ...]  # distance of neighboring points along each dimension
-    # For each dimension, whether u is given on the side before the first point, and on the side after the last point.
+    spacing: tuple[float, ...]  # distance between neighboring points along each dimension
+    # For each dimension, whether u is prescribed on the side before the first point, and after the last point.
     fixed: tuple[tuple[bool, bool], ...]
-    centred: bool  # whether sides with given values are half a spacing from the last points instead of a full one
+    centred: bool  # whether sides with prescribed values are half a spacing from the last points, instead of one spacing
 
 
 def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, call: str) -> Sides:
@@ -53,19 +53,19 @@ def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, c
 
 
 class Elliptic:
-    """The operator -∇·(κ∇u) + c u on the blocks of a domain; κ on a face is the mean of the two adjacent points.
+    """The operator -∇·(κ∇u) + c u on the blocks of a domain; κ on a face is its mean at the two adjacent points.
 
     Parameters
     ----------
     domain : Domain
     spacing : float, or one per dimension
-        Distance of neighboring points.
+        Distance between neighboring points.
     boundary : {"dirichlet", "neumann"} or a tuple
-        Conditions on physical sides: u = 0, or no flux; in a tuple, one of these or a pair (before, after) per
-        dimension. Periodic dimensions have no sides.
+        Conditions on physical sides: u = 0 ("dirichlet") or no flux. A tuple has a name, or a pair of names (before,
+        after), per dimension. Periodic dimensions have no sides.
     centred : bool
-        Whether points are centers of cells, as in `Domain.coordinates`. Sides with u = 0 are then half a spacing beyond the
-        last points, otherwise one spacing. Sides without flux are always half a spacing beyond.
+        Whether points are centers of cells, as in `Domain.coordinates`. If so, sides with u = 0 are half a spacing beyond
+        the last points, otherwise one spacing. Sides without flux are half a spacing beyond them in both cases.
 
     Raises
     ------
@@ -74,7 +74,7 @@ class Elliptic:
 
     Ranks
     -----
-    All ranks of the domain call it, with the same arguments, and later the operator.
+    All ranks of the domain call the constructor, with the same arguments, and the operator.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class Elliptic:
         u : array of shape (..., *local_shape)
         kappa : array of shape local_shape, or number
         c : array of shape local_shape, or number
-            All arrays are on the host, or all on one device; numbers fit both.
+            All arrays are on the host, or all on one device.
 
         Returns
         -------
@@ -135,7 +135,7 @@ class Elliptic:
 
         Adjoint
         -------
-        u gets the operator's product, since the operator is symmetric; κ and c get derivatives by the product rule.
+        u gets the operator's product with the cotangent, since the operator is symmetric. For κ and c, see the formula.
         """
         require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
         xp = arrays_of(stop_gradient(u))
@@ -144,22 +144,22 @@ class Elliptic:
             kappa = kappa * (np.ones(shape) if xp is None else xp.full(shape, 1, np.float64))
         if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
             kappa = kappa.astype(stop_gradient(u).dtype)
-        # The flux through a side with a given value is κ u divided by the distance: a multiple of u at the last points.
+        # The flux through a side with u = 0 is κ u at the last point, divided by the distance: a term of the diagonal.
         (walls,) = self._walls.on(xp)
         total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
-        # u is constant across sides without flux; sides with given values contribute through `walls`.
+        # With "edge", u is constant across all physical sides; sides with u = 0 contribute through `walls`.
         padded, padded_kappa = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
             along, across = _along(padded, axis, ndim), _along(padded_kappa, axis, ndim)
-            # The mean of κ on both sides of a face times the difference of u, divided by the square of the spacing.
+            # The mean of κ on the two sides of a face, times the difference of u, divided by the square of the spacing.
             flux = (across(1, None) + across(0, -1)) * (along(1, None) - along(0, -1)) * (0.5 / step**2)
             faces = _along(flux, axis, ndim, cut=False)
             total = total + faces(0, -1) - faces(1, None)
         return total
 
     def couplings(self, kappa: LocalArray) -> list[tuple[LocalArray, LocalArray]]:
-        """Return for each dimension the couplings of each point with the previous and with the next one.
+        """Return, for each dimension, the couplings of each point with the previous and with the next point.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class Elliptic:
             across = _along(padded_kappa, axis, ndim)
             faces = (across(1, None) + across(0, -1)) * (0.5 / step**2)
             inside = _along(faces, axis, ndim, cut=False)
-            # There is no coupling across physical sides; a given value contributes to the diagonal.
+            # There is no coupling across physical sides; a side with u = 0 contributes to the diagonal.
             for place, rank in zip((slice(0, 1), slice(-1, None)), pair):
                 if rank is None:
                     inside(place.start, place.stop)[...] = 0.0
@@ -185,7 +185,7 @@ class Elliptic:
 
 
 def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
-    """Return a function that takes layers along a dimension, without the halos of the other dimensions."""
+    """Return a function that returns layers of an array along a dimension, without the halo of other dimensions."""
     rest = slice(1, -1) if cut else slice(None)
 
     def layers(start: int, stop: int | None) -> LocalArray:
@@ -195,12 +195,12 @@ def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
 
 
 def _walls(domain: Domain, sides: Sides) -> np.ndarray:
-    """Return the factor of κ in the diagonal at each point, from adjacent sides on which u is given."""
+    """Return, for each point, the factor of κ in the diagonal that is due to adjacent sides with u = 0."""
     walls = np.zeros(domain.local_shape)
     for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):
         layers = _along(walls, axis, len(sides.spacing), cut=False)
         for start, stop_, rank, given in zip((0, -1), (1, None), pair, fixed):
             if rank is None and given:
-                # With half the distance, the difference quotient is twice as large.
+                # With half the distance to the side, the difference quotient is twice as large.
                 layers(start, stop_)[...] += (2.0 if sides.centred else 1.0) / step**2
     return walls

@@ -1,7 +1,7 @@
 """`solve_elliptic`: a solve by multigrid, differentiated by the implicit function theorem.
 
-As in `linalg.solve`, the adjoint takes one further solve and one reverse pass through the operator at the solution. The
-operator is its own transpose, so this solve uses the same multigrid levels.
+As in `linalg.solve`, the adjoint takes a second solve, and one reverse pass through the operator at the solution. The
+operator is its own transpose, so the second solve uses the same multigrid levels.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def solve_elliptic(
     ----------
     domain : Domain
     kappa : array of shape local_shape, or number
-        Positive; it may jump.
+        The coefficient κ. It must be positive, and may jump.
     b : array of shape (..., *local_shape)
-        This rank's block of the right-hand side; several of them along leading axes are solved together, each to its own
-        tolerance.
+        This rank's block of the right-hand side. Several right-hand sides, along leading axes, are solved together, each to
+        its own tolerance.
     c : array of shape local_shape, or number
-        Zero or more. All arrays are on the host, or all on one device.
+        Zero or positive. All arrays are on the host, or all on one device.
     spacing, boundary, centred
-        As in `Elliptic`. For a value other than 0 on a side, add to `b` at the points next to it κ times the value, divided
-        by the square of the spacing (twice that if `centred`).
+        As in `Elliptic`. For another value than 0 on a side, add κ times the value, divided by the square of the spacing,
+        to `b` at the points next to the side (twice this term if `centred`).
     mean_zero : bool
         As in `Multigrid`.
     rtol, atol, maxiter
-        As in `Multigrid.solve`. They also hold for the solves of derivatives, with the right-hand sides of these.
+        As in `Multigrid.solve`, also for the solves of derivatives, with their own right-hand sides.
     x0, callback
         As in `Multigrid.solve`; no derivative flows through `x0`.
 
@@ -81,7 +81,7 @@ def solve_elliptic(
 
     Adjoint
     -------
-    One solve A λ = ū, on all ranks, with the levels of the forward solve: b gets λ, κ and c get -(∂(A u)/∂(κ, c))ᵀ λ.
+    One solve A λ = ū, on all ranks, with the levels of the forward solve; b gets λ, and κ and c get -(∂(A u)/∂(κ, c))ᵀ λ.
     Forward mode and higher orders take one solve per derivative.
 
     Examples
@@ -111,21 +111,21 @@ def solve_elliptic(
 
 
 class _Problem(NamedTuple):
-    """A solve without its arrays."""
+    """The parameters of a solve, without its arrays."""
 
     levels: Multigrid
-    settings: dict[str, Any]  # shared with the solves of derivatives
-    start: dict[str, Any] = {}
+    settings: dict[str, Any]  # arguments of `Multigrid.solve`, also for the solves of derivatives
+    start: dict[str, Any] = {}  # further arguments, for the first solve only
     linear: bool = False  # whether no rank differentiates with respect to κ and c
 
     def product(self, all_three: Sequence[LocalArray]) -> LocalArray:
-        """Return the operator's product with u, given [u, κ, c]."""
+        """Return the operator's product with u, for the list [u, κ, c]."""
         return self.levels.operator(*all_three)
 
 
 @custom_operator
 def _solution(b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> LocalArray:
-    """Return the solution; κ and c, from which the levels were built, are arguments only for their derivatives."""
+    """Return the solution. The levels were computed from κ and c, which are arguments only because of their derivatives."""
     return problem.levels.solve(b, **problem.settings, **problem.start)
 
 
@@ -133,16 +133,16 @@ def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *
     """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
-        # On a tape of cotangents nothing is differentiated with respect to κ and c; a surrounding trace differentiates its
-        # reverse pass only. All ranks have the same kind of tape, so they decide identically.
+        # On a tape of cotangents, nothing is differentiated with respect to κ and c, since an enclosing trace
+        # differentiates the reverse pass only. The kind of tape is the same on all ranks, and thus the decision.
         tape = tracing.tape
         linear = tape is not None and tape.of_cotangents
-        # The operator is its own transpose, so the existing levels solve for all cotangents at once.
+        # The operator is its own transpose, so the levels are used again, for all cotangents at once.
         multiplier = _solution(g, kappa, c, problem=problem._replace(start={}, linear=linear))
         if problem.linear:
             return [multiplier]
         pull, _ = make_vjp(problem.product)([ans, kappa, c])
-        # The first part, Aᵀ λ, equals ū.
+        # The first cotangent, Aᵀ λ, is equal to ū.
         _, of_kappa, of_c = pull(multiplier, batch=len(g.shape) > len(ans.shape))
         return [multiplier, -of_kappa, -of_c]
 

@@ -1,13 +1,13 @@
 """The V-cycle over all levels, from the finest to the coarsest.
 
-On each level: smoothing, restriction of the residual, correction by the coarser level, smoothing in reverse order. The
+The steps on each level are smoothing, restriction of the residual, correction by the coarser level, and smoothing. The
 smoother is a Gauss-Seidel sweep over groups of colors. The second sweep, in the reverse order, is the transpose of the
-first, so the cycle is a symmetric operator. After the first sweep the equations of the last group hold, so its residuals
-aren't restricted. The second sweep begins with this group, and computes it from the others, so nothing is interpolated to
-it. On the finest level, which has two groups, this halves the work.
+first, so the cycle is a symmetric operator. After the first sweep, the equations of the last group hold, so its residuals
+are zero. The second sweep begins with this group, and computes its values from the other groups, so the correction isn't
+interpolated to it. On the finest level, which has two groups, this halves the work.
 
 A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up, and the number of iterations
-grows with the size of the grid. Visiting the two levels below the finest one twice keeps this number constant.
+grows with the size of the grid. This number stays constant if the two levels below the finest level are visited twice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 
 
 class Agglomeration:
-    """The transition of points from one `Distribution` to another one on some of the same ranks."""
+    """The transfer of points from a `Distribution` to another one, which has blocks on some of the same ranks only."""
 
     def __init__(self, before: Distribution, after: Distribution, rank: Rank, comm: Comm):
         self._rank, self._comm, self._same = rank, comm, before == after
@@ -60,11 +60,11 @@ class Agglomeration:
         ]
 
     def gather(self, block: LocalArray) -> LocalArray:
-        """Return this rank's new block, None without one, from its old block; collective over the owners of old blocks."""
+        """Return this rank's new block (None if it has no block) from the old blocks; all owners of old blocks call it."""
         if self._same:
             return block
         with restoring_state(), suspended():
-            # A block may contain no coarse point. Sends come first, since they don't wait.
+            # A block without coarse points isn't sent. Sends come first, since they don't block.
             if self._leader != self._rank and block.size:
                 mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
             if self.box is None:
@@ -82,10 +82,10 @@ class Agglomeration:
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return the part of `whole` (the new block) that is the old block; both include a layer around the block."""
+        """Return this rank's old block from the new blocks, `whole`; both blocks include a layer around them."""
         if self._same:
             return whole
-        # The layer is included, so that interpolation needs no exchange.
+        # The layer is included, so that interpolation needs no exchange of halos.
         mine = self._mine.grown(1)
         with restoring_state(), suspended():
             if self.box is None:
@@ -99,7 +99,7 @@ class Agglomeration:
 
 
 def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]) -> Rank:
-    """Return the rank that owns a block afterwards: along each dimension the last new owner at or before its position."""
+    """Return the rank that owns a block afterwards: along each dimension, the last new owner at or before the old one."""
     shares = [along[place] for along, place in zip(before.ranks, position)]
     return sum(max(kept for kept in along if kept <= share) for along, share in zip(after.ranks, shares))
 
@@ -112,11 +112,11 @@ _DENSE = 512  # largest number of points for which the inverse (2 MiB) is used
 
 
 class Coarsest:
-    """A factorized operator, from its diagonal and couplings; if `singular`, the value at the last point is zero."""
+    """The factors of an operator, given by its diagonal and couplings; if `singular`, the last point's value is zero."""
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
-        # If only constants are in the kernel, the operator without one row and column is nonsingular.
+        # If the kernel contains only constants, the operator without one row and one column is nonsingular.
         self._kept = stack[0].size - singular
         self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
         self._inverse: Any = None
@@ -129,13 +129,13 @@ class Coarsest:
         return other
 
     def solve(self, f: LocalArray) -> LocalArray:
-        """Return the solutions with one layer around them, for right-hand sides of shape (systems, *shape)."""
+        """Return the solutions, with one layer around each, for right-hand sides of shape (systems, *shape)."""
         if self._inverse is not None:
             return self._surrounded(f.reshape(len(f), -1) @ self._inverse.T)
         return through_host(lambda f: self._surrounded(self._solved(f.reshape(len(f), -1).T).T), f)
 
     def _solved(self, f: np.ndarray) -> np.ndarray:
-        # The omitted point is zero; `Multigrid` subtracts the mean.
+        # The omitted value is zero; `Multigrid` subtracts the mean of the solution.
         u = np.zeros(f.shape)
         if self._factors is not None:
             u[: self._kept] = self._factors.solve(f[: self._kept])
@@ -161,7 +161,7 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
             if periodic[axis]:
                 target[axis] = target[axis] % n
             inside &= (target[axis] >= 0) & (target[axis] < n)
-        # In a periodic dimension of one or two points, several offsets may lead to one point: these entries are added.
+        # Along a periodic dimension of one or two points, several offsets lead to the same point: their entries are added.
         inside &= coupling != 0
         rows.append(numbers.reshape(shape)[inside])
         columns.append(np.ravel_multi_index([along[inside] for along in target], shape))
@@ -170,9 +170,9 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     return sp.coo_array(triplets, (numbers.size, numbers.size)).tocsc()
 
 
-# Number of points, by number of dimensions, up to which a factorization is cheaper than further levels.
-_FACTORISED = {1: 4096, 2: 400, 3: 216}
-# Shortest side of a block, by number of dimensions; the exchanges of shorter blocks would take too long.
+# Largest number of points, per number of dimensions, for which a factorization is cheaper than further levels.
+_FACTORIZED = {1: 4096, 2: 400, 3: 216}
+# Smallest length of a block, per number of dimensions; the exchanges of shorter blocks would take too long.
 _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
@@ -182,7 +182,7 @@ class Plan(NamedTuple):
     rank: Rank
     comm: Comm
     singular: bool  # whether constants are in the operator's kernel
-    doubled: int  # number of levels below the current one that are visited twice
+    doubled: int  # number of levels below the current level that are visited twice
     compiled: bool  # whether cycles on the host are compiled
 
 
@@ -190,9 +190,9 @@ class Coarser:
     """The next coarser problem: a level on the same ranks or on fewer, or the factorized operator on one rank."""
 
     def __init__(self, stack: np.ndarray, distribution: Distribution, plan: Plan):
-        # Colors require an even number of points in periodic dimensions.
+        # Colors require an even number of points along periodic dimensions.
         odd = any(wraps and n % 2 for wraps, n in zip(distribution.periodic, distribution.shape))
-        last = odd or math.prod(distribution.shape) <= _FACTORISED[len(distribution.cuts)]
+        last = odd or math.prod(distribution.shape) <= _FACTORIZED[len(distribution.cuts)]
         after = distribution.alone() if last else distribution.merged(_SHORTEST[len(distribution.cuts)])
         self._gathering = Agglomeration(distribution, after, plan.rank, plan.comm)
         whole = self._gathering.gather(stack)
@@ -205,7 +205,7 @@ class Coarser:
             self._coarsest = Coarsest(whole, distribution.periodic, plan.singular)
         else:
             layout = layout_of(self._gathering.box)  # type: ignore[arg-type]
-            # With diagonal neighbors, since a coarse operator couples them even if the finest one doesn't.
+            # A coarse operator couples diagonal neighbors, even if the finest operator doesn't.
             stencil = stencil_of(layout, offsets(len(distribution.cuts)), whole)
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
@@ -217,7 +217,7 @@ class Coarser:
         return other
 
     def correct(self, residual: LocalArray) -> LocalArray:
-        """Return the correction on this rank's coarse points and one layer around them, for the residual on the points."""
+        """Return the correction on this rank's coarse points, with one layer around them, from the residual there."""
         f = self._gathering.gather(residual)
         if self._level is not None:
             layout = self._level.layout
@@ -228,14 +228,14 @@ class Coarser:
         u = level.cycle(f)
         if not self._twice:
             return u
-        # Two cycles B are the operator 2 B - B A B, which is symmetric like B.
+        # If B is the operator of a cycle, two cycles are the operator 2 B - B A B, which is symmetric, too.
         first = u.copy()
         f -= level.product_after(f)
         return first + level.cycle(f)
 
 
 def hierarchy(stencil: Stencil, distribution: Distribution, plan: Plan) -> Level:
-    """Return a level, with all coarser ones; all ranks that own a block call it."""
+    """Return a level with all coarser levels; all ranks that own a block call it."""
     halo = LevelHalo(stencil.layout, distribution, plan.rank, plan.comm)
     find_interpolation(stencil, halo)
     stack = coarse_operator(stencil, halo)
@@ -243,12 +243,12 @@ def hierarchy(stencil: Stencil, distribution: Distribution, plan: Plan) -> Level
 
 
 class Level:
-    """A level, on a rank that owns a block of it."""
+    """A level of the V-cycle, on a rank that owns a block of the level."""
 
     def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
         self._count = count = len(self.layout.colors)
-        # Rows of the state: per color u, the residual, and the operator's product with u; then the restricted residual.
+        # Rows of the state, for all colors: u, then the residual, then the product with u; and one row for restriction.
         self._coarse, self.is_compiled = 3 * count, compiled
         self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
         step, done = self.sums.step, list[Color]()
@@ -257,7 +257,7 @@ class Level:
             # In the first sweep, which starts from zero, only colors that were already computed contribute.
             self._before.append((step([self._relaxed(color, done) for color in group]), group))
             done = done + group
-        # The colors whose equations don't hold after a sweep.
+        # The colors whose equations don't hold after the first sweep.
         self._unfinished = left = [color for color in self.layout.colors if color not in stencil.sweep[-1]]
         later = _later(stencil.sweep)
         self._residuals = step([self._residual(color, later.get(color)) for color in left])
@@ -268,11 +268,11 @@ class Level:
         self._product = step([self._multiplied(color) for color in self.layout.colors])
 
     def on(self, xp: ArrayModule) -> Level:
-        """Return a copy of this and all coarser levels on a device."""
+        """Return a copy of this level and all coarser levels on a device."""
         return Level(self._stencil.on(xp), self._halo, self._below.on(xp))
 
     def cycle(self, f: LocalArray) -> LocalArray:
-        """Return the result of one V-cycle from zero for f, which the next call overwrites; collective."""
+        """Return the result of one V-cycle for f, starting from zero; the next call overwrites it. Collective."""
         # f must be contiguous, and zero outside of the block; the result has a filled halo.
         if len(f) != len(self.sums.state):
             self.sums.allocate(len(f))
@@ -281,7 +281,7 @@ class Level:
             self._fill(group)
         coarse = self.layout.whole(self.sums.state[:, self._coarse])
         self._residuals(f)
-        # Restriction reads the residuals of neighboring points, except for points of color 0.
+        # Restriction reads residuals of neighboring points, which have other colors than coarse points (0, ...).
         self._fill([color for color in self._unfinished if any(color)], self._count)
         self._restriction(f)
         coarse[(..., *self.layout.coarse(rim=1))] = self._below.correct(coarse[(..., *self.layout.coarse())])
@@ -304,9 +304,9 @@ class Level:
     # ---- the sums
 
     def _relaxed(self, color: Color, among: list[Color] | None) -> WeightedSum:
-        """Return the solution of a color's equations for its points."""
+        """Return the sum that solves a color's equations for the values of this color."""
         row = self.layout.row[color]
-        # Entries for points of other ranks are zero until the halo is filled, because their inverse diagonal is zero.
+        # Entries of points of other ranks are zero until the halo is filled, since the inverse diagonal is zero there.
         return WeightedSum(row, self._stencil.terms(color, among), base=row, scale=self._count + row)
 
     def _residual(self, color: Color, later: list[Color] | None) -> WeightedSum:
@@ -314,7 +314,7 @@ class Level:
         terms = self._stencil.terms(color, later)
         if later is None:
             return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
-        # The equations held when the color was relaxed: the residual comes from later updates of points.
+        # The equations held after the color's update, so the residual is due to later updates of other colors.
         return WeightedSum(self._count + row, terms)
 
     def _multiplied(self, color: Color) -> WeightedSum:
@@ -331,19 +331,19 @@ class Level:
         return WeightedSum(self._coarse, terms, base=self._count if self.layout.colors[0] in left else None, of_right=False)
 
     def _interpolated(self, color: Color) -> WeightedSum:
-        """Return the interpolation to a color, the transpose of restriction: weighted sums of neighboring coarse values."""
+        """Return the interpolation to a color, the transpose of restriction: a sum of neighboring coarse values."""
         row = self.layout.row[color]
         found = self._corners(color) if any(color) else [(None, 0)]
         return WeightedSum(row, [Term(weights, self._coarse, shift) for weights, shift in found], base=row, of_right=False)
 
     def _corners(self, color: Color) -> list[tuple[int, int]]:
-        """Return the rows of a color's weights, and the offsets of the coarse points."""
+        """Return the row of each of a color's weights, and the offset of its coarse point."""
         start, first = self.layout.inner.start, self._stencil.weights[color]
         return [(first + k, self.layout.shifted(corner).start - start) for k, corner in enumerate(corners(color))]
 
 
 def _later(sweep: list[list[Color]]) -> dict[Color, list[Color]]:
-    """Return the later colors of each color in a sweep; an empty dict if the sweep visits a color twice."""
+    """Return, for each color, the colors after it in a sweep; an empty dict if the sweep visits a color twice."""
     order = [color for group in sweep for color in group]
     if len(set(order)) < len(order):
         return {}

@@ -1,9 +1,9 @@
 """Conjugate gradients preconditioned by multigrid V-cycles.
 
-A is applied to the preconditioned residual z, which takes half a product after the V-cycle that computed z; A p follows
-from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. The vector updates are NumPy's, on the
-device of the vectors, or compiled loops, one for each reduction. The loops are written in the kernel language
-(see `mpiad.compiling.translation`), and are compiled from this file's source.
+A is applied to the preconditioned residual z, which takes half a product after the V-cycle that computed z. A p, for the
+search direction p, follows from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. Vectors are
+updated by NumPy or the device's module, or by compiled loops, one per reduction. The loops are written in the kernel
+language (see `mpiad.compiling.translation`), and are compiled from this file's source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.Multigrid.solve"
 _RIGHT = "the right-hand side"
-_SMALLEST_SQUARE = 1e-260  # of the right-hand side's norm: squares of residuals 1e-20 times as large don't underflow
+_SMALLEST_SQUARE = 1e-260  # bound for the squared norm of b, so that squares of residuals of size 1e-20 |b| don't underflow
 
 
 class Tolerance(NamedTuple):
@@ -39,15 +39,15 @@ class Tolerance(NamedTuple):
     maxiter: int
     callback: Callable[[float], Any] | None
     reported: bool  # whether any rank has a callback, which may raise
-    # Returns a possible reason for slow convergence, for an error message; collective.
+    # A collective function that returns a possible reason for slow convergence, for an error message.
     remark: Callable[[], str]
 
 
 def conjugate(
     level: Level, r: LocalArray, group: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
-    """Return the solutions for `r`, which is overwritten, and the history of norms; see `Multigrid.solve` for errors."""
-    # `r`, of shape (systems, colors, size), are the right-hand sides, or the residuals of a guess for right-hand sides `b`.
+    """Return the solutions and the history of norms; `r` is overwritten. For errors see `Multigrid.solve`."""
+    # `r`, of shape (systems, colors, size), contains the right-hand sides, or with `b` the residuals of an initial guess.
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
     norms = _norms(group, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
     targets = np.maximum(tolerance.rtol * (norms if b is None else _norms(group, b, squares_of(b), _RIGHT)), tolerance.atol)
@@ -59,7 +59,7 @@ def conjugate(
                 failures.raise_together()
             found = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
             _fail(group, f"{found}; {tolerance.remark()}", history)
-        # Both arrays belong to the level; its next cycle overwrites them.
+        # Both arrays are memory of the level, which its next cycle overwrites.
         z = level.cycle(r)
         w = level.product_after(r)
         mine = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
@@ -88,8 +88,8 @@ def _sums(group: Channel, local: np.ndarray) -> np.ndarray:
 
 
 def _norms(group: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndarray:
-    """Return the norms of r over all ranks; `mine`: the squares of this rank's parts."""
-    # NaN on one rank makes the sum NaN on all ranks, so all of them detect it.
+    """Return the norms of r over all ranks, from the squared norms `mine` of this rank's parts."""
+    # NaN on one rank makes the sum NaN on all ranks, so that all ranks raise.
     total = _sums(group, mine)
     if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
@@ -106,7 +106,7 @@ def _norms(group: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.nda
 
 
 def _fail(group: Channel, problem: str, history: list[float]) -> NoReturn:
-    norms = f"{history[-1]:.3e}, from {history[0]:.3e} at the start (the history of this error has them all)"
+    norms = f"{history[-1]:.3e}, from {history[0]:.3e} at the start (`history` of this error contains all norms)"
     text = f"{_CALL}: {problem}. After {len(history) - 1} iterations the norm of the residual is {norms}."
     raise agreed(group, ConvergenceError(text, history))
 
@@ -118,18 +118,18 @@ def squares_of(blocks: LocalArray) -> np.ndarray:
 
 
 class Vectors:
-    """Solutions x (initially zero), residuals r, search directions, and their products with A; (systems, colors, size)."""
+    """Solutions x (initially zero), residuals r, directions p, and products A p; all of shape (systems, colors, size)."""
 
     def __init__(self, r: LocalArray):
         self.r, self.x, self._p, self._s = r, np.zeros_like(r), np.zeros_like(r), np.zeros_like(r)
 
     def products(self, z: LocalArray, w: LocalArray) -> np.ndarray:
-        """Return this rank's part of r·z and w·z, shape (2, systems), on the host: one copy for arrays on a device."""
+        """Return this rank's part of r·z and w·z on the host, shape (2, systems), by one copy from a device."""
         r, z, w = (one.reshape(len(one), -1) for one in (self.r, z, w))
         return inner((r, z), (w, z))
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-        """Update directions by z and w = A z, then solutions and residuals; return the squares of this rank's residuals."""
+        """Update directions by z and w = A z, then solutions and residuals; return this rank's part of squared norms."""
         scale_and_add(self._p, beta, z)
         scale_and_add(self._s, beta, w)
         step = column(self.r, alpha)
@@ -176,7 +176,7 @@ def _functions() -> tuple:
         "inner_products": f"void({row}, {row}, int64, {row}, float64[:, ::1])",
         "conjugate_step": f"void({row}, {row}, int64, float64[:, ::1], {row}, {row}, {row}, {row}, {row})",
     }
-    # Fast-math flags that allow reordering, but keep NaN and infinities.
+    # Fast-math flags that allow reordering, but don't assume that numbers are finite.
     return tuple(functions_of(__name__, signatures, "reassoc contract nsz arcp"))
 
 

@@ -35,7 +35,7 @@ _CALL = "linalg.Multigrid"
 
 
 def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, on the host; raise an error on all ranks if one is invalid; collective."""
+    """Return κ and c on this rank's points, on the host; collective. Raise on all ranks if any rank's are invalid."""
     with raising_together(group):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
         fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
@@ -49,9 +49,9 @@ def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tu
 
 
 def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) -> bool:
-    """Return whether constants are in the operator's kernel; raise a ValueError unless `mean_zero` agrees; collective."""
+    """Return whether the operator's kernel contains constants; raise a ValueError if `mean_zero` differs. Collective."""
     given = any(side for pair in sides.fixed for side in pair)
-    # The sides are the same on all ranks, but c isn't.
+    # The sides are the same on all ranks, but c differs between ranks.
     largest, with_it, without_it = allreduce(group, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
     if with_it and without_it:
         raise agreed(group, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
@@ -59,19 +59,19 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) 
     if singular and not mean_zero:
         text = (
             "the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant can be "
-            "added to any solution. Use mean_zero=True for the solution with mean zero, or give the value on one "
-            "side, or a small c."
+            "added to any solution. Use mean_zero=True for the solution with mean zero, boundary='dirichlet' on "
+            "a side, or a small c."
         )
         raise agreed(group, ValueError(f"{_CALL}: {text}"))
     if mean_zero and not singular:
-        text = "this one has a side with a value, or c > 0 somewhere: its solution is unique. Leave mean_zero out."
+        text = "this operator has a side with u = 0, or c > 0 somewhere: its solution is unique. Omit mean_zero."
         raise agreed(group, ValueError(f"{_CALL}: mean_zero=True is for singular operators, but {text}"))
     return singular
 
 
 def contrast(kappa: LocalArray, group: Channel) -> float:
-    """Return the ratio of the largest κ to the smallest; collective."""
-    # The minimum is computed as minus the maximum of -κ, in the same reduction.
+    """Return the ratio of the largest κ to the smallest κ on all ranks; collective."""
+    # The minimum is -max(-κ), so that one reduction computes both.
     highest, lowest = allreduce(group, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
     with np.errstate(over="ignore"):
         return float(highest / -lowest)
@@ -105,32 +105,32 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
     return field
 
 
-# The number of levels that are visited twice if κ varies by more than a factor, and this factor.
+# If κ varies by more than the factor `_SMOOTH`, `_DOUBLED` levels are visited twice in each cycle.
 _DOUBLED, _SMOOTH = 2, 100.0
-# Maximum number of right-hand sides per cycle, which needs memory for three more arrays per right-hand side.
+# Maximum number of right-hand sides per cycle; a cycle needs memory for three more arrays per right-hand side.
 _BATCH = 8
-_EXTREME = 1e8  # contrast of κ from which error messages mention it
+_EXTREME = 1e8  # error messages mention the contrast of κ if it is at least this large
 
 
 class Multigrid:
     """Geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that depends on κ, so that κ may jump.
 
-    The levels are computed on the host. Cycles run on the device of their argument, to which all levels are copied
-    before the first cycle.
+    The levels are computed on the host. Cycles run on the host or on a device, where their argument is; all levels are
+    copied to a device before its first cycle.
 
     Parameters
     ----------
     domain : Domain
-        Periodic dimensions need an even number of points; coarsening ends when it becomes odd.
+        Periodic dimensions must have an even number of points; coarsening ends when this number becomes odd.
     kappa : array of shape local_shape, or number
-        Positive. It may jump by orders of magnitude between neighboring points.
+        The coefficient κ: positive. It may jump by orders of magnitude between neighboring points.
     c : array of shape local_shape, or number
         Zero or more.
     spacing, boundary, centred
         As in `Elliptic`.
     mean_zero : bool
-        For an operator with constants in its kernel (no side on which u is given, and c = 0): whether to return the
-        solution with mean zero. The mean of right-hand sides is removed, since otherwise no solution exists.
+        Whether to return the solution with mean zero. Required if the operator's kernel contains constants (no side with
+        "dirichlet", and c = 0). The mean of right-hand sides is subtracted, since otherwise no solution exists.
 
     Attributes
     ----------
@@ -138,17 +138,17 @@ class Multigrid:
     kappa, c : array of shape local_shape
         The coefficients, in double precision on the host.
     history : list of float
-        The norm of the residual at the start and after each iteration of the last `solve`, over all its systems.
+        The norm of the residual of all systems together, at the start and after each iteration of the last `solve`.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid; the message names the point at which κ or c is invalid. Also if the
-        operator is singular and `mean_zero` isn't given.
+        On all ranks, if an argument is invalid, or if the operator is singular without `mean_zero`. If κ or c is invalid,
+        the message names a point.
 
     Ranks
     -----
-    All ranks of the domain call it, and all its methods.
+    All ranks of the domain call the constructor, and all methods.
 
     References
     ----------
@@ -178,9 +178,9 @@ class Multigrid:
         with restoring_state(), suspended():
             self.operator = Elliptic(domain, spacing=spacing, boundary=boundary, centred=centred)
             self.domain = self.operator.domain
-            self._used = channel(domain.comm, "linalg.Multigrid")
-            self.kappa, self.c = coefficients(self.domain, kappa, c, self._used)
-            self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._used)
+            self._channel = channel(domain.comm, "linalg.Multigrid")
+            self.kappa, self.c = coefficients(self.domain, kappa, c, self._channel)
+            self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._channel)
             distribution = distribution_of(Partition(self.domain.shape, self.domain.dims, self.domain.periodic))
             self._layout = layout_of(distribution.box(self.domain.position))
             self._level = self._levels(distribution)
@@ -197,7 +197,7 @@ class Multigrid:
         Parameters
         ----------
         r : array of shape (..., *local_shape)
-            Not traced, on the host or on a device. A complex array takes two cycles.
+            The residual: not traced, on the host or on a device. A complex array takes two cycles.
 
         Returns
         -------
@@ -212,7 +212,7 @@ class Multigrid:
         None; the cycle is its own transpose, but a preconditioner isn't differentiated.
         """
         if is_array(r) and r.dtype.kind == "c":
-            # The operator is real, so real and imaginary parts are independent.
+            # The operator is real, so the real and the imaginary part are independent systems.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
         level = self._level_for(r)
@@ -220,10 +220,10 @@ class Multigrid:
             systems = self._systems(r)
             out = empty_like(r, systems.shape)
             for start in range(0, len(systems), _BATCH):
-                some = slice(start, start + _BATCH)
-                # Right-hand sides with mean zero have solutions, of which the one with mean zero is returned.
-                split = self._layout.split(self._without_mean(systems[some]))
-                out[some] = self._without_mean(self._layout.join(level.cycle(split)))
+                batch = slice(start, start + _BATCH)
+                # A singular system has solutions if its right-hand side has mean zero; the one with mean zero is returned.
+                split = self._layout.split(self._without_mean(systems[batch]))
+                out[batch] = self._without_mean(self._layout.join(level.cycle(split)))
             return out.reshape(r.shape)
 
     @property
@@ -246,8 +246,8 @@ class Multigrid:
         Parameters
         ----------
         b : array of shape (..., *local_shape)
-            Right-hand side, not traced, on the host or on a device (`solve_elliptic` is differentiable). Several systems
-            along leading axes are solved together, each to its own tolerance.
+            Right-hand side, not traced, on the host or on a device (`solve_elliptic` is differentiable). Several
+            right-hand sides, along leading axes, are solved together, each to its own tolerance.
         rtol, atol : float
             The norm of the residual over all ranks must fall to ``max(rtol * norm(b), atol)``.
         maxiter : int
@@ -255,7 +255,7 @@ class Multigrid:
         x0 : array of the shape of `b`, optional
             Initial guess, on the device of `b`; zero by default.
         callback : callable, optional
-            ``callback(norm)`` is called on every rank after each iteration; several systems have one total norm.
+            ``callback(norm)`` is called on every rank after each iteration; the norm is that of all systems together.
 
         Returns
         -------
@@ -264,12 +264,12 @@ class Multigrid:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if `b` or `x0` has the wrong shape or isn't finite, they are on different devices, or a tolerance
-            can't be met or differs between ranks.
+            On all ranks, if `b` or `x0` has the wrong shape or isn't finite, if they are on different devices, or if a
+            tolerance can't be met or differs between ranks.
         Exception
             On all ranks, if the callback raises it on any rank.
         ConvergenceError
-            On all ranks, with the history of the residual, if the maximum number of iterations is reached.
+            On all ranks, if the maximum number of iterations is reached. Its `history` contains the norms of the residual.
 
         Ranks
         -----
@@ -291,20 +291,20 @@ class Multigrid:
             if not b.size:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
-            # The solve is in double precision, since single precision doesn't resolve a relative residual of 1e-8.
-            wide = self._without_mean(self._systems(b).astype(np.float64))
+            # The solve is in double precision, since in single precision the residual can't fall to 1e-8 times its start.
+            right = self._without_mean(self._systems(b).astype(np.float64))
             start = None if x0 is None else self._without_mean(self._systems(x0).astype(np.float64))
-            r = wide if start is None else self._without_mean(wide - self.matvec(start))
+            r = right if start is None else self._without_mean(right - self.matvec(start))
             tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._remark)
             split = self._layout.split(r)
-            whole, level = None if start is None else wide, self._level_for(b)
-            x, self.history = conjugate(level, split, self._used, tolerance, whole)
+            whole, level = None if start is None else right, self._level_for(b)
+            x, self.history = conjugate(level, split, self._channel, tolerance, whole)
             u = self._without_mean(self._layout.join(x))
             return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
 
     def _remark(self) -> str:
         """Return a possible reason for slow convergence; collective."""
-        found = contrast(self.kappa, self._used)
+        found = contrast(self.kappa, self._channel)
         if found < _EXTREME:
             return "very different spacings need more iterations"
         return f"kappa varies by a factor of {found:.0e}, an extreme contrast (double precision resolves up to 5e+15)"
@@ -325,7 +325,7 @@ class Multigrid:
         if r.shape[max(0, r.ndim - ndim) :] != self.domain.local_shape:
             raise ValueError(
                 f"{call}: expected an array of shape (..., *local_shape) with local_shape {self.domain.local_shape}, but "
-                f"got {r.shape} on rank {self._used.rank}."
+                f"got {r.shape} on rank {self._channel.rank}."
             )
         return r
 
@@ -334,11 +334,11 @@ class Multigrid:
         return block.reshape(-1, *self.domain.local_shape)
 
     def _without_mean(self, blocks: LocalArray) -> LocalArray:
-        """Return blocks of several systems, with their means over the grid subtracted if constants are in the kernel."""
+        """Return blocks of several systems; if the kernel contains constants, subtract each system's mean over the grid."""
         if not self.mean_zero:
             return blocks
         own = np.array(on_host(blocks.reshape(len(blocks), -1).sum(axis=1, dtype=np.float64)))
-        means = allreduce(self._used, own, SUM, "linalg.Multigrid") / np.prod(self.domain.shape)
+        means = allreduce(self._channel, own, SUM, "linalg.Multigrid") / np.prod(self.domain.shape)
         return blocks - column(blocks, means)
 
     def _level_for(self, r: LocalArray) -> Level:
@@ -351,7 +351,7 @@ class Multigrid:
 
     def _levels(self, distribution: Distribution) -> Level:
         ndim = len(self.domain.shape)
-        # The row sums of the operator are the contributions of sides and c.
+        # The diagonal is the sum of all couplings, of the contributions of sides, and of c.
         diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
         for axis, (before, after) in enumerate(self.operator.couplings(self.kappa)):
             diagonal = diagonal + before + after
@@ -359,6 +359,6 @@ class Multigrid:
                 offset = tuple(step if other == axis else 0 for other in range(ndim))
                 couplings[offset] = coupling
         stencil = stencil_of(self._layout, list(couplings), [diagonal, *couplings.values()])
-        doubled = _DOUBLED if contrast(self.kappa, self._used) > _SMOOTH else 0
-        plan = Plan(self._used.rank, self.domain.comm, self.mean_zero, doubled, are_compiled(diagonal.size))
+        doubled = _DOUBLED if contrast(self.kappa, self._channel) > _SMOOTH else 0
+        plan = Plan(self._channel.rank, self.domain.comm, self.mean_zero, doubled, are_compiled(diagonal.size))
         return hierarchy(stencil, distribution, plan)

@@ -1,8 +1,8 @@
 """The operator of a level with its halo, its interpolation, and the operator of the coarser level.
 
-Interpolation follows the operator: across a jump of the coefficient it preserves the flux, not the slope. Between two
-coarse points, the value satisfies the equation with the couplings across the line added to the diagonal. In the middle of
-four points, couplings across the plane (in three dimensions) are added. In the middle of eight, the equation itself holds.
+Interpolation depends on the operator: across a jump of the coefficient, it preserves the flux, not the slope. Between two
+coarse points, the interpolated value satisfies the operator's equation, after the couplings across the line are added to
+the diagonal. Amid four coarse points, couplings across the plane (in three dimensions) are added; amid eight, none.
 
 References
 ----------
@@ -32,7 +32,7 @@ _TAG_UP, _TAG_DOWN = 32752, 32753
 
 
 class _Side(NamedTuple):
-    """One side of a block: the layer sent to the neighbor, the layer of the halo, and their parities."""
+    """One side of a block: the sent layer (`own`), the received layer of the halo (`ghost`), and their parities."""
 
     rank: Rank
     axis: int
@@ -45,7 +45,7 @@ class _Side(NamedTuple):
 
 
 class LevelHalo:
-    """Exchange of the halo of a level's block."""
+    """The exchange of the halo of a block of a level."""
 
     def __init__(self, layout: Layout, distribution: Distribution, rank: Rank, comm: Comm):
         self._layout, self._rank, self._comm = layout, rank, comm
@@ -59,24 +59,24 @@ class LevelHalo:
         for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
             rank = distribution.neighbor(position, axis, step)
             if rank is not None:
-                # The entries of the layers in arrays of their color are shifted by one, for the halo.
+                # Entries of layers in the arrays of their colors are shifted by one, because of the halo.
                 place = [index // 2 - first + 1 for index in (own, ghost)]
                 sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
         return sides
 
     def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
-        """Fill the halo, corners included, of arrays (..., size) of some colors; all ranks call it with the same colors."""
+        """Fill the halo, including corners, of arrays (..., size) of some colors, the same on all ranks; collective."""
         if self._needed and arrays:
             whole = {color: self._layout.whole(array) for color, array in arrays.items()}
             # One dimension after the other: the layers sent along a dimension include the halo of earlier dimensions,
-            # and so the corners. Suspended again: an exception after these messages must not leave one of them pending.
+            # and thus the corners. `suspended` ensures that an exception leaves no message of this exchange pending.
             with restoring_state(), suspended():
                 for sides in self._sides:
                     self._fill_along(whole, sides)
 
     def _fill_along(self, whole: dict[Color, LocalArray], sides: list[_Side]) -> None:
         pending = []
-        # If one rank owns all blocks along a periodic dimension, it is its own neighbor on both sides.
+        # If a periodic dimension has only one block, its rank is its own neighbor on both sides.
         own_sides = [side for side in sides if side.rank == self._rank]
         other_sides = [side for side in sides if side.rank != self._rank]
         for side in other_sides:
@@ -88,8 +88,8 @@ class LevelHalo:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
-        # On a ring the layer before the block is the block's last layer, and the layer after it is the block's first
-        # one.
+        # In this case, the layer before the block is a copy of the block's last layer, and the layer after the block is
+        # a copy of its first layer.
         for side, other in zip(own_sides, reversed(own_sides)):
             for ghost, own in zip(
                 _layers(whole, side.axis, side.ghost, side.ghost_parity),
@@ -113,13 +113,13 @@ Offset = tuple[int, ...]
 
 
 def offsets(ndim: int) -> list[Offset]:
-    """Return the offsets of all neighbors, corners included; the k-th offset from the end is minus the k-th."""
+    """Return the offsets of all neighbors, including diagonal ones; the k-th offset from the end is minus the k-th."""
     return [offset for offset in itertools.product((-1, 0, 1), repeat=ndim) if any(offset)]
 
 
 @functools.cache
 def corners(color: Color) -> list[tuple[int, ...]]:
-    """Return the positions, in entries, of the coarse points from which a color is interpolated."""
+    """Return the offsets, in entries, of the coarse points from which a color is interpolated."""
     return list(itertools.product(*[(0, 1) if odd else (0,) for odd in color]))
 
 
@@ -127,8 +127,8 @@ class Stencil:
     """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset)."""
 
     def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
-        # Rows of the memory, zero outside of the block: for each color D, and 1 / D if D isn't zero; for each offset N of
-        # all colors; then the weights of interpolation, one row per corner of each color but 0.
+        # The rows of the memory, which are zero outside of the block: D for each color; 1 / D, or 0 if D is 0, for each
+        # color; N for each offset and color; and the weights of interpolation, for each color but (0, ...) and corner.
         self.layout, self.memory, self._found, count = layout, memory, list(found), len(layout.colors)
         self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
         self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(found, 2)}
@@ -148,7 +148,7 @@ class Stencil:
         return self.memory[self.weights[color] : self.weights[color] + len(corners(color))]
 
     def terms(self, color: Color, among: Sequence[Color] | None = None) -> list[Term]:
-        """Return the terms of a color's neighbors, or only of the neighbors in the colors `among`."""
+        """Return the terms N u of a color's neighbors, or only of the neighbors whose colors are in `among`."""
         terms, row, count = [], self.layout.row[color], len(self.layout.colors)
         for k, offset in enumerate(self._found, 2):
             neighbor, steps = neighbor_color(color, offset)
@@ -159,18 +159,18 @@ class Stencil:
 
 
 def _sweep(colors: list[Color], corners: bool) -> list[list[Color]]:
-    # In a star stencil the neighbors of a point with an even sum of indices have odd sums: a group updates at once.
+    # In a star stencil, neighbors of points with an even sum of indices have odd sums, so all even points are one group.
     even = [color for color in colors if sum(color) % 2 == 0]
     odd = [color for color in colors if sum(color) % 2]
     if corners:
         return [[color] for color in even + odd]
-    # Without corners two groups suffice, as on a chessboard. In three dimensions smoothing limits the convergence of
-    # the fine level: an additional half sweep saves three of eleven iterations.
+    # Without corners, two groups suffice, as on a chessboard. In three dimensions, the smoothing of the finest level limits
+    # the convergence: an additional half sweep saves three of eleven iterations.
     return [odd, even, odd] if len(colors) == 8 else [even, odd]
 
 
 def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndarray]) -> Stencil:
-    """Return the stencil of a block's diagonal and couplings per offset; its interpolation is still zero."""
+    """Return the stencil with the given diagonal and couplings per offset; its interpolation weights are still zero."""
     count = len(layout.colors)
     weights = sum(len(corners(color)) for color in layout.colors[1:])
     stencil = Stencil(layout, found, np.zeros(((2 + len(found)) * count + weights, layout.size)))
@@ -181,9 +181,9 @@ def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndar
 
 
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
-    """Compute the weights of a level's interpolation, also for its halo, and store them in the stencil. Collective."""
+    """Compute the weights of a level's interpolation, including those in the halo, in the stencil's memory; collective."""
     colors = stencil.layout.colors
-    # Points between two coarse points come first: the points in the middle of four or eight are interpolated from them.
+    # Points between two coarse points come first, since points amid four or eight coarse points are computed from them.
     for odd in range(1, len(colors[0]) + 1):
         group = [color for color in colors if sum(color) == odd]
         for color in group:
@@ -194,22 +194,22 @@ def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
 def _find_weights(stencil: Stencil, color: Color) -> None:
     layout, at = stencil.layout, {corner: k for k, corner in enumerate(corners(color))}
     inner, row = stencil.weights_of(color)[:, layout.inner], layout.row[color]
-    centre = stencil.diagonal[row, layout.inner].copy()
+    center = stencil.diagonal[row, layout.inner].copy()
     for along, coupling in _collapsed(stencil, color).items():
         if not any(along):
-            centre -= coupling
+            center -= coupling
             continue
         neighbor, steps = neighbor_color(color, along)
         entries = layout.shifted(steps)
         for k, corner in enumerate(corners(neighbor)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
             inner[target] += coupling * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else coupling
-    # Points without couplings (outside of the block) have no weights; neither have points with a nonpositive center.
-    inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
+    # The weights are zero outside of the block, and for points with a nonpositive diagonal.
+    inner *= np.divide(1.0, center, out=np.zeros_like(center), where=center > 0)
 
 
 def _collapsed(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np.ndarray]:
-    """Return a color's couplings summed over the dimensions in which its points have coarse indices."""
+    """Return a color's couplings, summed over the dimensions along which its points have even indices."""
     layout = stencil.layout
     out: dict[tuple[int, ...], np.ndarray] = {}
     for offset, coupling in stencil.couplings.items():
@@ -223,17 +223,17 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     """Return the coarse operator PᵀAP, diagonal and couplings, on this rank's coarse points; collective."""
     layout = stencil.layout
     products = {color: _product(stencil, color) for color in layout.colors}
-    # Restriction reads the rows of neighboring points, which other ranks may own.
+    # Restriction reads the products of neighboring points, which other ranks may own.
     halo.fill({color: rows for color, (rows, _) in products.items()})
     ndim = len(layout.shape)
     out = np.zeros((3**ndim, layout.size))
     targets = [(0,) * ndim, *offsets(ndim)]
     for color, (rows, at) in products.items():
         for k, corner in enumerate(corners(color)):
-            # Restriction is the transpose of interpolation, so its offsets have the opposite sign.
+            # Restriction is the transpose of interpolation, so its offsets have opposite signs.
             entries = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
-                # Rows are relative to the coarse point at their entry, targets to the coarse point of the restriction.
+                # Rows of AP are relative to the coarse point of their own entry, targets to that of the restriction.
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, entries]
@@ -243,14 +243,14 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
 
 
 def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
-    """Return the rows of AP of a color, and the row of each coarse point, which is given in entries."""
+    """Return AP for a color, one row per neighboring coarse point, and the row of each coarse point's offset in entries."""
     layout, number = stencil.layout, stencil.layout.row[color]
     coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in color])
     at = {steps: k for k, steps in enumerate(coarse)}
     rows = np.zeros((len(at), layout.size))
     inner = rows[:, layout.inner]
     zero = (0,) * len(color)
-    # A row of A, with each neighbor's value replaced by its interpolation.
+    # These are the rows of A, in which each neighbor's value is replaced by its interpolation.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
         neighbor, steps = neighbor_color(color, offset)

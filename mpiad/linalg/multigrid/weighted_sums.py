@@ -1,9 +1,9 @@
-"""Operations of a level as data: weighted sums of shifted rows, with weights that all right-hand sides share.
+"""The operations of a level, as descriptions: weighted sums of shifted rows; all right-hand sides share the weights.
 
 Smoothing, restriction, interpolation and the operator's product are all of this form. `Sums` uses NumPy or the device's
-module, `CompiledSums` a compiled kernel, which computes each range of a row for all right-hand sides while its weights
-are in cache. The loops of the kernel are in the language of `mpiad.compiling.translation`, and compiled from this
-file's source. Rows are given by their numbers in memory, so one kernel serves all levels, in any dimension.
+module. `CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides, while its
+weights are in cache. The kernel is written in the language of `mpiad.compiling.translation`, and is compiled from this
+file's source. Rows are given by their numbers in memory, so all levels use the same kernel, in any dimension.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.color_layout import Layout
 from mpiad.transport.buffers import empty_like, zeros_like
 
-# Number of points of a block below which loading the kernel takes longer than it saves.
+# For blocks with fewer points, loading the kernel takes longer than the kernel saves.
 _MIN_POINTS = 1 << 13
-# Entries of a range: a range and its weights fit into the second cache; shorter ranges are slower.
+# Number of entries of a range. Such a range and its weights fit into the L2 cache; shorter ranges are slower.
 _RANGE = 2048
 _TABLES, _FLOATS = ("numbers", "sums", "terms"), ("coefficients", "right", "state", "part")
 
 Step: TypeAlias = Callable[[LocalArray], None]
-"""``step(f)`` computes sums for the right-hand sides f, of shape (systems, colors, size) and contiguous."""
+"""``step(f)`` computes sums for the right-hand sides f, a contiguous array of shape (systems, colors, size)."""
 
 
 class Term(NamedTuple):
-    """A shifted row of the state, times a shifted row of the coefficients unless `coefficient` is None."""
+    """A shifted row of the state, times a shifted row of the coefficients, unless `coefficient` is None."""
 
     coefficient: int | None
     row: int
@@ -39,7 +39,7 @@ class Term(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """Inner entries of a row: ``scale * (base - diagonal * row + sum(terms))``, or minus this value."""
+    """The inner entries of a row are ``scale * (base - diagonal * row + sum(terms))``, or minus this value."""
 
     out: int  # the row of the state that is computed
     terms: Sequence[Term] = ()  # none of them reads `out`
@@ -47,11 +47,11 @@ class WeightedSum(NamedTuple):
     of_right: bool = True  # whether the base is a row of the right-hand side
     diagonal: Term | None = None  # the subtracted term
     scale: int | None = None  # a row of the coefficients
-    negative: bool = False  # only for sums with a diagonal, and without base or scale
+    negative: bool = False  # whether the sign is changed; only for sums with a diagonal, without base and scale
 
 
 class Sums:
-    """Computes sums, one operation after the other, on the device of the coefficients (n, size); it has a state."""
+    """Computes sums by NumPy or a device's module, where the coefficients (n, size) are; `state` contains the rows."""
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
         self._layout, self._coefficients, self._rows = layout, coefficients, rows
@@ -65,7 +65,7 @@ class Sums:
         def run(f: LocalArray) -> None:
             nonlocal bound, state
             if state is not self.state:
-                # Slices are made once: on small levels making them takes longer than using them.
+                # Slices are created once: on small levels, this takes longer than the arithmetic.
                 bound, state = [self._bind(one) for one in sums], self.state
             for compute in bound:
                 compute(f)
@@ -94,7 +94,7 @@ class Sums:
         out, terms = state[:, one.out, inner], [self._factors(term) for term in one.terms]
         diagonal = None if one.diagonal is None else self._factors(one.diagonal)
         scale = None if one.scale is None else self._coefficients[one.scale, inner]
-        gather = np.subtract if one.negative else np.add
+        accumulate = np.subtract if one.negative else np.add
 
         def compute(f: LocalArray) -> None:
             base = None if one.base is None else (f if one.of_right else state)[:, one.base, inner]
@@ -110,7 +110,7 @@ class Sums:
             for weights, values in terms:
                 if weights is not None:
                     values = np.multiply(weights, values, out=part)
-                gather(out, values, out=out)
+                accumulate(out, values, out=out)
             if scale is not None:
                 np.multiply(out, scale, out=out)
 
@@ -118,12 +118,12 @@ class Sums:
 
 
 def are_compiled(points: int) -> bool:
-    """Return whether the cycles of a finest level with this number of points are compiled."""
+    """Return whether cycles are compiled if the finest level has this number of points per block."""
     return points >= _MIN_POINTS
 
 
 class CompiledSums(Sums):
-    """Computes sums by a kernel, on the host."""
+    """Computes sums by a compiled kernel, on the host."""
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
         self._kernel, self._scratch = _kernel(), np.empty(_RANGE)
@@ -147,24 +147,24 @@ class CompiledSums(Sums):
         return run
 
     def _numbers_of(self, sums: Sequence[WeightedSum]) -> tuple[np.ndarray, ...]:
-        """Return the kernel's numbers, and tables of the sums and of their terms."""
+        """Return the arrays `numbers`, `sums` and `terms` of the kernel."""
         size, start, stop = self._layout.size, self._layout.inner.start, self._layout.inner.stop
         rows, terms = list[list[int]](), list[list[int]]()
 
-        def place(row: int | None, shift: int = 0) -> int:
+        def position(row: int | None, shift: int = 0) -> int:
             return -1 if row is None else row * size + start + shift
 
         def numbers_of(term: Term | None) -> list[int]:
             if term is None:
                 return [-1, -1]
-            return [place(term.coefficient, term.coefficient_shift), place(term.row, term.shift)]
+            return [position(term.coefficient, term.coefficient_shift), position(term.row, term.shift)]
 
         for one in sums:
-            base = [place(one.base), -1] if one.of_right else [-1, place(one.base)]
+            base = [position(one.base), -1] if one.of_right else [-1, position(one.base)]
             first = len(terms)
             terms += map(numbers_of, one.terms)
-            scale = [place(one.scale), one.negative, first, len(terms)]
-            rows.append([place(one.out), *base, *numbers_of(one.diagonal), *scale])
+            scale = [position(one.scale), one.negative, first, len(terms)]
+            rows.append([position(one.out), *base, *numbers_of(one.diagonal), *scale])
         numbers = [0, len(self._layout.colors) * size, self._rows * size, stop - start, len(sums)]
         tables = np.array(rows).ravel(), np.array(terms or [[-1, -1]]).ravel()
         return np.array(numbers, np.int64), *(table.astype(np.int64) for table in tables)
@@ -173,7 +173,7 @@ class CompiledSums(Sums):
 @functools.cache
 def _kernel() -> Any:
     signature = f"linked({', '.join(['int64[::1]'] * len(_TABLES) + ['float64[::1]'] * len(_FLOATS))})"
-    # The flag allows fused multiply-add.
+    # The flag "contract" allows fused multiply-add.
     return functions_of(__name__, {"weighted_sums": signature}, "contract")[0]
 
 
@@ -181,7 +181,7 @@ def weighted_sums(
     numbers: np.ndarray, sums: np.ndarray, terms: np.ndarray, coefficients: np.ndarray, right: np.ndarray,
     state: np.ndarray, part: np.ndarray,
 ) -> None:  # fmt: skip
-    """Compute sums of rows; `part` has the length of a range."""
+    """Compute sums of rows; `part` is memory for one range."""
     systems, of_right, of_state, length = numbers[0], numbers[1], numbers[2], numbers[3]
     for one in range(numbers[4]):
         k = 9 * one

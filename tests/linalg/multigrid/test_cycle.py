@@ -21,7 +21,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def many_levels(monkeypatch):
-    monkeypatch.setattr(levels, "_FACTORISED", {1: 3, 2: 8, 3: 8})
+    monkeypatch.setattr(levels, "_FACTORIZED", {1: 3, 2: 8, 3: 8})
     monkeypatch.setattr(levels, "_SHORTEST", {1: 2, 2: 2, 3: 2})
 
 

@@ -42,7 +42,7 @@ def dense(stencil, shape, periodic):
 @pytest.mark.parametrize("shortest", [1, 4])
 @pytest.mark.parametrize(("shape", "settings", "more"), SETTINGS, ids=[str(shape) for shape, *_ in SETTINGS])
 def test_operators_of_all_levels(shape, settings, more, shortest, rank_rng, monkeypatch):
-    monkeypatch.setattr(levels, "_FACTORISED", {1: 3, 2: 12, 3: 12})
+    monkeypatch.setattr(levels, "_FACTORIZED", {1: 3, 2: 12, 3: 12})
     monkeypatch.setattr(levels, "_SHORTEST", dict.fromkeys((1, 2, 3), shortest))
     periodic, c = more.get("periodic", False), more.get("c", 0.0)
     kappa = blocks(shape, rank_rng(100), 5) * rank_rng(101).uniform(1, 2, shape)
@@ -61,7 +61,7 @@ def test_operators_of_all_levels(shape, settings, more, shortest, rank_rng, monk
         interpolation, shape = interpolation_matrix(matrix, shape, periodic)
         matrix = (interpolation.T @ matrix @ interpolation).tocsr()
         depth += 1
-        if levels._FACTORISED[len(shape)] >= np.prod(shape):
+        if levels._FACTORIZED[len(shape)] >= np.prod(shape):
             break
         if any(n % 2 for n, wraps in zip(shape, np.broadcast_to(periodic, len(shape))) if wraps):
             break

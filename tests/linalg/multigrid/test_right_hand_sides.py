@@ -23,7 +23,7 @@ each_case = pytest.mark.parametrize(("shape", "settings", "periodic"), CASES.val
 
 @pytest.fixture(params=["numpy", "compiled"])
 def many_levels(request, monkeypatch):
-    monkeypatch.setattr(levels, "_FACTORISED", {1: 3, 2: 8, 3: 8})
+    monkeypatch.setattr(levels, "_FACTORIZED", {1: 3, 2: 8, 3: 8})
     monkeypatch.setattr(levels, "_SHORTEST", {1: 2, 2: 2, 3: 2})
     monkeypatch.setattr(preconditioner, "are_compiled", lambda points: request.param == "compiled")
 
