@@ -29,7 +29,7 @@ class Local(NamedTuple):
     """Cells of the halo (ghost cells) that no message fills."""
 
     ghost: Index
-    copied: Index | None  # cells of this rank that the ghost cells copy; None if the ghost cells have a constant value
+    copied: Index | None  # cells of this rank that the ghost cells copy; None if the ghost cells are set to a value
     axis: int = 0  # dimension of the physical side beyond which the ghost cells lie
     end: int | None = None  # 0 or 1 for the low or high side; None if no physical side is involved
 

@@ -81,7 +81,7 @@ class PreparedStage:
         except BaseException as error:
             # The error is a GeneratorExit if the program was abandoned. Active messages may still write to the array.
             name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
-            messages.leave(f"{name} ended a program while messages were active.")
+            messages.leave(f"{name} left a program in which messages were under way.")
             raise
         combine = self._combine
         for cells, part in self._unpacked:

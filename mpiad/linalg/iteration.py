@@ -46,7 +46,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         x = np.where(usable, system.rows(x0) / units, 0.0).astype(b.dtype)
         r, norms = _true_residual(system, b, x)
     system.note(norms)
-    # With left preconditioning, the method uses another residual, so the true residual must meet the tolerance exactly.
+    # With left preconditioning, the method uses another residual, so the true residual must meet the tolerance itself.
     restarts_without_progress, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
         converged = method(system, x, r, norms, targets)
@@ -149,7 +149,7 @@ def diagnosis(system: System) -> str:
     if not squares[1:3].any():
         return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
-    # If some rows are very small, these products don't show whether the operator is singular or symmetric.
+    # If some rows are very small, these products don't show whether the operator is singular.
     contrast = _contrast(system, images[2], images[3], scale / system.length)
     if constant and not contrast:
         return _SINGULAR + "."

@@ -2,7 +2,7 @@
 
 First, B⁻¹A is applied to k + p random directions, and the results are orthonormalized in the inner product of B. Second, A
 is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians A of data misfits and
-precisions B of priors: if each eigenvalue is 0.8 times the previous one, p = 20 gives the first 40 to a relative 1e-3.
+precisions B of priors: if the ratio of successive eigenvalues is 0.8, the first 40 have relative errors of 1e-3 for p = 20.
 
 References
 ----------

@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the complete settings; raise on all ranks if any rank has an error, or if the settings differ."""
+    """Return the settings with `reported` and `preconditioned`; raise on all ranks if any has an error or they differ."""
     group = channel(settings.comm, settings.call)
     # The `repr` of communicators and functions differs between processes.
     given = settings._replace(comm=None, callback=None)

@@ -69,7 +69,7 @@ class LevelHalo:
         if self._needed and arrays:
             whole = {color: self._layout.whole(array) for color, array in arrays.items()}
             # One dimension after the other: the layers sent along a dimension include the halo of earlier dimensions,
-            # and thus the corners. `suspended` ensures that an exception leaves no message of this exchange pending.
+            # and thus the corners. `suspended` marks the channel as unusable if an exception leaves a message pending.
             with restoring_state(), suspended():
                 for sides in self._sides:
                     self._fill_along(whole, sides)
@@ -204,7 +204,7 @@ def _find_weights(stencil: Stencil, color: Color) -> None:
         for k, corner in enumerate(corners(neighbor)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
             inner[target] += coupling * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else coupling
-    # The weights are zero outside of the block, and for points with a nonpositive diagonal.
+    # The weights are zero outside of the block, and for points with a nonpositive `center`.
     inner *= np.divide(1.0, center, out=np.zeros_like(center), where=center > 0)
 
 
