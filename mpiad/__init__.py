@@ -1,6 +1,7 @@
 """Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimization."""
 
 from importlib import import_module
+from os import getcwd
 from typing import TYPE_CHECKING, Any
 
 from mpiad.differentiation import grad, hvp, jacobian, jvp, linearize, make_hvp, make_jvp, make_vjp, value_and_grad
@@ -81,9 +82,12 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
 
 
+_folder = getcwd()  # of the file that MPIAD_TRACE names, since the program may change its working directory
+
+
 def _record_on_request() -> None:
     if _world.any_rank(bool(_path("MPIAD_TRACE"))):
-        __getattr__("debug").recording.record_program()
+        __getattr__("debug").recording.record_program(_folder)
 
 
 _world.at_start(_record_on_request)

@@ -35,6 +35,7 @@ from agreement import Agreement
 from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
+from mpiad import mpi_init
 from mpiad.transport.guarded import switch
 from mpiad.transport.guarded.watch_settings import Settings, present
 
@@ -90,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if launch.KERNELS in os.environ:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
+    mpi_init()
     short_turns.take()
     # For the programs that tests start, so that other tests have the cores; this process has initialized its MPI.
     os.environ |= launch.SLEEPING_WAITS

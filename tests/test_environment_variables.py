@@ -19,6 +19,7 @@ for name, value in zip(sys.argv[1::2], sys.argv[2::2]):
         os.environ[name] = value
 try:
     import mpiad
+    mpiad.mpi_init()
     from mpiad.transport.guarded import watch_settings
     print("debug", watch_settings.debug())
 except ValueError as error:

@@ -428,12 +428,15 @@ def _recording() -> Iterator[Recording]:
         recording.stop()
 
 
-def record_program() -> None:
-    """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective."""
+def record_program(folder: str) -> None:
+    """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective.
+
+    `folder`: the folder that a relative path belongs to.
+    """
     global _latest
     with _scratch() as comm:
         named = next(filter(None, comm.allgather(path("MPIAD_TRACE"))))
-        file = Path(named).absolute()  # the program may change its working directory
+        file = Path(folder, named)
         if comm.rank == 0 and not os.access(file.parent, os.W_OK):
             _log.warning("MPIAD_TRACE=%s: %s isn't writable; there will be no trace.", named, file.parent)
     recording = _latest = Recording()

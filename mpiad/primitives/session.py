@@ -12,23 +12,26 @@ from mpiad.transport import member, prepare, renew, world
 
 
 def mpi_init(comm: Comm = None) -> None:
-    """Initialize MPI if it isn't initialized, and prepare a communicator for every kind of call.
+    """Start the library, initialize MPI if it isn't initialized, and prepare a communicator for every kind of call.
+
+    Without this call, each rank's first communicating call starts the library.
 
     Parameters
     ----------
     comm : mpi4py intracommunicator, optional
-        The world by default, which `import mpiad` prepares if MPI is already initialized.
+        The world by default.
 
     Raises
     ------
     TypeError
         If `comm` isn't a communicator.
     CommunicatorError
-        If `comm` is freed, null or an intercommunicator, or if MPI has ended.
+        If `comm` is freed, null or an intercommunicator, if MPI has ended, or if a rank has ended without a start.
 
     Ranks
     -----
-    All ranks of `comm` call it. A second call does nothing.
+    All ranks of `comm` call it; the first call of all returns when all ranks of the world have started the library. A
+    second call does nothing.
 
     Examples
     --------
@@ -44,7 +47,7 @@ def mpi_init(comm: Comm = None) -> None:
 
 
 def mpi_initialized() -> bool:
-    """Return whether communication is possible.
+    """Return whether communication is possible: MPI is initialized and not finalized.
 
     Examples
     --------

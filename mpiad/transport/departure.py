@@ -41,16 +41,20 @@ class _Farewell(NamedTuple):
     where: str
 
 
-def watch_departures() -> None:
-    """Start to note the exit code of this rank; collective over all ranks."""
-    global _comm
-    _comm = MPI.COMM_WORLD.Dup()
+def note_departure() -> None:
+    """Start to note the exit code of this rank."""
     os._exit = _leave_at_once
     if not note_exit(_note_exit):
         _log.warning(
             "this Python doesn't report its exit code: a rank that leaves by sys.exit(code) doesn't end the job. "
             "Let it raise another exception, or set MPIAD_TIMEOUT."
         )
+
+
+def await_departures() -> None:
+    """Let this rank wait at its end until all ranks have left; collective over all ranks."""
+    global _comm
+    _comm = MPI.COMM_WORLD.Dup()
 
 
 def _note_exit(code: object, trace: TracebackType | None) -> None:
@@ -85,11 +89,12 @@ def _waiting_thread() -> str:
 
 
 def _leave_at_once(status: int) -> None:
-    if is_rank() and _comm is not None and threads_may_communicate():
+    if is_rank() and threads_may_communicate():
         leaving = _Farewell(f"os._exit({status})", status & 0xFF, at_place(sys._getframe(1)))
         if is_reporting():
             _end(leaving, "in the hook for an exception that nobody caught")
-        _await(leaving, at_once=True)
+        if _comm is not None:
+            _await(leaving, at_once=True)
     _exit(status)
 
 
@@ -121,6 +126,7 @@ def await_others(patience: float | None = None) -> bool:
     global _has_arrived, _comm
     _has_arrived = True
     if _comm is None:
+        forget_exit()
         return False
     gave_up = _Farewell("its end, after communication was given up", 1, "")
     given_up = _await(_farewell if patience is None or _farewell is not None else gave_up, False, patience)

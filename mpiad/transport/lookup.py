@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from mpiad.transport.tracing import once, tracing
 
 _world: Channel | None = None
 _finalized = False
+start_world: Callable[[str], None]  # set by `world`, which imports this file
 
 
 # MPI calls this in comm.Free(), which is collective, as `close` must be.
@@ -60,11 +62,25 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
     if tracing.recorder is not None:
         tracing.recorder.looked_up(call)
     if _world is None or MPI.Is_finalized():
-        raise CommunicatorError(f"{call}: {_why_no_world()}")
+        _start(call)
     found = _world if comm is None else prepare(comm, call, collective)
     if found.fault is not None and not (survivors and found.lost):
         _refuse(found, call)
     return found
+
+
+def _start(call: str) -> None:
+    _require_mpi(call)
+    start_world(call)
+
+
+def _require_mpi(call: str) -> None:
+    if _finalized or MPI.Is_finalized():
+        raise CommunicatorError(
+            f"{call}: called after mpi_finalize. No communication is possible any more; move this call before it."
+        )
+    if not MPI.Is_initialized():
+        raise CommunicatorError(f"{call}: MPI is not initialized. Call mpiad.mpi_init() on all ranks first.")
 
 
 def _refuse(found: Channel, call: str) -> NoReturn:
@@ -78,20 +94,12 @@ def _refuse(found: Channel, call: str) -> NoReturn:
     )
 
 
-def _why_no_world() -> str:
-    if _finalized or MPI.Is_finalized():
-        return "called after mpi_finalize. No communication is possible any more; move this call before it."
-    state = "MPI was initialized after the import of mpiad" if MPI.Is_initialized() else "MPI is not initialized"
-    return f"{state}. Call mpiad.mpi_init() on all ranks first."
-
-
 def member(comm: Comm, call: str) -> Comm:
     """Return a communicator whose rank and size may be read: the world for None.
 
     Raises a CommunicatorError if it is freed, null or an intercommunicator, before the start and after the end of MPI.
     """
-    if _world is None or MPI.Is_finalized():
-        raise CommunicatorError(f"{call}: {_why_no_world()}")
+    _require_mpi(call)
     if comm is None:
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Comm):
@@ -112,6 +120,8 @@ def member(comm: Comm, call: str) -> Comm:
 def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
     """Return the channel of a communicator. If `collective`, make its duplicates if there are none."""
     comm = member(comm, call)
+    if _world is None:
+        _start(call)
     if comm == MPI.COMM_WORLD:
         return open_world()
     found = comm.Get_attr(_key())

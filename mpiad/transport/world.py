@@ -1,18 +1,22 @@
-"""Start and end of the library in this process: at import, in `mpi_init` and in `mpi_finalize`."""
+"""Start and end of the library: at the first communicating call or in `mpi_init`, and in `mpi_finalize` or at exit.
+
+The import makes no call of MPI that waits for other ranks.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 
 from mpi4py import MPI
 
 from mpiad.errors import CommunicatorError, DeadlockError
-from mpiad.transport import device_settings
+from mpiad.transport import arrivals, device_settings, lookup
 from mpiad.transport.abort import is_rank
-from mpiad.transport.departure import code_at_end, note_finalize, watch_departures
+from mpiad.transport.departure import await_departures, code_at_end, note_departure, note_finalize
 from mpiad.transport.fault_tolerance import all_have_come, leave_process
 from mpiad.transport.guarded import closing, switch, watch_settings
 from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
@@ -27,44 +31,68 @@ from mpiad.transport.uncaught import install_hooks
 
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
-_LONG = 60.0
+_LONG = 8.0
+_BETWEEN_CHECKS = 0.05
+_SHOWN = 20
+_ADVICE = (
+    "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on all "
+    "ranks at the beginning of the program if some of them don't communicate, or do so later."
+)
+_starting = threading.RLock()
+_ends_job: bool | None = None  # whether this rank's failure ends the job; None before `prepare_process`
 _log = logging.getLogger("mpiad")
 _begins: list[Callable[[], None]] = []
 _ends: list[Callable[[], None]] = []
 
 
-def start(call: str) -> None:
-    """Prepare the world, once; collective over all ranks.
+def prepare_process() -> None:
+    """Do what needs no other rank, once: an uncaught exception or a signal ends the job from now on."""
+    global _ends_job
+    if _ends_job is None and not in_pool():
+        warn_of_separate_worlds(MPI.COMM_WORLD.size)
+        _ends_job = install_hooks()
+        if _ends_job:
+            install_signal_handlers()
+            note_departure()
+        prepare_memory()
 
-    Raises a CommunicatorError after the end of MPI, or on a rank of a task pool, in which not all ranks call this.
+
+def start(call: str) -> None:
+    """Start the library on all ranks of the world, once; collective. The first communicating call does it, or `mpi_init`.
+
+    Raises a CommunicatorError after the end of MPI, if a rank has ended without a start, or on a rank of a task pool, in
+    which not all ranks call this.
     """
-    global _local
     if MPI.Is_finalized():
         raise CommunicatorError(f"{call}: called after mpi_finalize. MPI can't be started again in this process.")
     if not MPI.Is_initialized():
         MPI.Init_thread()
-    if _local is not None:
-        return
+    with _starting:
+        if not started():
+            _start(call)
+
+
+def _start(call: str) -> None:
+    # A default communicator other than COMM_WORLD will be chosen here.
+    global _local
     if MPI.COMM_WORLD.size > 1 and in_pool():
         raise CommunicatorError(
             f"{call}: all ranks must call this, but `python -m mpi4py.futures` runs the program on rank 0 alone, and the "
             "others wait for tasks. Run it on all ranks, without `-m mpi4py.futures`, and distribute the tasks "
-            "by mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor after the import of mpiad."
+            "by mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor."
         )
-    aborts = install_hooks()
-    # Before the first duplicate: MPI would wait in it silently for ranks that never import mpiad.
+    prepare_process()
+    # Before the first duplicate: MPI would wait in it silently for ranks that never start the library.
     meet(call)
+    # These two raise on all ranks if a variable has an invalid value, and the next call starts again.
+    switch.start()
+    device_settings.start()
     open_world()
-    warn_of_separate_worlds(MPI.COMM_WORLD.size)
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     _local = node.rank, node.size
     node.Free()
-    if aborts:
-        install_signal_handlers()
-        watch_departures()  # after `meet`, too, since it creates a duplicate
-    switch.start()
-    device_settings.start()
-    prepare_memory()
+    if _ends_job:
+        await_departures()
     limit_threads(_local[1])
     for begin in _begins:
         begin()
@@ -73,30 +101,51 @@ def start(call: str) -> None:
 def meet(call: str) -> None:
     """Wait until all ranks have called this, since MPI alone would wait in silence; `call`: for messages.
 
-    Raises a DeadlockError after ``MPIAD_TIMEOUT``, but not before the time that Python needs to load its modules.
+    Raises a CommunicatorError if a rank of this node has ended without this call, and a DeadlockError after
+    ``MPIAD_TIMEOUT``, but not before the time that Python needs to load its modules.
     """
     limit = None
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
         asked = watch_settings.from_environment().timeout
         limit = None if asked is None else max(asked, _TIME_TO_LOAD)
-    request, patience, warned = MPI.COMM_WORLD.Ibarrier(), Backoff(), False
+    arrivals.announce(arrivals.STARTS)
+    request, patience, warned, checked = MPI.COMM_WORLD.Ibarrier(), Backoff(), False, 0.0
     while not request.Test():
-        waits = (
-            f"{call}: rank {MPI.COMM_WORLD.rank} has waited for {patience.seconds:.0f} seconds for other ranks. All ranks "
-            "must import mpiad (or call mpi_init, if MPI is initialized later), and no rank may end before it has."
-        )
-        if limit is not None and patience.seconds > limit:
-            raise DeadlockError(waits)
-        if not warned and patience.seconds > _LONG:
-            _log.warning(waits)
-            warned = True
+        if patience.seconds > checked + _BETWEEN_CHECKS:
+            checked = patience.seconds
+            if ended := arrivals.seen(arrivals.ENDED):
+                raise CommunicatorError(f"{_waits(call, checked)} {_listed(ended)} ended without such a call. {_ADVICE}")
+            if limit is not None and checked > limit:
+                raise DeadlockError(f"{_waits(call, checked)}{_absent()} {_ADVICE}")
+            if not warned and checked > _LONG:
+                _log.warning(f"{_waits(call, checked)}{_absent()} {_ADVICE}")
+                warned = True
         patience.pause()
+
+
+def _waits(call: str, seconds: float) -> str:
+    return (
+        f"{call}: rank {MPI.COMM_WORLD.rank} has waited for {seconds:.0f} seconds until all ranks make their first "
+        "communicating call of mpiad."
+    )
+
+
+def _absent() -> str:
+    """Return a sentence about the ranks that haven't begun to start; "" if they can't be seen."""
+    here = arrivals.seen(arrivals.STARTS)
+    absent = [rank for rank in range(MPI.COMM_WORLD.size) if rank not in here]
+    return f" {_listed(absent)} made none so far, or run on another node." if here and absent else ""
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
 
 
 def at_start(begin: Callable[[], None]) -> None:
     """Call a collective function when the world is prepared, or at once if it already is."""
     _begins.append(begin)
-    if initialized():
+    if started():
         begin()
 
 
@@ -112,14 +161,18 @@ def any_rank(asks: bool) -> bool:
 
 def local_rank() -> int:
     """Return this rank's number among the ranks of its node."""
-    if _local is None:
-        start("mpi_local_rank")
+    start("mpi_local_rank")
     return _local[0]  # type: ignore[index]
 
 
+def started() -> bool:
+    """Return whether the library is started on this rank."""
+    return _local is not None
+
+
 def initialized() -> bool:
-    """Return whether communication is possible: MPI initialized and not finalized, the world prepared."""
-    return _local is not None and MPI.Is_initialized() and not MPI.Is_finalized()
+    """Return whether communication is possible: MPI is initialized and not finalized."""
+    return MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def finalized() -> bool:
@@ -131,6 +184,7 @@ def finalize() -> None:
     """Complete pending sends and finalize MPI; collective over all ranks. A second call does nothing."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
+        _announce_end()
         closing.close(_end_world)
         if all_have_come():
             MPI.Finalize()
@@ -149,9 +203,16 @@ def speaks(rank: int, size: int) -> bool:
 
 def _complete_at_exit() -> None:
     if is_rank():
+        _announce_end()
         closing.close_at_exit(_end_world)
         if not all_have_come():
             leave_process(code_at_end())
+
+
+def _announce_end() -> None:
+    # MPI's end waits for all ranks, so this process and its socket remain as long as others wait in `meet`.
+    if not started():
+        arrivals.announce(arrivals.ENDED)
 
 
 atexit.register(_complete_at_exit)
@@ -165,5 +226,6 @@ def _end_world() -> None:
     close_pools()
 
 
-if MPI.Is_initialized() and not MPI.Is_finalized():
-    start("import mpiad")
+lookup.start_world = start
+if initialized():
+    prepare_process()

@@ -114,7 +114,7 @@ def test_separate_worlds_are_exit_code_1_and_one_report():
 
 @pytest.mark.launches
 def test_ranks_that_do_not_answer_are_not_waited_for(mpirun):
-    program = "import sys, time, mpiad\nfrom mpiad.debug.environment import main\n"
+    program = "import sys, time, mpiad\nmpiad.mpi_init()\nfrom mpiad.debug.environment import main\n"
     program += "sys.exit(main(1.0)) if mpiad.mpi_rank() else time.sleep(600)\n"
     start = time.monotonic()
     done = mpirun(2, program)

@@ -255,6 +255,7 @@ RANK = "int(os.environ.get('PMI_RANK') or os.environ['PMIX_RANK'])"
 PROGRAM = """
 import os, sys, autograd.numpy as np, mpiad
 os.chdir(sys.argv[1])
+mpiad.mpi_init()
 x = mpiad.grad(lambda x: mpiad.mpi_sum(np.sin(x)))(1.0)
 if sys.argv[2] == "fails" and mpiad.mpi_rank() == 1:
     raise ArithmeticError("spoilt")

@@ -25,6 +25,7 @@ for drift in (0.0, 1e-15):
 # A reduction whose bits differ between ranks, as some MPIs' do over unlike machines.
 UNEQUAL = """
 import numpy as np, mpiad
+mpiad.mpi_init()
 from mpiad.differentiation import objective
 shared = objective.SHARE.forward
 objective.SHARE.forward = lambda x, p: shared(x, p) * (1 + 2.0**-52 * (mpiad.mpi_rank() == 1))

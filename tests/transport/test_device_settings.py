@@ -20,6 +20,7 @@ for k, name in enumerate(("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_CHUNK", "MPIAD_DEVIC
         os.environ[name] = value
 try:
     import mpiad
+    mpiad.mpi_init()
     from mpiad.transport.device_settings import present
     found = present()
     mpiad.mpi_print(found.cuda_aware, found.chunk, found.pinned)

@@ -13,6 +13,7 @@ import numpy as np
 import threadpoolctl
 before = max((pool["num_threads"] for pool in threadpoolctl.threadpool_info()), default=1)
 import mpiad
+mpiad.mpi_init()
 after = max((pool["num_threads"] for pool in threadpoolctl.threadpool_info()), default=1)
 mpiad.mpi_print(before, after, os.environ.get("OPENBLAS_NUM_THREADS"))
 """

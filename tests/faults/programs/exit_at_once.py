@@ -5,6 +5,8 @@ import os
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 1:
     os._exit(0)  # here
 mpiad.mpi_allreduce(1.0)

@@ -5,6 +5,8 @@ import sys
 
 import mpiad
 
+mpiad.mpi_init()
+
 
 def main():
     if mpiad.mpi_rank() == 1:

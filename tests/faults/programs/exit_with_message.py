@@ -6,6 +6,8 @@ import sys
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 0:
     sys.exit("no file 'a.nc'")  # here
 mpiad.mpi_recv(0.0, source=0)

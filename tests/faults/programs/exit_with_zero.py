@@ -8,6 +8,8 @@ import sys
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 1:
     sys.exit(0)
 mpiad.mpi_allreduce(1.0)  # here

@@ -6,6 +6,8 @@
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 0:
     mpiad.mpi_finalize()
 else:

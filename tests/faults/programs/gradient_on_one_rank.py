@@ -8,5 +8,7 @@ import autograd.numpy as np
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 1:
     mpiad.grad(lambda x: np.sum(x**2))(np.ones(3))  # here

@@ -9,6 +9,8 @@ import time
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() < 2:
     mpiad.mpi_allreduce(1.0)  # here
 time.sleep(8)

@@ -6,5 +6,7 @@
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 0:
     mpiad.mpi_print("loss 3.0")  # here

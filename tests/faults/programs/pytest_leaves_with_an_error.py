@@ -8,6 +8,8 @@ import pytest
 
 import mpiad
 
+mpiad.mpi_init()
+
 
 def test_total():
     assert mpiad.mpi_rank() == 0, "only here"

@@ -8,5 +8,7 @@ import numpy as np
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 1:
     mpiad.mpi_recv(np.ones(3), source=0)  # here

@@ -6,6 +6,8 @@
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 1:
     request = mpiad.mpi_iallreduce(1.0)  # here
     mpiad.mpi_wait(request)

@@ -6,5 +6,7 @@
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 1:
     mpiad.reset()  # here

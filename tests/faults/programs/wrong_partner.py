@@ -9,6 +9,8 @@ import numpy as np
 
 import mpiad
 
+mpiad.mpi_init()
+
 if mpiad.mpi_rank() == 0:
     mpiad.mpi_send(np.ones(3), dest=2)  # send
 if mpiad.mpi_rank() == 1:
