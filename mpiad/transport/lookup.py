@@ -16,7 +16,7 @@ from mpiad.transport.tracing import once, tracing
 
 _world: Channel | None = None
 _finalized = False
-start_world: Callable[[str], None]  # set by `world`, which imports this file
+start_world: Callable[[str], None] = lambda call: None  # replaced by `world`, which imports this file
 
 
 # MPI calls this in comm.Free(), which is collective, as `close` must be.
@@ -61,17 +61,19 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
     """
     if tracing.recorder is not None:
         tracing.recorder.looked_up(call)
-    if _world is None or MPI.Is_finalized():
-        _start(call)
-    found = _world if comm is None else prepare(comm, call, collective)
+    world = _world if _world is not None and not MPI.Is_finalized() else _started(call)
+    found = world if comm is None else prepare(comm, call, collective)
     if found.fault is not None and not (survivors and found.lost):
         _refuse(found, call)
     return found
 
 
-def _start(call: str) -> None:
-    _require_mpi(call)
-    start_world(call)
+def _started(call: str) -> Channel:
+    """Return the world's channel; start the library if it isn't started."""
+    if _world is None or MPI.Is_finalized():
+        _require_mpi(call)
+        start_world(call)
+    return open_world()
 
 
 def _require_mpi(call: str) -> None:
@@ -120,10 +122,9 @@ def member(comm: Comm, call: str) -> Comm:
 def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
     """Return the channel of a communicator. If `collective`, make its duplicates if there are none."""
     comm = member(comm, call)
-    if _world is None:
-        _start(call)
+    world = _started(call)
     if comm == MPI.COMM_WORLD:
-        return open_world()
+        return world
     found = comm.Get_attr(_key())
     if found is None:
         # Making duplicates is collective, but only two ranks take part in a message.

@@ -35,8 +35,8 @@ _LONG = 8.0
 _BETWEEN_CHECKS = 0.05
 _SHOWN = 20
 _ADVICE = (
-    "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on all "
-    "ranks at the beginning of the program if some of them don't communicate, or do so later."
+    "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on "
+    "all ranks at the beginning of the program if some of them don't communicate, or do so later."
 )
 _starting = threading.RLock()
 _ends_job: bool | None = None  # whether this rank's failure ends the job; None before `prepare_process`
