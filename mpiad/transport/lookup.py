@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import NoReturn
 
@@ -16,7 +15,10 @@ from mpiad.transport.tracing import once, tracing
 
 _world: Channel | None = None
 _finalized = False
-start_world: Callable[[str], None] = lambda call: None  # replaced by `world`, which imports this file
+
+
+def start_world(call: str) -> None:
+    """Start the library; replaced by `world`, which imports this file."""
 
 
 # MPI calls this in comm.Free(), which is collective, as `close` must be.

@@ -111,11 +111,11 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
             _queue_for(threads - 1).put(work_in_another_thread)
         # This thread works, too: if it waited for results, it would wake up for each result, on a core that others need.
         work()
-    except BaseException as error:
-        errors.append(error)
-        raise
-    finally:
         wait()
+    except BaseException as error:  # an interrupt may also come at the first instruction of `wait`, before it handles any
+        errors.append(error)
+        wait()
+        raise
     if errors:
         raise min(errors, key=lambda error: isinstance(error, Exception))  # an interrupt, or else the first one
     return results
