@@ -43,14 +43,14 @@ _OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py"
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-class Place(NamedTuple):
-    """Node, cores, threads, GPU and package versions of one rank."""
+class RankInfo(NamedTuple):
+    """Description of one rank's process: its node, cores, threads, GPU and package versions."""
 
     rank: Rank  # in the world
     local_rank: Rank  # among the ranks of its node
     node: str
     cores: tuple[int, ...]  # the numbers of the cores on which the process may run
-    quota: float  # a container's limit of CPU time, as a number of cores; infinite if there is none
+    quota: float  # a container's limit of CPU time, as a number of cores; infinity without a limit
     threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
     huge_pages: str  # whether the arrays of the process are in huge pages
     gpus: list[str]  # names of all GPUs of the node; empty on all ranks but the first of the node
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     versions: dict[str, str]  # versions of Python, the packages, and the optional packages that are installed
 
 
-def place(rank: Rank, local_rank: Rank) -> Place:
+def rank_info(rank: Rank, local_rank: Rank) -> RankInfo:
     """Return the description of this process."""
     # One process per node queries its GPUs.
     gpus = gpus_of_node() if local_rank == 0 else []
@@ -72,7 +72,7 @@ def place(rank: Rank, local_rank: Rank) -> Place:
         name = pool["internal_api"]
         threads[name] = max(pool["num_threads"], threads.get(name, 0))
     node, own_cores = socket.gethostname(), tuple(sorted(cores()))
-    return Place(rank, local_rank, node, own_cores, quota, threads, huge_pages(), gpus, "", sys.executable, versions())
+    return RankInfo(rank, local_rank, node, own_cores, quota, threads, huge_pages(), gpus, "", sys.executable, versions())
 
 
 def versions() -> dict[str, str]:
@@ -88,11 +88,11 @@ def versions() -> dict[str, str]:
 
 
 _LARGE_MESSAGE = 4 << 20  # bytes
-_SECONDS = 0.15  # duration of each measurement
+_MEASUREMENT_SECONDS = 0.15  # duration of each measurement
 
 
 class Speed(NamedTuple):
-    """An estimate of the speed of messages."""
+    """The measured speed of messages."""
 
     latency: float  # seconds that 8 bytes take from rank 0 to rank 1
     bandwidth: float  # bytes per second, from a message of 4 MB between these ranks
@@ -109,7 +109,7 @@ def speed_of(channel: Channel) -> Speed | None:
     """Measure the messages of a communicator; collective. The result is the same on all ranks, None for a single rank."""
     if channel.size == 1:
         return None
-    # A duplicate, so that its messages aren't confused with those of the program.
+    # A duplicate, so that its messages can't match receives of the program.
     comm = make_communicator(channel.user.Dup)
     try:
         small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE_MESSAGE // 8))
@@ -124,7 +124,7 @@ def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: 
     start = perf_counter()
     for _ in range(3):
         exchange(comm, array)
-    count = comm.bcast(max(3, min(1000, int(_SECONDS / (perf_counter() - start) * 3))), 0)
+    count = comm.bcast(max(3, min(1000, int(_MEASUREMENT_SECONDS / (perf_counter() - start) * 3))), 0)
     times = np.empty(count)
     for k in range(count):
         start = perf_counter()
@@ -163,7 +163,7 @@ class SelfTest(NamedTuple):
 
 
 def run_selftest(comm: Comm = None) -> SelfTest:
-    """Compare value and gradient of a program of several primitives with their closed forms; collective."""
+    """Compare the value and gradient of a test program, which calls several primitives, with closed forms; collective."""
     rank, size = mpi_rank(comm), mpi_size(comm)
     previous, following = (rank - 1) % size, (rank + 1) % size
 
@@ -194,35 +194,36 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
-    # A rank's x occurs in its sine, as a factor of the next rank's sine, and in the squares; the last one also in `last`.
+    # x of this rank occurs in its own sine, in the factor of the next rank's sine, and in `squares`; x of the last rank
+    # also occurs in `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
 
-_ANSWER_SECONDS = 3  # time limit of `mpiexec --version`
-_OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
+_VERSION_TIMEOUT = 3  # time limit of `mpiexec --version`
+_FAMILY_NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 
 class Mistake(NamedTuple):
-    """An error, or a cause of slowness, in the start of a program."""
+    """A mistake in the way a program was started, which causes errors or slowness."""
 
     # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": the program
     # may fail when it is started in another way, for example with more ranks.
     severity: str
-    text: str  # a description and the remedy
+    text: str  # description and remedy
 
 
-def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
-    """Return mistakes in the combination of launcher and library."""
+def launch_mistakes(library: Library, found: Launcher, size: int) -> list[Mistake]:
+    """Return mistakes in the combination of launcher and MPI library."""
     mistakes = []
-    # The most common mistake: n processes, each of which is rank 0 of its own world and computes everything.
+    # The most common mistake: each of n processes is rank 0 of its own world, and computes everything.
     if found.size > 1 and size == 1:
         remedy = ", or install an mpi4py that is built for the MPI of this launcher"
         if found.name.startswith("Slurm"):
             remedy = ", or with another `srun --mpi=` (`srun --mpi=list` lists them)"
         text = (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
-            f"{library.vendor} {library.version}, whose processes this launcher can't connect. Start the program with "
+            f"{library.vendor} {library.version}, which this launcher doesn't support. Start the program with "
             f"{_mpiexec_of(library)}{'' if mpiexec_beside(library.path) else remedy}."
         )
         mistakes.append(Mistake("error", text))
@@ -242,24 +243,24 @@ def _mpiexec_of(library: Library) -> str:
     return mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
 
 
-def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
-    """Return the mistakes that would result from starting this program with the `mpiexec` that the shell finds."""
+def mpiexec_mistakes(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
+    """Return the mistakes that would occur if this program were started with the `mpiexec` in the search path."""
     program = shutil.which("mpiexec", path=environment.get("PATH"))
     if not program:
         return []
     family, wanted = _family_of_mpiexec(program), family_of(library.vendor)
     if family and wanted and family != wanted:
         text = (
-            f"`mpiexec` is {program}, of {_OF_FAMILY[family]}, but mpi4py loads {library.vendor}: "
-            f"the processes that it starts won't find each other. Use {_mpiexec_of(library)}."
+            f"`mpiexec` is {program}, of {_FAMILY_NAMES[family]}, but mpi4py loads {library.vendor}: "
+            f"processes started by this `mpiexec` won't find each other. Use {_mpiexec_of(library)}."
         )
         return [Mistake("warning", text)]
     if family == "openmpi":
-        return _of_openmpi(cores, environment)
+        return _openmpi_mistakes(cores, environment)
     return []
 
 
-def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
+def _openmpi_mistakes(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
     mistakes = []
     allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     if hasattr(os, "getuid") and os.getuid() == 0 and not all(environment.get(name) == "1" for name in allowed):
@@ -280,8 +281,8 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
 
 def _family_of_mpiexec(program: str) -> str:
     try:
-        # The version text identifies the implementation: all use the same program name, and the path may be a link.
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+        # The version text identifies the MPI implementation: the program has the same name in all, and may be a link.
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     text = done.stdout + done.stderr
@@ -290,32 +291,32 @@ def _family_of_mpiexec(program: str) -> str:
     return "mpich" if any(name in text for name in ("HYDRA", "Intel(R) MPI", "MVAPICH")) else ""
 
 
-def of_places(places: list[Place]) -> list[Mistake]:
+def placement_mistakes(places: list[RankInfo]) -> list[Mistake]:
     """Return mistakes in the distribution of cores and threads to the ranks of each node."""
     nodes = dict.fromkeys(place.node for place in places)
-    found = {node: _mistake_of_node([place for place in places if place.node == node]) for node in nodes}
+    found = {node: _node_mistake([place for place in places if place.node == node]) for node in nodes}
     return [Mistake("warning", f"{node}: {text}") for node, text in found.items() if text]
 
 
-def _mistake_of_node(ranks: list[Place]) -> str:
+def _node_mistake(ranks: list[RankInfo]) -> str:
     cores = len({core for place in ranks for core in place.cores})
-    # A container's limit of CPU time doesn't change the set of cores on which it may run.
+    # A container's limit of CPU time doesn't change the set of cores that its processes may use.
     usable = min(cores, ranks[0].quota)
     threads = sum(max(place.threads.values(), default=1) for place in ranks)
-    counted = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
+    listed = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
     if len(ranks) > usable:
         return (
-            f"{len(ranks)} ranks share {counted}. MPI busy-waits, so that each message takes milliseconds. "
-            f"Start at most {max(int(usable), 1)} there, or use more nodes."
+            f"{len(ranks)} ranks share {listed}. MPI busy-waits, so each message takes milliseconds. "
+            f"Start at most {max(int(usable), 1)} on this node, or use more nodes."
         )
     if threads > usable:
         share = max(int(usable) // len(ranks), 1)
         return (
-            f"the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {counted}. "
+            f"the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {listed}. "
             f"Set OMP_NUM_THREADS={share} (or leave it unset: mpiad then limits them itself)."
         )
-    pinned = [place.cores for place in ranks if len(place.cores) < cores]
-    if len(pinned) != len(set(pinned)):
+    bound_cores = [place.cores for place in ranks if len(place.cores) < cores]
+    if len(bound_cores) != len(set(bound_cores)):
         return (
             "several ranks are bound to the same cores. Let the launcher distribute them: "
             "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
@@ -323,7 +324,7 @@ def _mistake_of_node(ranks: list[Place]) -> str:
     return ""
 
 
-def of_versions(places: list[Place]) -> list[Mistake]:
+def version_mistakes(places: list[RankInfo]) -> list[Mistake]:
     """Return a mistake for each package whose version differs between ranks."""
     mistakes = []
     for name in dict.fromkeys(("python", *places[0].versions)):
@@ -346,7 +347,7 @@ class Environment(NamedTuple):
         The MPI library.
     launcher : Launcher
         The program that started the processes.
-    places : list of Place
+    places : list of RankInfo
         Node, cores, GPU and versions of each rank.
     speed : Speed or None
         Latency and bandwidth; None with one rank.
@@ -358,7 +359,7 @@ class Environment(NamedTuple):
 
     library: Library
     launcher: Launcher
-    places: list[Place]
+    places: list[RankInfo]
     speed: Speed | None
     selftest: SelfTest
     mistakes: list[Mistake]
@@ -391,30 +392,30 @@ def environment(comm: Comm = None) -> Environment:
     True True
     """
     with restoring_state(), suspended():
-        return _examined(channel(comm, "environment"), lambda stage: None)
+        return _inspect(channel(comm, "environment"), lambda stage: None)
 
 
-def _examined(group: Channel, entered: Callable[[str], None]) -> Environment:
-    """Implement `environment`; `entered` is called with the name of each stage before it begins."""
-    entered("exchanging their hosts and cores")
+def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
+    """Implement `environment`; `begin_stage` is called with a description of each stage before the stage begins."""
+    begin_stage("exchanging host names and cores")
     places = _places(group)
-    entered("measuring messages")
+    begin_stage("measuring messages")
     speed = speed_of(group)
-    entered("comparing a gradient with its closed form")
+    begin_stage("comparing a gradient with its closed form")
     selftest = run_selftest(group.user)
-    entered("collecting the results")
+    begin_stage("collecting the results")
     found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
-    mistakes = of_start(loaded, found, group.size) + of_places(places) + of_versions(places)
-    mistakes += [Mistake("warning", text) for text in misspelt()]
-    # If no launcher started the program, check the `mpiexec` that the shell finds.
+    mistakes = launch_mistakes(loaded, found, group.size) + placement_mistakes(places) + version_mistakes(places)
+    mistakes += [Mistake("warning", text) for text in unknown_variables()]
+    # If no launcher started the program, check the `mpiexec` in the search path.
     if not found.name:
-        mistakes += of_mpiexec(loaded, len(places[0].cores))
+        mistakes += mpiexec_mistakes(loaded, len(places[0].cores))
     # All ranks get rank 0's result, because they need the same exit code.
     return Environment(*group.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
 
 
-def _places(group: Channel) -> list[Place]:
-    mine = place(group.rank, world.local_rank())
+def _places(group: Channel) -> list[RankInfo]:
+    mine = rank_info(group.rank, world.local_rank())
     count = {found.node: len(found.gpus) for found in group.data.allgather(mine) if found.gpus}.get(mine.node, 0)
     gpu, gpus = device_of(mine.local_rank, count), mine.gpus if visible(count) else []
     return group.data.allgather(mine._replace(gpu=gpu, gpus=gpus))
@@ -436,21 +437,21 @@ def _lines(found: Environment) -> list[str]:
         + (f" ({loaded.path})" if loaded.path else ""),
         f"  launcher  {found.launcher.name or 'none: a single process'}",
         f"  GPU memory in messages  {loaded.takes_device_buffers}",
-        *[line for node in nodes for line in _of_node(node, [place for place in places if place.node == node])],
+        *[line for node in nodes for line in _node_lines(node, [place for place in places if place.node == node])],
         f"  messages  {found.speed or 'none: there is only one rank'}",
         f"  gradient  {found.selftest}",
         *[f"  {mistake.severity}: {mistake.text}" for mistake in found.mistakes],
     ]
 
 
-def _of_node(node: str, ranks: list[Place]) -> list[str]:
+def _node_lines(node: str, ranks: list[RankInfo]) -> list[str]:
     cores = len({core for place in ranks for core in place.cores})
     pools = {name: count for place in ranks for name, count in place.threads.items()}
     threads = ", ".join(f"{count} of {name}" for name, count in pools.items()) or "none"
     numbers = rank_ranges([place.rank for place in ranks])
     gpus = ranks[0].gpus
-    counted = f"{_counted(cores, 'core')}; threads per rank: {threads}; {_counted(len(gpus), 'GPU') if gpus else 'no GPU'}"
-    lines = [f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {counted}"]
+    listed = f"{_counted(cores, 'core')}; threads per rank: {threads}; {_counted(len(gpus), 'GPU') if gpus else 'no GPU'}"
+    lines = [f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {listed}"]
     lines.append(f"  memory    huge pages: {ranks[0].huge_pages}")
     if gpus:
         lines.append(
@@ -464,8 +465,8 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a sentence for each environment variable that starts with MPIAD and isn't one of the library's."""
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a sentence for each environment variable whose name starts with MPIAD but isn't known to the library."""
     unknown = [name for name in sorted(environment) if name.upper().startswith("MPIAD") and name not in VARIABLES]
     return [
         f"{name}={environment[name]!r} isn't a variable of mpiad and has no effect. The closest name is "
@@ -474,32 +475,32 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     ]
 
 
-_LIMIT = 30.0  # time limit in seconds; the report takes about two
+_REPORT_TIMEOUT = 30.0  # seconds; the report takes about two seconds
 
 
-def main(limit: float = _LIMIT) -> int:
+def main(limit: float = _REPORT_TIMEOUT) -> int:
     """Print the report on one process, and return the exit code, which is the same on all ranks.
 
-    After `limit` seconds the process ends, because it may be waiting for a rank that never answers.
+    After `limit` seconds the process ends, because it may be waiting for a rank that never sends its data.
     """
     stages = ["starting"]
 
     def abort() -> None:
         sys.stderr.write(
             f"mpiad: not finished after {limit:g} s: process {launcher().rank} of {launcher().size} waits for others while "
-            f"{stages[-1]}. They run another program, or their messages don't arrive (a firewall, another network "
+            f"{stages[-1]}. The others run another program, or their messages don't arrive (a firewall, another network "
             "interface on each node).\n"
         )
         sys.stderr.flush()
-        # In a thread sys.exit would only end that thread, and MPI_Finalize would wait for the other ranks.
+        # In this thread sys.exit would end the thread only, and MPI_Finalize would wait for the other ranks.
         os._exit(1)
 
     timer = threading.Timer(limit, abort)
     timer.daemon = True
     timer.start()
-    found = _examined(channel(None, "python -m mpiad"), stages.append)
+    found = _inspect(channel(None, "python -m mpiad"), stages.append)
     timer.cancel()
-    # If each process is rank 0 of a world of its own, only the launcher's rank distinguishes the processes.
+    # Each process may be rank 0 of its own world; then only the launcher's rank distinguishes the processes.
     if found.places[0].rank == 0 and launcher().rank == 0:
         sys.stdout.write(f"{found}\n")
         sys.stdout.flush()

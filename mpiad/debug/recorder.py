@@ -1,4 +1,4 @@
-"""The recorder of a rank's communications and phases: each is recorded with its times when it ends."""
+"""The recorder of a rank's communications and phases, with their start and end times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpiad.transport.calls import Arguments, Call
 # the passes to the recorders; `transport.calls` reports operations. Without a recorder there is no overhead.
 
 _active: list[Recorder] = []
-# Saved at import, before they are replaced.
+# The originals of the functions that recording replaces.
 _original_sweep, _original_enter, _original_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 
@@ -68,15 +68,15 @@ _WAITS = ("mpi_wait", "mpi_waitall")
 
 
 class Message(NamedTuple):
-    """A message between two ranks; its fields are equal on both, except for `outgoing`."""
+    """A message between two ranks; except for `outgoing`, its fields are the same on sender and receiver."""
 
     outgoing: bool
     communicator: str
     source: int  # `source`, `dest`: ranks in the world
     dest: int
     tag: int  # the user's tag
-    number: int  # the index of the message among those with this tag
-    reverse: bool  # whether it belongs to an adjoint
+    number: int  # counts the messages between these ranks with this tag
+    reverse: bool  # whether an adjoint sent it
 
 
 class Event(NamedTuple):
@@ -86,11 +86,11 @@ class Event(NamedTuple):
     began: float  # `began`, `ended`: times of this rank's `time.perf_counter()`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
-    called: str  # `name` with the library function that the user called, for example "adjoint of exchange"
-    operation: str  # the operation executed, which in an adjoint may differ from the forward one; "" for a phase
+    called: str  # like `name`, but for the library function that the user called: "adjoint of exchange"
+    operation: str  # the operation executed, which an adjoint may replace by another one; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
-    innermost: bool  # whether it contains no other communication
-    outermost: bool  # whether no other communication contains it
+    innermost: bool  # whether no other communication ran inside it
+    outermost: bool  # whether it didn't run inside another communication
     site: str  # the line of the user's program
     forward_site: str  # for an adjoint, the line of the forward call; else ""
     arguments: Arguments
@@ -98,7 +98,7 @@ class Event(NamedTuple):
 
 
 class _Stacks(threading.local):
-    """The open events of each thread: lists of key, start time, whether they contain a communication, and name."""
+    """The open events of each thread; each is a list: key, start time, whether it contains a communication, name."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -109,7 +109,7 @@ class Recorder:
     """Records events between `start` and `stop`, with their times."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple] = []
+        self._records: list[tuple] = []
         self.dropped = 0  # number of events beyond the maximum
         self.start_time = self.stop_time = 0.0  # times of `start` and `stop`
         self.threads: list[str] = []  # names of the threads, by number
@@ -117,7 +117,7 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to record."""
-        # The first thread that is numbered, the main thread of the program, has number 0.
+        # Number 0 is for the thread that starts the recording, usually the main thread.
         self._number()
         self.start_time = perf_counter()
         calls.observers.append(self)
@@ -139,7 +139,7 @@ class Recorder:
     @property
     def events(self) -> list[Event]:
         """The recorded events, in the order of their ends."""
-        return [_event(*noted) for noted in self._noted]
+        return [_event(*record) for record in self._records]
 
     def began(self, call: Call) -> None:
         """Open a communication."""
@@ -151,28 +151,28 @@ class Recorder:
 
     def ended(self, call: Call) -> None:
         """Close a communication and record it."""
-        entry = self._closed(call)
+        entry = self._close(call)
         if entry is not None:
             # Most attributes are computed later, in `events`, because this function runs in every communication.
-            self._note((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
+            self._store((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:
         """Open a phase, "forward" or "backward"; `key` identifies it in `phase_ended`."""
         self._stacks.open.append([key, perf_counter(), False, name])
 
     def phase_ended(self, key: object) -> None:
-        """Close a phase; it isn't recorded if it began before the recording."""
-        entry = self._closed(key)
+        """Close a phase; a phase that began before the recording isn't recorded."""
+        entry = self._close(key)
         if entry is not None:
-            self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NO_ARGUMENTS))
+            self._store((self._number(), entry[3], entry[1], perf_counter(), False, _NO_ARGUMENTS))
 
-    def _note(self, noted: tuple) -> None:
-        if len(self._noted) < MAX_EVENTS:
-            self._noted.append(noted)
+    def _store(self, record: tuple) -> None:
+        if len(self._records) < MAX_EVENTS:
+            self._records.append(record)
         else:
             self.dropped += 1
 
-    def _closed(self, key: object) -> list[Any] | None:
+    def _close(self, key: object) -> list[Any] | None:
         """Close an event, and inner events left open by an exception; return the event, or None if it isn't open."""
         opened = self._stacks.open
         for place in range(len(opened) - 1, -1, -1):

@@ -33,27 +33,27 @@ _START, _END = "start of the recording", "end of the recording"
 class Place(NamedTuple):
     """The code between two communications, or inside a library function that communicates several times."""
 
-    phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or outside of all derivatives
+    phase: str  # {"forward", "backward", "outside"}: the pass of a derivative; "outside" of derivatives
     # `after`, `until`: the lines of the communications before and after the code; for an adjoint the line of its forward
-    # call. The two lines are equal in a loop around one communication. Inside a library function both name the function.
+    # call. In a loop around one communication the two are equal. Inside a library function both are its name.
     after: str
     until: str
 
 
-class Stretch(NamedTuple):
-    """The time that each rank computes at one place."""
+class Computation(NamedTuple):
+    """The seconds that each rank computes at one place of the program."""
 
     place: Place
     seconds: np.ndarray  # shape (number of ranks,)
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
-    """Return a rank's seconds of computation at each place, on the main thread: other threads may be waiting."""
+    """Return a rank's seconds of computation at each place, for the main thread only: other threads may be waiting."""
     mine = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
     for began, ended, place in gaps(recorder, mine):
         found[place] += ended - began
-    for event, seconds in _inside(mine):
+    for event, seconds in _inside_calls(mine):
         # Computation inside a library function, such as a solve, is listed under the name of the function.
         named = f"inside {event.called}"
         found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
@@ -61,32 +61,32 @@ def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
 
 
 def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
-    """Yield begin, end and place of the intervals between a thread's communications, divided at the ends of phases."""
+    """Yield start, end and place of the intervals between a thread's communications, divided if a phase begins or ends."""
     phases: list[str] = []
-    pending: list[tuple[float, float, str]] = []  # begin, end and phase of intervals since the last communication
+    pending: list[tuple[float, float, str]] = []  # start, end and phase of intervals since the last communication
     at, after = recorder.start_time, _START
 
-    def passed(time: float) -> None:
+    def add_interval(time: float) -> None:
         if time > at:  # otherwise `time` lies inside a communication
             pending.append((at, time, phases[-1] if phases else "outside"))
 
-    def reached(until: str) -> Iterator[tuple[float, float, Place]]:
+    def take_intervals(until: str) -> Iterator[tuple[float, float, Place]]:
         yield from [(began, ended, Place(phase, after, until)) for began, ended, phase in pending]
         pending.clear()
 
     for time, _, mark in sorted(_marks(events), key=itemgetter(0, 1)):
-        passed(time)
+        add_interval(time)
         at = max(at, time)
         if isinstance(mark, Event):
             line = mark.forward_site or mark.site
-            yield from reached(line)
+            yield from take_intervals(line)
             at, after = mark.ended, line
         elif mark:
             phases.append(mark)
         elif phases:
             phases.pop()
-    passed(recorder.start_time + recorder.elapsed)
-    yield from reached(_END)
+    add_interval(recorder.start_time + recorder.elapsed)
+    yield from take_intervals(_END)
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
@@ -99,10 +99,10 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
             yield event.began, 2, event
 
 
-def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
-    """Yield the outermost communications that contain others, and their durations without the inner ones."""
+def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:
+    """Yield the outermost communications that contain others, and their durations without the innermost communications."""
     inner = 0.0
-    for event in events:  # sorted by their ends: inner events come first
+    for event in events:  # sorted by end time: inner events come first
         if event.direction == "phase":
             continue
         if event.innermost:
@@ -115,17 +115,17 @@ def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
 
 # One clock for all ranks: the offset of each rank's clock from rank 0's is measured at the start and at the end.
 #
-# In a round trip, the message in one direction bounds the offset from below, and the reply bounds it from above. The
-# fastest round trip gives the best estimate between the bounds. On a busy machine most messages wait for a core, but
-# not all in the same direction. Therefore the bounds of several round trips are combined until further ones don't
-# narrow the interval. Processes of one machine share a clock, so the offset is zero if the bounds allow it. Between the
-# two measurements the offset is assumed to change linearly (clock drift).
+# A round trip consists of a message and a reply. The message bounds the offset from below, and the reply from above.
+# The fastest round trip gives the best estimate between the bounds. On a busy machine most round trips are slow, since
+# a process waits for a core; some are slow in the message, some in the reply. Therefore the bounds of several round
+# trips are combined until they stop improving. Processes on one machine share a clock, so zero is used if the bounds
+# allow it. Between the two measurements the offset is assumed to change linearly (clock drift).
 
-_ROUND_TRIPS, _MAX_ROUND_TRIPS = 10, 200  # number of round trips per estimate, and in total
+_ROUND_TRIPS, _MAX_ROUND_TRIPS = 10, 200  # number of round trips between two checks of the bounds, and at most
 
 
 class Reading(NamedTuple):
-    """The offset of rank 0's clock at one time."""
+    """A measurement of the offset between this rank's clock and rank 0's."""
 
     time: float  # on this rank's clock
     difference: float  # rank 0's time minus this rank's
@@ -147,7 +147,7 @@ class Clock:
 def read_clock(comm: Comm) -> Reading:
     """Compare this rank's clock with rank 0's; collective."""
     if comm.rank == 0:
-        # One rank after the other, since simultaneous messages would delay each other.
+        # The ranks take turns, since simultaneous messages would delay each other.
         for rank in range(1, comm.size):
             comm.Send(np.array([0.0, _difference(comm, rank)]), rank)
         return Reading(perf_counter(), 0.0)
@@ -180,13 +180,14 @@ def _difference(comm: Comm, rank: int) -> float:
 
 # The trace file: the events of all ranks, written atomically in Chrome's trace event format, which Perfetto reads.
 #
-# There is one process per rank, with "complete" events. Times are integer nanoseconds on one clock, so that nested
-# events remain nested after rounding. The time between two communications becomes an event "computation".
+# Each rank is a process in this format, and its events are "complete" events. Times are integer nanoseconds on one
+# clock, so that nested events remain nested after rounding. The time between two communications is an event
+# "computation".
 
-_CHARACTERS = 1 << 20  # approximate number per write
+_WRITE_SIZE = 1 << 20  # approximate number of characters per write
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"
-_SHORTEST = 1000  # nanoseconds; shorter computation gets no event
+_SHORTEST = 1000  # nanoseconds; shorter computations are omitted
 
 
 def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
@@ -195,19 +196,19 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
     pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
     error = None
     if comm.rank == 0:
-        # Rank 0 receives from one rank after the other, so that it doesn't hold the events of all ranks.
+        # Rank 0 receives and writes the pieces one at a time, since all events may not fit into its memory.
         received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
-        error = _written(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
+        error = _write_atomically(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
     else:
         for piece in pieces:
             comm.send(piece, 0)
-        comm.send(None, 0)  # no more pieces
+        comm.send(None, 0)  # the end of the pieces
     error = comm.bcast(error, 0)
     if error is not None:
         raise OSError(f"the trace of {comm.size} ranks can't be written to {path}: {error}")
 
 
-def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
+def _write_atomically(path: Path, header: str, pieces: Iterator[str]) -> str | None:
     """Write header, pieces and footer to a file atomically; return the text of an error, or None."""
     temporary = None
     try:
@@ -218,10 +219,10 @@ def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
                 file.write((",\n" if k else "") + piece)
             file.write(_FOOTER)
             file.flush()
-            os.replace(temporary, path)  # before the file is closed, which releases the lock of `begin`
+            os.replace(temporary, path)  # before closing the file, which releases the lock taken by `begin`
     except (OSError, ValueError) as write_error:
         for _ in pieces:
-            pass  # the senders wait until their data are received, even if they can't be written
+            pass  # received although they can't be written, since the senders wait
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         return str(write_error)
@@ -234,18 +235,18 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
     for event in events:
         texts.append(event)
         size += len(event)
-        if size >= _CHARACTERS:
+        if size >= _WRITE_SIZE:
             yield ",\n".join(texts)
             texts, size = [], 0
     if texts:
         yield ",\n".join(texts)
 
 
-def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[float], float], zero: float) -> Iterator[str]:
-    """Yield a rank's events as JSON texts, with times on the clock `aligned`, on which the recording starts at `zero`."""
+def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[float], float], zero: float) -> Iterator[str]:
+    """Yield a rank's events as JSON texts; times are on the common clock, counted from its time `zero`."""
 
     def tick(time: float) -> int:
-        return round(1e9 * (aligned(time) - zero))
+        return round(1e9 * (clock(time) - zero))
 
     yield _metadata(rank, 0, "process_name", name=f"rank {rank} ({node})")
     yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
@@ -254,7 +255,7 @@ def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[fl
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
         # An outer event must precede its inner events, which begin later or end earlier. If both times are equal, the
-        # reversed order of recording decides, since inner events are recorded first.
+        # event that was recorded later is the outer one.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
         for start, end, event in spans:
@@ -273,12 +274,12 @@ def _metadata(rank: int, thread: int, kind: str, **args: Any) -> str:
 
 
 def _complete(rank: int, thread: int, start: int, end: int, event: Event | None) -> str:
-    name, category, args = ("computation", "computation", {}) if event is None else _described(event)
+    name, category, args = ("computation", "computation", {}) if event is None else _trace_fields(event)
     found = {"ph": "X", "pid": rank, "tid": thread, "ts": start / 1000, "dur": (end - start) / 1000}
     return json.dumps(found | {"name": name, "cat": category, "args": args})
 
 
-def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
+def _trace_fields(event: Event) -> tuple[str, str, dict[str, Any]]:
     if event.direction == "phase":
         return event.name, "phase", {}
     given = event.arguments
@@ -286,14 +287,14 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
     args |= {name: getattr(given, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
     args["dtype"] = None if given.dtype is None else str(given.dtype)
     args |= {"shape": given.shape and list(given.shape), "bytes": given.nbytes}
-    # An adjoint contains calls of other operations, so an inner event is named after the operation that was executed.
+    # An adjoint executes other operations, and each of these inner events is named after its own operation.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
 
 
 def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
-    # Perfetto draws an arrow between two events with the same id. Sender and receiver must compute the same id, which
-    # no other message has; Python's hash would differ between processes.
+    # Perfetto draws an arrow between two events with the same id. Sender and receiver compute the id from the fields of
+    # the message. Python's hash of texts isn't used, since it differs between processes.
     number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
     found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
     found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
@@ -304,11 +305,11 @@ _log = logging.getLogger("mpiad")
 
 
 class Recording:
-    """The events of all ranks from the constructor, which is collective, until `stop`."""
+    """The events of all ranks from the call of the constructor, which is collective, to `stop`."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
-        with _scratch() as comm:
+        with _own_communicator() as comm:
             self.rank = comm.rank
             self._first = read_clock(comm)
         self.recorder.start()
@@ -320,8 +321,8 @@ class Recording:
 
     @contextmanager
     def compared(self) -> Iterator[tuple[Comm, Clock]]:
-        """Enter a context with a clock common to all ranks, and a communicator to exchange events; collective."""
-        with _scratch() as comm:
+        """Enter a context that provides a clock common to all ranks, and a communicator to exchange events; collective."""
+        with _own_communicator() as comm:
             yield comm, Clock(self._first, read_clock(comm))
 
     def write(self, path: Path) -> None:
@@ -332,20 +333,20 @@ class Recording:
     def write_part(self, path: Path) -> Path:
         """After a failure, write this rank's events to a file next to `path`; return the file's path."""
         self.stop()
-        # A second reading of the clock would need the other ranks, so the first one is also used for the end.
+        # Reading the clock again would need the other ranks, so the reading of the start is also used for the end.
         clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
         events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.start_time))
-        error = _written(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
+        error = _write_atomically(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
         if error is not None:
             raise OSError(f"the trace of rank {self.rank} can't be written to {part}: {error}")
         return part
 
 
 @contextmanager
-def _scratch() -> Iterator[Comm]:
-    """Enter a context with a duplicate of the world, separate from the program's messages; collective."""
+def _own_communicator() -> Iterator[Comm]:
+    """Enter a context with a duplicate of the world, for messages apart from the program's own; collective."""
     group = channel(None, "mpiad.debug")
-    # In debug mode the barrier detects ranks that don't call this function; Dup isn't checked.
+    # In debug mode this barrier detects ranks that don't call this function; Dup has no such check.
     group.data.Barrier()
     comm = group.user.Dup()
     yield comm
@@ -382,7 +383,7 @@ def recorded() -> Iterator[None]:
 
 @contextmanager
 def traced(path: str | os.PathLike) -> Iterator[None]:
-    """Record a block of the program and write its timeline to a file, which Perfetto and chrome://tracing open.
+    """Record a block of the program, and write its timeline to a file for Perfetto or chrome://tracing.
 
     Parameters
     ----------
@@ -434,14 +435,14 @@ def record_program(folder: str) -> None:
     `folder`: the folder that a relative path belongs to.
     """
     global _latest
-    with _scratch() as comm:
+    with _own_communicator() as comm:
         named = next(filter(None, comm.allgather(path("MPIAD_TRACE"))))
         file = Path(folder, named)
         if comm.rank == 0 and not os.access(file.parent, os.W_OK):
             _log.warning("MPIAD_TRACE=%s: %s isn't writable; there will be no trace.", named, file.parent)
     recording = _latest = Recording()
     world.at_end(lambda: _finish(recording, file))
-    # Called if an exception aborts the job; `_finish` isn't called then.
+    # If an exception aborts the job, this is called instead of `_finish`.
     last_words.append(partial(recording.write_part, file))
 
 

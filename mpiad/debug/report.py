@@ -12,20 +12,20 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank
 from mpiad.debug.recorder import Event, Message
-from mpiad.debug.recording import Clock, Place, Recording, Stretch, computed, latest
+from mpiad.debug.recording import Clock, Computation, Place, Recording, computed, latest
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.tracing import restoring_state
 
-# The wait of a rank in each communication, until the others begin it.
+# The time that a rank waits in each communication for other ranks to begin theirs.
 #
 # MPI doesn't show how long a call waits, but the time at which each rank began the call is known. A receiver waits
 # until its sender begins to send. A rank that receives data from all ranks waits until the last of them begins, and a
-# rank that receives data from the root waits until the root begins. This time, but at most the duration of the call,
-# counts as wait; the rest counts as transfer. Sends and the starts of nonblocking operations don't wait. The completion
-# of a nonblocking send or reduction counts entirely as wait, since the rank does nothing else.
+# rank that receives data from the root waits until the root begins. This time, limited to the duration of the call,
+# counts as wait; the rest of the duration counts as transfer. Sends and the starts of nonblocking operations don't
+# wait. The completion of a nonblocking send or reduction counts entirely as wait, since the rank does nothing else.
 #
-# The times of different ranks are compared on one clock, which is exact to a few microseconds.
+# The times of different ranks are compared on one clock, whose error is a few microseconds.
 
 _STARTS = ("mpi_isend", "mpi_irecv", "mpi_iallreduce", "mpi_send")
 _COMPLETIONS = ("mpi_wait", "mpi_waitall")
@@ -33,7 +33,7 @@ _FROM_ROOT, _TO_ROOT = ("mpi_bcast", "mpi_scatter"), ("mpi_sum", "mpi_reduce", "
 
 
 class _Collective(NamedTuple):
-    """One collective call of a group of ranks, identified by the same values on all of them."""
+    """One collective call; these values identify the call, and are the same on all its ranks."""
 
     communicator: str
     operation: str
@@ -46,14 +46,14 @@ class _Arrival(NamedTuple):
     collective: _Collective
     rank: Rank  # in the world
     began: float
-    root: Rank | None  # in the world; None if there is no root
+    root: Rank | None  # in the world; None if the collective has no root
 
 
 def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]:
-    """Return the seconds that this rank waited in each of its innermost communications; collective over the world."""
+    """Return the seconds that this rank waited in each of these innermost communications; collective over the world."""
     sent = _sends(events, clock, comm)
     arrivals = _arrivals(events, clock, comm.rank)
-    # The first rank of each group compares the arrivals, so that no rank holds the arrivals of all ranks.
+    # The first rank of each communicator compares its arrivals, so no rank needs memory for those of all communicators.
     latest = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
     return [_wait(event, sent, latest.get(k), clock) for k, event in enumerate(events)]
 
@@ -69,7 +69,7 @@ def _wait(event: Event, sent: dict[Message, float], others: float | None, clock:
 
 
 def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, float]:
-    """Return the times at which the messages that this rank received were sent."""
+    """Return the sending times of the messages that this rank received."""
     outgoing: list[list[tuple[Message, float]]] = [[] for _ in range(comm.size)]
     for event in events:
         for message in event.messages:
@@ -88,7 +88,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
             continue
         kind = (given.communicator or "", name)
         root = None if given.root is None else given.members[given.root]
-        # All ranks of a group call its collectives in the same order, so equal counts mean the same call.
+        # All ranks of a communicator call its collectives in the same order, so equal counts mean the same call.
         found[k] = _Arrival(_Collective(*kind, counts[kind]), rank, clock(event.began), root)
         counts[kind] += 1
     return found
@@ -97,17 +97,17 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
 def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
     """Return, by event index, the latest start among the ranks that this rank waits for.
 
-    The rank `owners[k]` compares the arrivals of event k.
+    Rank `owners[k]` compares the times at which the ranks began event k.
     """
     indices: list[list[int]] = [[] for _ in range(comm.size)]
     for k, owner in owners.items():
         indices[owner].append(k)
-    asked = comm.alltoall([[arrivals[k] for k in chosen] for chosen in indices])
+    received = comm.alltoall([[arrivals[k] for k in chosen] for chosen in indices])
     began: dict[_Collective, dict[Rank, float]] = defaultdict(dict)
-    for arrival in (arrival for part in asked for arrival in part):
+    for arrival in (arrival for part in received for arrival in part):
         began[arrival.collective][arrival.rank] = arrival.began
-    answers = comm.alltoall([[_awaited(arrival, began[arrival.collective]) for arrival in part] for part in asked])
-    return {k: time for chosen, times in zip(indices, answers) for k, time in zip(chosen, times)}
+    replies = comm.alltoall([[_awaited(arrival, began[arrival.collective]) for arrival in part] for part in received])
+    return {k: time for chosen, times in zip(indices, replies) for k, time in zip(chosen, times)}
 
 
 def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
@@ -115,54 +115,54 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
     if root is not None and name in _FROM_ROOT:
         return began.get(root, arrival.began)
     if root is not None and name in _TO_ROOT and arrival.rank != root:
-        # A rank that only sends to the root doesn't wait for the others.
+        # A rank other than the root only sends, without waiting.
         return arrival.began
     return max(began.values())
 
 
 # Thresholds of advice: shares of the time, and ratios.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
-_SMALL_MESSAGE = 10_000  # bytes: a smaller message takes about as long as an empty one
+_SMALL_MESSAGE = 10_000  # bytes; smaller messages take about as long as empty ones
 
 
 class Totals(NamedTuple):
-    """The numbers on which advice is based."""
+    """The numbers from which `advice` is derived."""
 
     elapsed: np.ndarray  # `elapsed`, `communicating` and `waiting`: seconds of each rank, shape (P,)
     communicating: np.ndarray
     waiting: np.ndarray
-    busiest: str  # the operation with the longest transfer, and its line
-    waited_in: str  # the operation with the longest wait, and its line
+    busiest: str  # the row with the longest transfer, as "operation at line"
+    waited_in: str  # the row with the longest wait, as "operation at line"
     calls: int  # the number of calls of `busiest`, on all ranks
     nbytes: int  # the size of the arguments of these calls
-    dropped: int  # the number of communications beyond the limit, which weren't recorded
+    dropped: int  # the number of communications that weren't recorded, since there were too many
 
 
-def advice(totals: Totals, stretches: Sequence[Stretch]) -> list[str]:
-    """Return advice on the largest costs, or a line that says that nothing stands out."""
-    found = [*_waits(totals, stretches), *_transfer(totals), *_computing(totals, stretches)]
+def advice(totals: Totals, computations: Sequence[Computation]) -> list[str]:
+    """Return advice on the largest costs, or one line if no cost is large."""
+    found = [*_waits(totals, computations), *_transfer(totals), *_computing(totals, computations)]
     if totals.dropped:
-        found.append(f"{totals.dropped} communications exceeded the limit and weren't recorded: record fewer iterations.")
+        found.append(f"{totals.dropped} communications were too many and weren't recorded: record fewer iterations.")
     return found or ["nothing stands out: the ranks compute for equal times, and neither wait nor communicate for long."]
 
 
-def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
+def _waits(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]:
     share = _share(totals.waiting, totals)
     if share < _WAITING:
         return
     computing = totals.elapsed - totals.communicating
-    slow, uneven = int(computing.argmax()), over_mean(computing)
-    if uneven < _UNEVEN:
+    slow, ratio = int(computing.argmax()), over_mean(computing)
+    if ratio < _UNEVEN:
         yield (
             f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for "
-            "about equal times: each time another rank is late. Bind each rank to a core of its own (check with "
+            "about equal times: the late rank varies. Bind each rank to a core of its own (check with "
             "`python -m mpiad`)."
         )
         return
-    more = max(stretches, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
-    part = "" if more is None else f", above all {_at(more)}"
+    more = max(computations, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
+    part = "" if more is None else f", above all {_site(more)}"
     yield (
-        f"load imbalance: rank {slow} computes {uneven:.1f} times as long as the mean{part}, and the ranks wait "
+        f"load imbalance: rank {slow} computes {ratio:.1f} times as long as the mean{part}, and the ranks wait "
         f"{share:.0%} of the time. Divide the work differently."
     )
 
@@ -183,13 +183,13 @@ def _transfer(totals: Totals) -> Iterator[str]:
     )
 
 
-def _computing(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
-    seconds = {phase: sum(each.seconds.mean() for each in stretches if each.place.phase == phase) for phase in _PHASES}
+def _computing(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]:
+    seconds = {phase: sum(each.seconds.mean() for each in computations if each.place.phase == phase) for phase in _PHASES}
     share = _share(totals.elapsed - totals.communicating, totals)
-    if share >= _COMPUTING and stretches:
-        longest = max(stretches, key=lambda each: each.seconds.mean())
+    if share >= _COMPUTING and computations:
+        longest = max(computations, key=lambda each: each.seconds.mean())
         part = longest.seconds.mean() / totals.elapsed.mean()
-        yield f"computing takes {share:.0%} of the time, {part:.0%} {_at(longest)}. If it isn't compiled yet: `mpiad.jit`."
+        yield f"computing takes {share:.0%} of the time, {part:.0%} {_site(longest)}. If not compiled yet: `mpiad.jit`."
     forward, backward = (seconds[phase] for phase in _PHASES)
     if backward > _BACKWARD * forward and backward > 0.1 * totals.elapsed.mean():
         yield (
@@ -201,8 +201,8 @@ def _computing(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
 _PHASES = ("forward", "backward")
 
 
-def _at(stretch: Stretch) -> str:
-    phase, after, until = stretch.place
+def _site(computation: Computation) -> str:
+    phase, after, until = computation.place
     place = after if after.startswith("inside") else f"in the loop around {after}" if after == until else ""
     return f"{place or f'from {after} to {until}'} ({phase})"
 
@@ -233,15 +233,15 @@ class Row(NamedTuple):
     site : str
         The line of the forward call.
     calls : array of int, shape (P,)
-        Number of calls of the function; a call that makes several independent communications counts once for each.
+        Number of calls of the function; several independent communications in one call count separately.
     messages : array of int, shape (P,)
         Number of point-to-point messages that these calls sent and received.
     nbytes : array of int, shape (P,)
-        Size of the arrays that were passed to these calls, or received.
+        Bytes of the arrays that were passed to these calls, or that they received.
     seconds : array, shape (P,)
         Time inside the calls.
     waited : array, shape (P,)
-        The part of `seconds` for which a rank waited until the other ranks, on which its call depends, began their calls.
+        The part of `seconds` in which a rank waited for other ranks to begin their calls.
 
     Examples
     --------
@@ -264,23 +264,23 @@ class Row(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The largest wait of a rank, divided by the mean wait; 1 if all wait equally long, 0 if none waits."""
+        """The longest wait of a rank divided by the mean wait: 1 if all ranks wait equally long, 0 if none waits."""
         return over_mean(self.waited)
 
 
 class Report(NamedTuple):
-    """The communication of all ranks; `str` of it is the table.
+    """The communication of all ranks; ``str(report)`` is the printed text.
 
     Attributes
     ----------
     rows : list of Row
-        Sorted by waiting time, the longest first.
+        Sorted by total wait, longest first.
     elapsed : array, shape (P,)
         Seconds that each rank recorded.
     dropped : int
-        Number of communications beyond the limit, which weren't recorded.
+        Number of communications that weren't recorded, since there were too many.
     computing : list of Stretch
-        Computation between two lines: a `place` (`phase`, `after`, `until`) and the ranks' `seconds`, the longest first.
+        Computation between two lines, longest first: `place` (`phase`, `after`, `until`), and the ranks' `seconds`.
 
     Examples
     --------
@@ -295,7 +295,7 @@ class Report(NamedTuple):
     rows: list[Row]
     elapsed: np.ndarray
     dropped: int
-    computing: list[Stretch]
+    computing: list[Computation]
 
     @property
     def advice(self) -> list[str]:
@@ -312,7 +312,7 @@ def report(file: IO[str] | None = None) -> Report:
     Parameters
     ----------
     file : file, optional
-        Output of rank 0, which prints the report; standard output by default.
+        Output file on rank 0, which prints the report; standard output by default.
 
     Returns
     -------
@@ -325,7 +325,7 @@ def report(file: IO[str] | None = None) -> Report:
 
     Notes
     -----
-    The report covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`), else the last one.
+    The report covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`), otherwise the last one.
 
     Examples
     --------
@@ -338,7 +338,7 @@ def report(file: IO[str] | None = None) -> Report:
     """
     recording, rank = latest(), channel(None, "report").rank
     with restoring_state(), suspended():
-        found = Report([], np.zeros(0), 0, []) if recording is None else _collected(recording)
+        found = Report([], np.zeros(0), 0, []) if recording is None else _gathered(recording)
     if rank == 0:
         out = sys.stdout if file is None else file
         out.write(f"{found}\n")
@@ -349,9 +349,9 @@ def report(file: IO[str] | None = None) -> Report:
 _COLUMNS = 5
 
 
-def _collected(recording: Recording) -> Report:
+def _gathered(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
-    # Only the innermost communications are timed: the time of an adjoint contains that of its operations.
+    # Only innermost communications are timed, since the time of an adjoint includes the operations inside it.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
         mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
@@ -359,19 +359,19 @@ def _collected(recording: Recording) -> Report:
             if event.outermost and event.direction != "phase":
                 mine[_key(event)][0] += 1
         for event, waited in zip(events, wait_times(events, clock, comm)):
-            # The bytes of a request were counted at its start.
+            # The bytes of a request are counted at its start.
             nbytes = 0 if event.operation in ("mpi_wait", "mpi_waitall") else event.arguments.nbytes
             row = mine[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
-        # Each rank sums its own events first, to send a few hundred rows instead of all events.
-        every = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
-    rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in every], [0.0] * _COLUMNS)]
-    # The longest wait comes first, since waits can be avoided, whereas transfers may just be large.
+        # Each rank adds up its events first, and sends a few hundred rows instead of all events.
+        from_all = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
+    rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in from_all], [0.0] * _COLUMNS)]
+    # Sorted by waits, since waits can be avoided, but transfers may be necessary.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
-    computing = [Stretch(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in every], 0.0)]
+    computing = [Computation(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in from_all], 0.0)]
     computing.sort(key=lambda each: -each.seconds.sum())
-    _, _, elapsed, dropped = zip(*every)
+    _, _, elapsed, dropped = zip(*from_all)
     return Report(rows, np.array(elapsed), sum(dropped), computing)
 
 
@@ -379,11 +379,11 @@ def _key(event: Event) -> tuple[str, str]:
     return event.called, event.forward_site or event.site
 
 
-def _by_rank(parts: list[dict], nothing: object) -> list[tuple[Any, np.ndarray]]:
-    """Return one array per key of any rank, with the value of the key on each rank; `nothing` if a rank lacks it."""
-    # A dict, because the order of a set may differ between ranks.
+def _by_rank(parts: list[dict], default: object) -> list[tuple[Any, np.ndarray]]:
+    """Return, for each key that any rank has, an array of the ranks' values; `default` for ranks without the key."""
+    # A dict, because the order of a set differs between ranks.
     keys = dict.fromkeys(key for part in parts for key in part)
-    return [(key, np.array([part.get(key, nothing) for part in parts])) for key in keys]
+    return [(key, np.array([part.get(key, default) for part in parts])) for key in keys]
 
 
 def _row(key: tuple[str, str], columns: np.ndarray) -> Row:
@@ -403,9 +403,9 @@ def _text(found: Report) -> str:
     totals, ranks = _totals(found), len(found.elapsed)
     head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {found.elapsed.max():.3g} s"
     computing = totals.elapsed - totals.communicating
-    uneven = f"max/mean: computing {over_mean(computing):.2f}, waiting {over_mean(totals.waiting):.2f}"
+    ratio = f"max/mean: computing {over_mean(computing):.2f}, waiting {over_mean(totals.waiting):.2f}"
     advice_lines = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in found.advice]
-    parts = [_table(_communication(found.rows), 2), [*_table(_ranks(found, totals), 0), uneven]]
+    parts = [_table(_communication(found.rows), 2), [*_table(_ranks(found, totals), 0), ratio]]
     parts += [_table(_computation(found), 3), advice_lines]
     return "\n\n".join([head, *map("\n".join, parts)])
 
@@ -429,13 +429,13 @@ def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
     return lines
 
 
-_MAX_ROWS = 8  # rows of computation; the others are summed up in one row
+_MAX_ROWS = 8  # rows of computation; further ones are summed in one row
 
 
 def _computation(found: Report) -> list[tuple[str, ...]]:
     lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], found.computing[:_MAX_ROWS]
     if rest := found.computing[_MAX_ROWS:]:
-        shown.append(Stretch(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
+        shown.append(Computation(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
     for (phase, after, until), seconds in shown:
         lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{over_mean(seconds):.2f}"))
     return lines

@@ -119,7 +119,7 @@ def test_ranks_that_do_not_answer_are_not_waited_for(mpirun):
     start = time.monotonic()
     done = mpirun(2, program)
     assert done.returncode != 0 and time.monotonic() - start < 20 * slowdown()
-    assert "not finished after 1 s: process 1 of 2 waits for others while exchanging their hosts and cores" in done.stderr
+    assert "not finished after 1 s: process 1 of 2 waits for others while exchanging host names and cores" in done.stderr
 
 
 @pytest.mark.launches

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-from mpiad.debug.environment import Place, misspelt, of_mpiexec, of_places, of_start, of_versions
+from mpiad.debug.environment import (
+    RankInfo,
+    launch_mistakes,
+    mpiexec_mistakes,
+    placement_mistakes,
+    unknown_variables,
+    version_mistakes,
+)
 from mpiad.transport.launcher import Launcher
 from mpiad.transport.library import Library
 
@@ -18,7 +25,7 @@ INFINITE = float("inf")
 
 
 def place(rank, cores=(0, 1), threads=1, node="a", quota=INFINITE, **versions):
-    return Place(rank, rank, node, tuple(cores), quota, {"openblas": threads}, "none", [], "", "python", versions)
+    return RankInfo(rank, rank, node, tuple(cores), quota, {"openblas": threads}, "none", [], "", "python", versions)
 
 
 def texts(found, severity="warning"):
@@ -27,7 +34,7 @@ def texts(found, severity="warning"):
 
 
 def test_processes_that_are_each_alone():
-    (said,) = texts(of_start(OPENMPI, HYDRA, 1), "error")
+    (said,) = texts(launch_mistakes(OPENMPI, HYDRA, 1), "error")
     assert "started 4 processes, but each of them is a world of one rank: mpi4py loads Open MPI 5.0.11" in said
     assert "Start the program with the mpiexec of Open MPI" in said
 
@@ -36,25 +43,25 @@ def test_the_mpiexec_to_use_is_named(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpiexec").touch()
     library = OPENMPI._replace(path=str(tmp_path / "lib" / "libmpi.so.40"))
-    (said,) = texts(of_start(library, HYDRA, 1), "error")
+    (said,) = texts(launch_mistakes(library, HYDRA, 1), "error")
     assert said.endswith(f"Start the program with {tmp_path}/bin/mpiexec.")
 
 
 def test_slurm_has_several_ways_to_start():
-    (said,) = texts(of_start(OPENMPI, Launcher("Slurm's srun", "", 4, 0), 1), "error")
+    (said,) = texts(launch_mistakes(OPENMPI, Launcher("Slurm's srun", "", 4, 0), 1), "error")
     assert "srun --mpi=list" in said
 
 
 def test_a_right_start():
-    assert of_start(MPICH, HYDRA, 4) == of_start(MPICH, Launcher(), 1) == []
+    assert launch_mistakes(MPICH, HYDRA, 4) == launch_mistakes(MPICH, Launcher(), 1) == []
 
 
 def test_another_size_than_the_launcher_says():
-    assert "started 4 processes, but the world has 3" in texts(of_start(MPICH, HYDRA, 3))[0]
+    assert "started 4 processes, but the world has 3" in texts(launch_mistakes(MPICH, HYDRA, 3))[0]
 
 
 def test_mpi_without_threads():
-    assert "thread support" in texts(of_start(MPICH._replace(threads="single"), HYDRA, 4))[0]
+    assert "thread support" in texts(launch_mistakes(MPICH._replace(threads="single"), HYDRA, 4))[0]
 
 
 VERSIONS = {"mpich": "HYDRA build details:", "openmpi": "mpiexec (Open MPI) 5.0.11", "unknown": "mpiexec 1.0"}
@@ -74,19 +81,19 @@ def path_with(tmp_path):
 
 @pytest.mark.parametrize(("library", "family"), [(MPICH, "openmpi"), (OPENMPI, "mpich")])
 def test_the_mpiexec_of_the_shell_belongs_to_another_mpi(library, family, path_with):
-    (said,) = texts(of_mpiexec(library, 2, path_with(family)))
+    (said,) = texts(mpiexec_mistakes(library, 2, path_with(family)))
     assert f"but mpi4py loads {library.vendor}" in said and f"Use the mpiexec of {library.vendor}" in said
 
 
 @pytest.mark.parametrize("family", ["mpich", "unknown"])
 def test_an_mpiexec_that_fits(family, path_with):
-    assert of_mpiexec(MPICH, 2, path_with(family)) == of_mpiexec(MPICH, 2, {"PATH": ""}) == []
+    assert mpiexec_mistakes(MPICH, 2, path_with(family)) == mpiexec_mistakes(MPICH, 2, {"PATH": ""}) == []
 
 
 @pytest.mark.parametrize("user", [0, 1000])
 def test_open_mpi_refuses_root_and_more_ranks_than_slots(user, path_with, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: user)
-    found = of_mpiexec(OPENMPI, 2, path_with("openmpi"))
+    found = mpiexec_mistakes(OPENMPI, 2, path_with("openmpi"))
     assert ["refuses to start for the user root" in mistake.text for mistake in found] == (
         [True, False] if user == 0 else [False]
     )
@@ -96,52 +103,52 @@ def test_open_mpi_refuses_root_and_more_ranks_than_slots(user, path_with, monkey
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    assert of_mpiexec(OPENMPI, 2, path_with("openmpi") | allowed) == []
+    assert mpiexec_mistakes(OPENMPI, 2, path_with("openmpi") | allowed) == []
 
 
 def test_an_mpiexec_that_hangs_is_not_waited_for(path_with, tmp_path, monkeypatch):
     environment = path_with("openmpi")
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nexec /bin/sleep 20\n")
-    monkeypatch.setattr(sys.modules[of_mpiexec.__module__], "_ANSWER_SECONDS", 0.2)
-    assert of_mpiexec(MPICH, 2, environment) == []
+    monkeypatch.setattr(sys.modules[mpiexec_mistakes.__module__], "_VERSION_TIMEOUT", 0.2)
+    assert mpiexec_mistakes(MPICH, 2, environment) == []
 
 
 def test_more_ranks_than_cores():
-    (said,) = texts(of_places([place(rank) for rank in range(3)]))
+    (said,) = texts(placement_mistakes([place(rank) for rank in range(3)]))
     assert said.startswith("a: 3 ranks share 2 cores.") and "at most 2" in said
 
 
 def test_more_ranks_than_a_container_has_time_for():
-    (said,) = texts(of_places([place(rank, range(64), quota=1.5) for rank in range(2)]))
+    (said,) = texts(placement_mistakes([place(rank, range(64), quota=1.5) for rank in range(2)]))
     assert "2 ranks share 1.5 cores (a limit of the container)" in said and "at most 1" in said
 
 
 def test_more_threads_than_cores():
-    (said,) = texts(of_places([place(rank, range(8), threads=8) for rank in range(2)]))
+    (said,) = texts(placement_mistakes([place(rank, range(8), threads=8) for rank in range(2)]))
     assert "thread pools of 2 ranks have 16 threads for 8 cores. Set OMP_NUM_THREADS=4" in said
 
 
 def test_ranks_on_the_same_core():
-    (said,) = texts(of_places([place(0, [0]), place(1, [0]), place(2, [1]), place(3, [2, 3])]))
+    (said,) = texts(placement_mistakes([place(0, [0]), place(1, [0]), place(2, [1]), place(3, [2, 3])]))
     assert "bound to the same cores" in said
 
 
 def test_each_node_counts_for_itself():
     crowded = [place(rank, node="b") for rank in range(3)]
-    assert len(of_places([place(0), place(1), *crowded])) == 1
-    assert of_places([place(0, [0]), place(1, [1]), place(2, [0, 1], node="b", threads=2)]) == []
+    assert len(placement_mistakes([place(0), place(1), *crowded])) == 1
+    assert placement_mistakes([place(0, [0]), place(1, [1]), place(2, [0, 1], node="b", threads=2)]) == []
 
 
 def test_other_versions_on_other_ranks():
-    (said,) = texts(of_versions([place(0, numpy="2.4", scipy="1"), place(1, numpy="2.3", scipy="1")]), "error")
+    (said,) = texts(version_mistakes([place(0, numpy="2.4", scipy="1"), place(1, numpy="2.3", scipy="1")]), "error")
     assert said.startswith("numpy isn't the same on all ranks: 2.3, 2.4.")
-    assert of_versions([place(0, numpy="2.4"), place(1, numpy="2.4")]) == []
+    assert version_mistakes([place(0, numpy="2.4"), place(1, numpy="2.4")]) == []
 
 
 def test_variables_that_mean_nothing():
     prefix = "MPI" + "AD_"  # what the pages document is looked for by this word
     environment = {prefix + "DEBGU": "1", prefix.lower() + "trace": "x", prefix + "ABORT": "1", "PATH": "", "MPI": "1"}
-    said = misspelt(environment)
+    said = unknown_variables(environment)
     assert len(said) == 2
     assert "isn't a variable of mpiad and has no effect. The closest name is MPIAD_DEBUG." in said[0]
-    assert misspelt({"MPIAD_DEBUG": "1", "MPIAD_ABORT": "", "MPIAD_TIMEOUT": "12.5"}) == []
+    assert unknown_variables({"MPIAD_DEBUG": "1", "MPIAD_ABORT": "", "MPIAD_TIMEOUT": "12.5"}) == []

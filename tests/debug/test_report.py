@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.debug import recorded, recording, report
-from mpiad.debug.recording import Place, Stretch
+from mpiad.debug.recording import Computation, Place
 from mpiad.debug.report import Row, Totals, advice
 from mpiad.extend import custom_operator
 
@@ -129,7 +129,7 @@ def test_advice(name):
     calls = 10 if nbytes else 0
     totals = Totals(ONES, *map(np.array, spent), "exchange at a.py:1", "sum at b.py:2", calls, nbytes, 0)
     places = (Place(phase, "a.py:1", "a.py:1") for phase in ("forward", "backward"))
-    given = advice(totals, [Stretch(*each) for each in zip(places, np.array([forward, backward]))])
+    given = advice(totals, [Computation(*each) for each in zip(places, np.array([forward, backward]))])
     assert any(said in line for line in given), given
 
 

@@ -310,8 +310,8 @@ def test_a_planted_link_is_not_followed_and_a_pipe_not_replaced(tmp_path):
     victim, path = tmp_path / "victim", tmp_path / "trace.json"
     victim.write_text("mine")
     (tmp_path / "trace.json.unfinished").symlink_to(victim)
-    assert recording._written(path, "[", iter(["1", "2"])) is None
+    assert recording._write_atomically(path, "[", iter(["1", "2"])) is None
     assert path.read_text() == "[1,\n2\n]}\n" and victim.read_text() == "mine"
     os.mkfifo(tmp_path / "pipe")
-    assert "isn't a regular file" in recording._written(tmp_path / "pipe", "[", iter([]))
+    assert "isn't a regular file" in recording._write_atomically(tmp_path / "pipe", "[", iter([]))
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 4
