@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-# NumPy arrays, autograd boxes and device arrays have no common type that type checkers know.
+# NumPy arrays, autograd boxes and device arrays have no common base type that type checkers know.
 Array: TypeAlias = Any
 Scalar: TypeAlias = Any
 Tree: TypeAlias = Any
@@ -19,7 +19,7 @@ Request: TypeAlias = Any
 Status: TypeAlias = Any
 """An mpi4py status that is filled in, or None."""
 Buffer: TypeAlias = Any
-"""A buffer argument of mpi4py: an array, bytes, or one of these with counts."""
+"""A buffer argument of mpi4py: an array, bytes, or a list of one of these and counts."""
 Index: TypeAlias = Any
 """An index of an array: an integer, a slice, None, Ellipsis, an array, or a tuple of these."""
 Rank: TypeAlias = int
@@ -32,6 +32,6 @@ Function: TypeAlias = Callable[..., Any]
 LocalArray: TypeAlias = Array
 """An array that differs between ranks, for example a part of a distributed array."""
 ReplicatedArray: TypeAlias = Array
-"""An array of which every rank holds the same copy."""
+"""An array that is the same on all ranks."""
 RootArray: TypeAlias = Array
 """An array that is used on the root only."""

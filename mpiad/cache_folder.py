@@ -1,4 +1,4 @@
-"""The folder for data that later processes of this user may use: compiled kernels, and notices already shown."""
+"""The folder for data that is kept for later processes of this user: compiled kernels, and notices already shown."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _log = logging.getLogger("mpiad")
 def cache_folder() -> Path | None:
     """Return the cache folder, created if necessary; None if nothing can be cached.
 
-    ``MPIAD_CACHE`` names the folder; 0 disables it. By default it is ``mpiad`` in the user's cache, or, without a home
-    directory, in the system's temporary directory. Since the folder contains code, it isn't used if other
-    users can write into it or replace it.
+    ``MPIAD_CACHE`` names the folder; 0 disables it. By default it is ``mpiad`` in the user's cache directory, or
+    ``mpiad-UID`` in the system's temporary directory for a user without a home directory. Since the folder contains
+    code, it isn't used if other users can write into it or replace it.
     """
     given = path("MPIAD_CACHE")
     if given is None:
         return None
     try:
         folder = Path(given).expanduser() if given else _default_folder()
-        # With mode 700, since under a umask of 002 the group could write into new folders.
+        # Mode 700, since under a umask of 002 the group could write into new folders.
         for missing in [f for f in (*reversed(folder.parents), folder) if not f.exists()]:
             missing.mkdir(mode=0o700, exist_ok=True)
-        # The parents of the path before and after the resolution of symbolic links.
+        # The parents of the path, before and after symbolic links are resolved.
         parents = (*folder.absolute().parents, *folder.resolve().parents)
         exposed = next(filter(_is_exposed, parents), None) if is_private(folder.stat()) else folder
         if exposed is None and os.access(folder, os.W_OK | os.X_OK):
             return folder
-        why = f"other users can write into {exposed}" if exposed else "this user can't write into it"
-    except (OSError, RuntimeError) as error:  # a RuntimeError if the user of ~user is unknown
-        why = str(error)
-    _log.info("nothing is cached in %s: %s.", given or "the user's cache", why)
+        reason = f"other users can write into {exposed}" if exposed else "this user can't write into it"
+    except (OSError, RuntimeError) as error:  # a RuntimeError if "~user" names an unknown user
+        reason = str(error)
+    _log.info("nothing is cached in %s: %s.", given or "the user's cache", reason)
     return None
 
 
@@ -51,30 +51,30 @@ def _default_folder() -> Path:
     return folder
 
 
-def is_private(facts: os.stat_result) -> bool:
+def is_private(status: os.stat_result) -> bool:
     """Return whether a folder or file belongs to this user, and other users can't write into it."""
-    mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
-    return mine and not (os.name == "posix" and facts.st_mode & 0o022)
+    is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return is_own and not (os.name == "posix" and status.st_mode & 0o022)
 
 
 def _is_exposed(parent: Path) -> bool:
     """Return whether users other than this one and root can rename the entries of a folder."""
-    facts = parent.lstat()
+    status = parent.lstat()
     if os.name != "posix":
         return False
     # In the user namespace of a container, root's files may have another owner.
-    foreign = facts.st_uid not in (0, os.getuid(), os.stat("/").st_uid)
-    is_open = facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX and not stat.S_ISLNK(facts.st_mode)
-    return foreign or bool(is_open)
+    is_foreign = status.st_uid not in (0, os.getuid(), os.stat("/").st_uid)
+    is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode)
+    return is_foreign or bool(is_open)
 
 
 def first_time(name: str) -> bool:
-    """Return whether this is the first call with a name in all processes of this user; True if nothing can be cached."""
+    """Return whether no process of this user has called this with the name before; True if nothing can be cached."""
     folder = cache_folder()
     if folder is None:
         return True
     try:
-        (folder / name).touch(exist_ok=False)  # succeeds in one of several concurrent processes
+        (folder / name).touch(exist_ok=False)  # of several concurrent processes, one succeeds
     except FileExistsError:
         return False
     except OSError as error:

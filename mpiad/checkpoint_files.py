@@ -1,8 +1,9 @@
 """Files with the state of a long computation, which are written atomically and without pickling.
 
 A file has NumPy's npz format: arrays by name, and a JSON description of the problem to which the state belongs. It is
-written under a unique name in the same folder, flushed to the disk, and renamed. So a process that is killed leaves the old
-file or the new one. A file ends with a checksum of all other bytes: NumPy reads some damaged files without an error.
+written under a unique name in the same folder, flushed to the disk, and renamed. If the process is killed,
+either the old file or the new one remains. A file ends with a checksum of all other bytes, since NumPy reads some
+damaged files without an error.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ except ImportError:  # on Windows, where unfinished files of killed processes ar
     fcntl = None  # type: ignore[assignment]
 
 _DESCRIPTION = "description"
-_CHECKSUM = 8  # hexadecimal digits; the comment of the zip archive, which is the end of the file
-_PIECE = 1 << 20
+_CHECKSUM = 8  # number of hexadecimal digits; the checksum is the archive's comment, which ends the file
+_READ_SIZE = 1 << 20
 
 
 def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file, which replaces an older one; if that fails, raise an OSError, and leave the older file unchanged."""
+    """Write a file, which replaces an existing one. If writing fails, raise an OSError; the existing file is unchanged."""
     part, file = begin(path)
     try:
         with file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
                 archive.comment = bytes(_CHECKSUM)
-                _put(archive, _DESCRIPTION, np.frombuffer(json.dumps(description).encode(), np.uint8))
+                _write_array(archive, _DESCRIPTION, np.frombuffer(json.dumps(description).encode(), np.uint8))
                 for name, array in arrays:
-                    _put(archive, name, array)
+                    _write_array(archive, name, array)
             checksum = _checksum(file)
             file.seek(-_CHECKSUM, os.SEEK_END)
             file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(part, path)  # while the lock prevents its removal as an unfinished file
+            os.replace(part, path)  # the lock still prevents the removal of `part` as unfinished
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
@@ -56,20 +57,20 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
 
 def begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Return a new file with a unique name in the folder of a path, locked if possible; see `require_regular`."""
+    """Open a new file with a unique name in the folder of `path`, locked if possible; raise as `require_regular`."""
     require_regular(path)
     _remove_unfinished(path.absolute())
     while True:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         file = open(part, "x+b")
-        # Before it was locked, another process may have removed it as unfinished.
+        # Before this process locked the file, another one may have removed it as unfinished.
         if _lock(file) is not False and part.exists():
             return part, file
         file.close()
 
 
 def _lock(file: IO[bytes]) -> bool | None:
-    """Return whether this process has locked a file; None if the file system has no locks."""
+    """Lock a file; return False if another process has locked it, None if the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -81,11 +82,11 @@ def _lock(file: IO[bytes]) -> bool | None:
     return True
 
 
-@functools.cache  # once per process, since large folders take long to list
+@functools.cache  # once per path and process, since listing a large folder takes long
 def _remove_unfinished(path: Path) -> None:
-    """Remove unfinished files of killed processes, whose locks have ended with the processes."""
+    """Remove unfinished files of killed processes; the lock of a file ended with its process."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.part"):
-        # Another process may remove it first.
+        # Another process may remove the file first.
         with contextlib.suppress(OSError), open(part, "r+b") as file:
             if _lock(file):
                 data_of(part).unlink(missing_ok=True)
@@ -101,35 +102,35 @@ def require_regular(path: Path) -> None:
 
 
 def data_of(part: Path) -> Path:
-    """Return the path of a second file for `part`, for libraries that can't write to a locked file."""
+    """Return the path of a second file, for libraries that can't write to the locked file `part`."""
     return part.with_name(f"{part.name}.data")
 
 
 def files_of_ranks(path: Path) -> list[Path]:
-    """Return the files that solves on any number of ranks have written for a path, sorted by name."""
+    """Return the files that solves have written for a path, on any number of ranks, sorted by name."""
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*of*.?{glob.escape(path.suffix)}"))
 
 
-def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    # With force_zip64, since the size may exceed 2 GiB.
+def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
+    # force_zip64, since an array may exceed 2 GiB.
     with archive.open(name + ".npy", "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
 
 def _checksum(file: IO[bytes]) -> bytes:
-    """Return the checksum of all bytes before the stored checksum; the file's position is then at the latter."""
-    left, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
+    """Return the checksum of all bytes before the stored checksum; leave the file at the stored checksum."""
+    remaining, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
     file.seek(0)
-    while left > 0:
-        piece = file.read(min(left, _PIECE))
-        if not piece:  # another process truncates the file
+    while remaining > 0:
+        piece = file.read(min(remaining, _READ_SIZE))
+        if not piece:  # another process has truncated the file
             break
-        left, found = left - len(piece), zlib.crc32(piece, found)
+        remaining, found = remaining - len(piece), zlib.crc32(piece, found)
     return b"%08x" % found
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder to the disk, so that a crash of the machine doesn't undo the renaming of files."""
+    """Flush a folder to the disk; otherwise a crash of the machine could undo the renaming of files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,7 +184,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def require_problem(path: Path, found: dict[str, Any], wanted: dict[str, Any], call: str) -> None:
-    """Raise a ValueError if a file's description differs from the wanted one."""
+    """Raise a ValueError if a file's description (`found`) differs from the `wanted` one."""
     differences = []
     for name in wanted:
         # Compared as JSON, which converts tuples to lists.

@@ -1,6 +1,6 @@
 """The environment variables that the library reads, and the meaning of their values.
 
-The functions that use a variable ignore invalid values; `check` raises for them at the start.
+Functions ignore invalid values of the variables that they use; `check` raises an error for such values at the start.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _Default = TypeVar("_Default", bool, None)
 
 
 def switch(name: str, default: _Default) -> bool | _Default:
-    """Return whether a switch is on; the default if it is unset or invalid."""
+    """Return whether a switch is on; `default` if the variable is unset or invalid."""
     return _SWITCHES.get(os.environ.get(name, "").lower(), default)
 
 
 def path(name: str) -> str | None:
-    """Return the path that a variable names, "" if it is unset, None if it is off."""
+    """Return a variable's path: "" if the variable is unset, None if it is off."""
     given = os.environ.get(name, "")
     return None if given.lower() in _OFF else given
 

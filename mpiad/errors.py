@@ -44,7 +44,7 @@ class RequestError(RuntimeError):
 
 
 class CommunicationMismatchError(RuntimeError):
-    """Report ranks whose next calls of a communication don't match; raised only with ``MPIAD_DEBUG=1``.
+    """Report ranks whose next communication calls don't match; raised only with ``MPIAD_DEBUG=1``.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class MessageMismatchError(CommunicationMismatchError, ValueError):
 
 
 class DeadlockError(RuntimeError):
-    """Report a wait that took longer than ``MPIAD_TIMEOUT`` allows.
+    """Report a wait that took longer than the limit ``MPIAD_TIMEOUT``.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class DeadlockError(RuntimeError):
     ranks : tuple of int
         The ranks that raise this error.
     cycle : tuple of int
-        Ranks of which each waits for the next, with the first one again at the end; empty if there is no cycle.
+        A cycle of ranks: each waits for the next one. The first rank is repeated at the end. Empty without a cycle.
     """
 
     def __init__(self, message: str, table: str = "", ranks: tuple[int, ...] = (), cycle: tuple[int, ...] = ()):
@@ -82,7 +82,7 @@ class DeadlockError(RuntimeError):
 
 
 class ForeignTraceError(RuntimeError):
-    """Report communication inside a derivative of plain autograd, which doesn't preserve its order.
+    """Report communication inside a derivative of plain autograd, whose reverse pass doesn't preserve the order.
 
     Examples
     --------
@@ -101,13 +101,13 @@ class ReplicationError(ValueError):
     Attributes
     ----------
     ranks : list of int
-        The ranks whose copies differ, in the value's communicator.
+        The ranks whose copies differ from those of most ranks, as ranks of the value's communicator.
     path : str
-        Path of the first leaf that differs, on the first of these ranks.
+        Path of the first leaf that differs on the first of `ranks`.
     index : tuple of int
         Index of the first entry of this leaf that differs; empty for numbers, and if shapes or structures differ.
     absolute, relative : float
-        The largest difference between entries of this leaf; NaN if there is none.
+        The largest difference between entries of this leaf; NaN if no difference can be computed.
 
     Examples
     --------
@@ -153,10 +153,10 @@ class ConvergenceError(RuntimeError):
 
 
 class NotFiniteError(ConvergenceError, ValueError):
-    """Report a coefficient, a right-hand side or a product that isn't finite, so that a system can't be solved.
+    """Report a system that can't be solved, since a coefficient, a right-hand side or a product isn't finite.
 
-    At a trial point of `minimize` it shortens the step, as every ConvergenceError does. For example, a coefficient that is
-    the exponential of a variable may overflow there.
+    If a trial point of `minimize` raises it, the step is shortened, as for every ConvergenceError. For example, the
+    exponential of a variable may overflow at a trial point.
 
     Examples
     --------
@@ -170,7 +170,7 @@ class NotFiniteError(ConvergenceError, ValueError):
 
 
 class IntegrationError(RuntimeError):
-    """Report trajectories of an ODE that didn't reach their end, if `solve` was called with `throw`.
+    """Report trajectories of an ODE that didn't reach the final time; raised by `solve` with `throw=True`.
 
     Examples
     --------
@@ -190,11 +190,11 @@ class RemoteError(RuntimeError):
     Attributes
     ----------
     rank : int
-        The rank that raised the exception, in the communicator of the call.
+        The rank that raised the exception, as a rank of the call's communicator.
     traceback : str
-        That rank's traceback, which is also the end of the message; empty if the rank died.
+        The traceback on that rank, also shown at the end of the message; empty if the rank died.
     exit_code : int
-        Exit code of the job if this error isn't caught: the exit code of `sys.exit`, or 1 for another exception.
+        Exit code of the job if this error isn't caught: that of `sys.exit` if `rank` called it, otherwise 1.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = "", exit_code: int = 1):
@@ -204,7 +204,7 @@ class RemoteError(RuntimeError):
 
 
 class WorkerError(RemoteError):
-    """Report, on all ranks of `minimize`, `mpi_map` or `sum_over`, the exception on one rank that ended the call.
+    """Report an exception on one rank that ended `minimize`, `mpi_map` or `sum_over`, on all ranks of the call.
 
     Attributes
     ----------

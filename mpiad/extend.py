@@ -1,7 +1,7 @@
 """Custom operators that communicate, and their derivatives.
 
-`custom_operator` turns a function into an operator like the library's own: it is one node of the tape, which is recorded on
-every rank even if no input is traced, and always visited in the reverse pass. The function gets plain arrays, and may use
+`custom_operator` makes a function an operator like the library's own. A call is one node of the tape: it is recorded on
+every rank even if no input is traced, and the reverse pass always visits it. The function gets plain arrays, and may use
 mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, `defadjoint` those of a linear one. Rules that
 consist of communicating operators can be differentiated again.
 """
@@ -20,7 +20,7 @@ __all__ += ["defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_togethe
 
 
 def custom_operator(fun: Function) -> Communicating:
-    """Make an operator of a function that communicates.
+    """Turn a function that communicates into an operator.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def custom_operator(fun: Function) -> Communicating:
 
     Ranks
     -----
-    All ranks that take part in the communication of `fun` call the operator, and all of them run its adjoint.
+    All ranks that communicate in `fun` call the operator, and all of them run its adjoint.
 
     Adjoint
     -------
@@ -64,8 +64,8 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     ----------
     operator : Communicating
     *makers : callable or None
-        ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of that argument. Pass None for an
-        argument without a rule. All rules run on every rank, in this order, even for untraced arguments and zero `g`.
+        ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of the argument; None for an argument
+        without a rule. All rules run on every rank, in this order, even for untraced arguments and zero `g`.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-        # All rules run, in a fixed order: other ranks, which may trace other arguments, wait for the same messages.
+        # All rules run in a fixed order: other ranks, which may trace other arguments, wait for the messages of each rule.
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 
@@ -101,7 +101,7 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
         A result of `custom_operator`; a TypeError is raised for another object.
     maker : callable
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns a sequence with the cotangent of each argument
-        (None for those without one).
+        (None for an argument without a cotangent).
 
     Examples
     --------
@@ -130,8 +130,8 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     operator : Communicating
         A result of `custom_operator`; a TypeError is raised for another object.
     *rules : callable or None
-        ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; pass
-        None for an argument without a rule. All rules run on every rank, in this order; `g` is zero for untraced arguments.
+        ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result for the tangent `g` of the argument; None for an
+        argument without a rule. All rules run on every rank, in this order; `g` is zero for untraced arguments.
 
     Examples
     --------
@@ -164,8 +164,8 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     operator : Communicating
         A result of `custom_operator`; a TypeError is raised for another object.
     rule : callable
-        ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` has the tangent of each argument, None
-        if it isn't traced on this rank. It runs on every rank.
+        ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` are the tangents of the arguments,
+        None for those that aren't traced on this rank. The rule runs on every rank.
 
     Examples
     --------
@@ -189,7 +189,7 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
 
 
 def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
-    """Define the adjoint of an operator that is linear in its first argument, and with it derivatives of any order.
+    """Define all derivatives of an operator that is linear in its first argument, from its adjoint.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     """
     transpose = adjoint if isinstance(adjoint, Communicating) else custom_operator(adjoint)
     _checked(operator, "defadjoint")
-    # Each is the adjoint of the other.
+    # The two operators are adjoint to each other.
     for one, other in ((operator, transpose), (transpose, operator)):
         defvjp(one, lambda ans, x, *rest, other=other, **kwargs: lambda g: other(g, *rest, **kwargs))
         defjvp(one, lambda g, ans, x, *rest, one=one, **kwargs: one(g, *rest, **kwargs))

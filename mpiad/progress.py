@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _StandardError:
-    """Standard error that ignores failed writes, so that the computation continues after the reading process has ended."""
+    """Standard error that ignores failed writes: the computation continues if the process that reads it has ended."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -19,28 +19,28 @@ class _StandardError:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
-        with self._dropping_failures():
+        with self._ignoring_errors():
             self._stream.write(text)
 
     def flush(self) -> None:
-        with self._dropping_failures():
+        with self._ignoring_errors():
             self._stream.flush()
 
     @contextmanager
-    def _dropping_failures(self) -> Iterator[None]:
+    def _ignoring_errors(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            # Otherwise Python would write the buffered text again at exit, and fail with code 120.
-            with open(os.devnull, "w") as nothing:
-                os.dup2(nothing.fileno(), self._stream.fileno())
+            # Without this, Python would write the buffered text again at exit, and fail with exit code 120.
+            with open(os.devnull, "w") as null_device:
+                os.dup2(null_device.fileno(), self._stream.fileno())
         except (OSError, ValueError):  # a full disk, a closed stream
             pass
 
 
 def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
-    """Return a tqdm bar that counts from `done` to `total`, which is None if it is unknown."""
-    from tqdm.auto import tqdm  # here, because its import takes long
+    """Return a tqdm bar that counts from `done` to `total`, or without an end if `total` is None."""
+    from tqdm.auto import tqdm  # imported late, because this takes long
 
     stream, quiet = _StandardError(), sys.stderr is None
     # At most one update per second, since under mpiexec each update is a new line.

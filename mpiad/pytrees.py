@@ -1,8 +1,8 @@
 """Pytrees: nested dicts, lists and tuples, whose leaves have the same order on all ranks.
 
 - Traversal: `flatten`, `map_leaves`, and `named_leaves` with the path of each leaf.
-- Checks of leaves: which are variables, unsupported, or on a device.
-- Concatenation of many small arrays, and splitting: for messages, copies to and from devices, and arithmetic.
+- Checks of leaves: whether they are variables, unsupported, or on a device.
+- Concatenation of small arrays to one, and its division: for messages, copies to and from devices, and arithmetic.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_d
 
 _LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
-_LONG = 1 << 13  # entries; shorter arrays are concatenated by `in_blocks`
-_PIECE = 1 << 14  # entries; with a formula's temporaries this fills a second-level cache
+_MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated by `in_blocks`
+_BLOCK_SIZE = 1 << 14  # entries; the arrays and temporaries of a formula then fill a second-level cache
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
@@ -60,7 +60,7 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
     def build(new: object) -> dict:
-        # The leaves are in sorted order, the keys in that of the user's dict.
+        # The leaves are in sorted order, but the result has the order of the keys in the user's dict.
         found = {key: part(new) for key, part in parts}
         return kind((key, found[key]) for key in keys)
 
@@ -70,7 +70,7 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
 def _in_order(tree: Tree) -> list[Any]:
     keys = list(tree.keys())
     try:
-        return sorted(keys)  # ranks may have inserted them in different orders
+        return sorted(keys)  # since ranks may have inserted keys in different orders
     except TypeError:
         return keys
 
@@ -82,7 +82,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
-    """Return the plain values of the leaves, each with its path: ``x['w'][0]``; an empty container is a leaf, too."""
+    """Return paths and plain values of the leaves, such as ``("x['w'][0]", 1.0)``; an empty container is a leaf, too."""
     if isinstance(tree, (dict, DictBox)):
         parts = [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
     elif isinstance(tree, (list, tuple, SequenceBox)):
@@ -181,17 +181,17 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
     """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list for each result.
 
     ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. Small arrays are concatenated,
-    because a call of NumPy costs as much as a few thousand entries. Long ones are processed in pieces, so that temporaries
+    because a call of NumPy costs as much as a few thousand entries. Long arrays are processed in blocks, whose temporaries
     stay in the cache.
 
-    `columns`: the lists of leaves of the pytrees. `results`: for each result, the index of the column with the same shapes
-    and dtypes. The formula is applied where the leaf of the first column is a float or an array of floats; other leaves of
-    a result are those of its column.
+    `columns`: for each pytree, its list of leaves. `results`: for each result, the index of the column with the same shapes
+    and dtypes. The formula is applied if the leaf of the first column is a float or an array of floats; otherwise the
+    leaf is taken from the column of the result.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
     for place, leaf in enumerate(columns[0]):
         plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
-        if plain and leaf.size >= _LONG:
+        if plain and leaf.size >= _MIN_LONG_SIZE:
             inputs = [np.ravel(column[place]) for column in columns]
             for new, flat in zip(out, _applied(formula, inputs, results)):
                 new[place] = flat.reshape(leaf.shape)
@@ -208,11 +208,11 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
 
 def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Sequence[int]) -> list[np.ndarray]:
     outputs = [np.empty_like(inputs[k]) for k in results]
-    every = inputs + outputs
-    if len(inputs[0]) <= _PIECE or type(inputs[0]) is not np.ndarray:  # device arrays aren't divided
-        formula(*every)
+    arrays = inputs + outputs
+    if len(inputs[0]) <= _BLOCK_SIZE or type(inputs[0]) is not np.ndarray:  # device arrays aren't divided into blocks
+        formula(*arrays)
         return outputs
-    for start in range(0, len(inputs[0]), _PIECE):
-        piece = slice(start, start + _PIECE)
-        formula(*[array[piece] for array in every])
+    for start in range(0, len(inputs[0]), _BLOCK_SIZE):
+        piece = slice(start, start + _BLOCK_SIZE)
+        formula(*[array[piece] for array in arrays])
     return outputs

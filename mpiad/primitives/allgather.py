@@ -56,7 +56,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
-    """Collect arrays as `mpi_allgather` does, with known lengths along a nonnegative `axis`, the same on all ranks."""
+    """Collect arrays like `mpi_allgather`; `axis` isn't negative, and all ranks know all `lengths` along it."""
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 

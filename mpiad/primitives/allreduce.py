@@ -48,8 +48,8 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
 
     Adjoint
     -------
-    SUM: the sum of all ranks' cotangents, on every rank. PROD: this sum times the product of the other ranks' factors,
-    which may be zero. MAX, MIN: this sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
+    SUM: the sum of all ranks' cotangents, on every rank. PROD: this sum times the product of the other ranks' entries;
+    entries may be zero. MAX, MIN: this sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
     result is NaN.
 
     Examples
@@ -74,7 +74,7 @@ def _prepared(p: Reduction, x: Array, out: Array) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the transpose: each y_r depends on each x_s, so x̄_s is a sum over all r."""
+    """Return the transpose: the result y_r of each rank r depends on each x_s, so the cotangent of x_s is a sum over r."""
     total = p._replace(op=SUM)
     if p.op == SUM:
         return lambda g: communicate(ALLREDUCE, g, total)
@@ -89,8 +89,8 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
 def _slope(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the derivative of a product or an extremum with respect to this rank's own entries."""
     if p.op == PROD:
-        # All ranks take the same branch: the result is the same on all of them, and traced on all or none. If it is traced,
-        # the quotient isn't used, since its derivative suffers from cancellation if a factor is small.
+        # All ranks take the same branch, since `ans` is the same on all ranks, and traced on all or none. A traced quotient
+        # isn't used: its derivative would suffer from cancellation if a factor is small.
         if not isbox(ans) and settled(_divides, ans):
             return ans / x
         factors = mpi_allgather(x, comm=p.channel.user)
@@ -98,7 +98,7 @@ def _slope(ans: Array, x: Array, p: Reduction) -> Any:
         return _product(others) if len(others) else anp.ones_like(getval(ans))
     y = getval(ans)
     tied = (getval(x) == y).astype(y.dtype)
-    with np.errstate(invalid="ignore"):  # if y is NaN, no entry is tied, and the derivative is 0/0
+    with np.errstate(invalid="ignore"):  # if y is NaN, no entry equals y, and the derivative is 0/0
         return tied / ALLREDUCE.run((tied,), p._replace(op=SUM))
 
 
@@ -112,7 +112,7 @@ def _divides(y: Array) -> bool:
 
 
 def _product(factors: Array) -> Any:
-    # Multiplied in pairs, without division, so that derivatives of any order are right if factors are zero.
+    # Pairs are multiplied, without divisions, so derivatives of any order are right even if factors are zero.
     while len(factors) > 1:
         half = len(factors) // 2
         odd = factors[2 * half :]

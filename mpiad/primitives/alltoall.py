@@ -61,7 +61,7 @@ def _forward(x: Array, p: Reduction) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the transpose: a permutation that swaps the blocks (r, s) and (s, r) is symmetric."""
+    """Return the transpose, the same exchange: the permutation that swaps blocks (r, s) and (s, r) is symmetric."""
     return lambda g: communicate(ALLTOALL, g, p)
 
 

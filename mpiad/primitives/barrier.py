@@ -1,4 +1,4 @@
-"""`mpi_barrier`: wait for all ranks, also in the reverse pass."""
+"""`mpi_barrier`: wait for all ranks, in the reverse pass too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpiad.transport import Channel, channel
 
 
 def mpi_barrier(comm: Comm = None) -> None:
-    """Wait until all ranks have called it.
+    """Wait until all ranks have called this function.
 
     Ranks
     -----
@@ -33,7 +33,7 @@ def _forward(x: None, p: Channel) -> None:
 
 
 def _adjoint(ans: None, x: None, p: Channel) -> Any:
-    """Return a barrier, which separates the same steps in the reverse pass."""
+    """Return a barrier, which separates the adjoints of the steps before and after this one."""
     return lambda g: communicate(BARRIER, None, p)
 
 

@@ -25,8 +25,8 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Returns
     -------
     array
-        A new array with the shape and dtype of the root's `x`, equal on all ranks. It is on the host if this rank's `x` is,
-        or on the device of `x`. If `x` is None, it is on the host or on a device, as the root's `x`.
+        A new array with the shape and dtype of the root's `x`, equal on all ranks. The result is
+        on the host or device of this rank's `x`. If `x` is None, it is on the host or on a device, like the root's `x`.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
 
     Adjoint
     -------
-    The sum of all ranks' cotangents goes to the root's `x`, zero to the templates.
+    The cotangent of the root's `x` is the sum of all ranks' cotangents; that of a template is zero.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     [0. 1. 2.]
     """
     used = channel(comm, "mpi_bcast")
-    # No spec: the root sends it in a header.
+    # The spec is None, since the root sends it in a header.
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 
@@ -71,7 +71,7 @@ def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
 
 
 def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Any:
-    # All ranks know the spec from `ans`, so that no header is needed.
+    # All ranks know the spec from `ans`, so no header is sent.
     return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
 
 

@@ -1,6 +1,6 @@
 """All operations, and the types of their parameters.
 
-They are declared here because an operation and its adjoint refer to each other from different files.
+They are declared in one file because an operation and its adjoint, defined in different files, refer to each other.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Dividing(NamedTuple):
     """The division of an array among the ranks."""
 
     channel: Channel
-    root: int | None  # the rank that holds the whole array; None if all ranks do
+    root: int | None  # the rank with the whole array; None if all ranks have it
     axis: int | None  # None for one block per rank along the first axis
     lengths: list[int]  # of all ranks' pieces along the axis
     spec: Spec  # of this rank's piece
 
 
 class Prefix(NamedTuple):
-    """Parameters of a sum over the ranks before this one, or after it if `backwards`."""
+    """Parameters of a sum over the ranks before this one, or after it with `backwards`; `exclusive`: without this rank."""
 
     channel: Channel
     exclusive: bool
@@ -78,7 +78,7 @@ class Receiving(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Parameters of an exchange; `dest` and `source` are None for no partner."""
+    """Parameters of an exchange; `dest` or `source` is None for no partner."""
 
     dest: Envelope | None
     spec: Spec

@@ -87,7 +87,7 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
 def lengths_along(
     axis: int | None, counts: Sequence[int] | None, shape: tuple[int, ...], channel: Channel, call: str
 ) -> list[int]:
-    """Return each rank's length along `axis`, 1 without an axis; raise a ValueError if the division is invalid."""
+    """Return each rank's length along `axis`, 1 for `axis` None; raise a ValueError if `counts` or `shape` is invalid."""
     size = channel.size
     if axis is None:
         if counts is not None:
@@ -120,12 +120,12 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 
 
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
-    """Return this rank's piece, its axis, and all ranks' lengths along it; collective, and raises on all ranks."""
+    """Return this rank's array, its axis, and all ranks' lengths along it; collective. Errors raise on all ranks."""
     array, place, wrong = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)
         place = axis_of(axis, array.ndim, call)
-    except (TypeError, ValueError) as error:  # `lengths_of_all` raises it on all ranks
+    except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`
         wrong = error
     like = Spec(array.shape, array.dtype)
     return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)

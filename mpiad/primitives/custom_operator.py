@@ -1,4 +1,4 @@
-"""Operators of `mpiad.extend`, which communicate, as nodes of the ordered tape and of plain autograd."""
+"""Communicating operators made by `mpiad.extend`: each call is one node of the ordered tape or of plain autograd."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _box_types = Box.types
 
 
 class InPlace(NamedTuple):
-    """A variant of an operator for compiled programs: it finds its first argument in a buffer, and leaves the result there.
+    """A variant of an operator for compiled programs: its first argument and its result are in the same buffer.
 
-    Each function takes the operator's further arguments, `rest`. Shapes and indices don't include leading axes.
+    Each function takes `rest`, the operator's arguments after the first. Shapes and indices omit leading (batch) axes.
 
     Parameters
     ----------
     shape, made : callable
         Shape of the buffer, and shape of the result.
     given, result : callable
-        First indices, in the buffer, of the argument before the call and of the result after it.
+        Position of the first entry in the buffer: of the argument before the call, and of the result after the call.
     run : callable
         ``run(buffer, *rest)`` applies the operator.
     prepared : callable
         ``prepared(buffer, *rest)`` returns a function without arguments that applies the operator in a fixed buffer on the
-        host, for programs that run repeatedly. This function returns an iterator that yields while messages are active. It
+        host, for programs that run repeatedly. That function returns an iterator that yields while messages are active, and
         doesn't report its calls to debugging tools.
     still : callable
-        The part of the buffer that doesn't change while messages are active, as (start, stop) for each axis; None if there
-        is no communication.
+        The part of the buffer that doesn't change while messages are active: (start, stop) for each axis, or None if the
+        operator doesn't communicate.
     changes_given : bool
         Whether the argument in the buffer is overwritten.
     """
@@ -92,10 +92,10 @@ class Communicating(Recorded):
 
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
-        # The function must not change arrays that an adjoint or the caller refers to.
+        # The function must not change its arguments, which adjoints and the caller may still use.
         args = tuple([_read_only(arg) for arg in args])
         ans = self._as_one_node(args[0] if args else None, self.fun, *args, **kwargs)
-        # A read-only result is an argument of the function, and is copied.
+        # A read-only result shares memory with an argument, so it is copied.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
     def run_in_place(self, buffer: Array, *rest: Any) -> None:
@@ -115,7 +115,7 @@ class Communicating(Recorded):
     def vjp(self, ans: Array, args: tuple, params: dict[str, Any], argnums: Sequence[int], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""
         if self.backward is None:
-            raise NotImplementedError(f"{self.__name__} has no adjoint: give it one with mpiad.extend.defvjp.")
+            raise NotImplementedError(f"{self.__name__} has no adjoint: define one with mpiad.extend.defvjp.")
         rule, batched_adjoint = self.backward(ans, args, params), self.batched_adjoint
         ndim = len(spec_like(ans).shape) if batched_adjoint else 0
 
@@ -128,7 +128,7 @@ class Communicating(Recorded):
     def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: dict[str, Any], level: int) -> Any:
         """Return the tangent of the result."""
         if self.forward is None:
-            raise NotImplementedError(f"{self.__name__} has no tangent: give it one with mpiad.extend.defjvp.")
+            raise NotImplementedError(f"{self.__name__} has no tangent: define one with mpiad.extend.defjvp.")
         return self.forward(tangents, ans, args, params)
 
 

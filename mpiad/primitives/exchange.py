@@ -19,14 +19,14 @@ from mpiad.transport.prepared_messages import prepared_swap
 def mpi_exchange(
     x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None
 ) -> LocalArray:
-    """Send x to one rank and receive an array from another: for ring shifts, swaps, one side of a halo.
+    """Send x to one rank and receive an array from another: for shifts around a ring, swaps, or one side of a halo.
 
     Parameters
     ----------
     x : array or number
     dest, source : int
-        The receiver of this rank's x, and the sender of its result; None or `MPI.PROC_NULL` for none (as returned by
-        `Cart.Shift`).
+        The receiver of this rank's x, and the sender of its result; None or `MPI.PROC_NULL` (as returned by
+        `Cart.Shift`) for no partner.
     like : array or number, optional
         Template with the shape and dtype of the received array; `x` by default.
     tag : int
@@ -43,11 +43,11 @@ def mpi_exchange(
     TypeError
         If `x` can't be sent or `like` can't be received.
     ValueError
-        If there is no such rank or tag, or the message has another size than `like`.
+        If there is no such rank or tag, or if the message and `like` differ in size.
 
     Ranks
     -----
-    This rank, its `dest`, which must receive from it, and its `source`, which must send to it.
+    This rank calls it; `dest` must receive from this rank, and `source` must send to this rank.
 
     Adjoint
     -------
@@ -77,7 +77,7 @@ def _forward(x: Array, p: Exchange) -> Any:
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
-    # An exchange at the end of a chain of ranks, or with a wildcard, can't be prepared.
+    # An exchange without one of the partners, or with a wildcard, can't be prepared.
     if p.dest is None or p.source is None or p.source.number is None:
         return None
     return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")

@@ -1,9 +1,9 @@
 """Communication under plain `autograd.grad`, whose reverse pass doesn't preserve the order of the program.
 
-Point-to-point calls raise. Collectives are numbered, and their adjoints raise if they don't run in the reverse order:
-otherwise ranks could combine cotangents of different calls. If no input of a call is traced, a trace of autograd is
-recognized by autograd's counter of traces, which then differs from the number of our tape. Autograd doesn't reset this
-counter after an exception, so the frames of the stack are searched, too.
+Point-to-point calls raise. Collectives are numbered, and their adjoints raise if they don't run in reverse order, since
+ranks could then combine cotangents of different calls. If no input of a call is traced, an open trace of autograd is
+recognized by autograd's counter of traces: it then differs from the number of our tape. Autograd doesn't reset the
+counter after an exception, so the call stack is searched for such a trace, too.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _trace_is_open(tape: object) -> bool:
     frame: Any = sys._getframe(1)
     foreign = tracer.trace.__code__
     while frame is not None:
-        # In forward mode, too: a receive has no traced input, so its result would have no tangent.
+        # Forward mode raises too: a receive has no traced input, so its result would have no tangent.
         if frame.f_code is foreign and type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode):
             return True
-        # The frames that called this one are outside of our trace.
+        # The callers of this frame are outside of our trace.
         if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
             return False
         frame = frame.f_back

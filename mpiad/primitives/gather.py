@@ -27,8 +27,8 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Returns
     -------
     array
-        On the root, shape ``(size, *x.shape)``, or the shape of the concatenation. Elsewhere an empty array: length 0 along
-        the first axis, or along `axis`.
+        On the root, shape ``(size, *x.shape)``, or the shape of the concatenation. On other ranks an empty
+        array, of length 0 along the first axis or along `axis`.
 
     Raises
     ------

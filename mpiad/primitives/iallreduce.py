@@ -28,7 +28,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     Returns
     -------
     Request
-        For `mpi_wait`, which returns the sum.
+        Its `mpi_wait` returns the sum.
 
     Raises
     ------
@@ -52,25 +52,25 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # Like a message, the sum may be unfinished after an exception, and the call raises under plain autograd.
+    # As for messages, the sum may be unfinished after an exception, and plain autograd isn't supported.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 
 
 def _forward(x: Array, p: Reduction) -> Request:
-    # A copy, because MPI reads it until the wait, and the caller may overwrite x.
+    # A copy, because MPI reads the array until the wait, and the caller may overwrite x.
     array = private_copy(outgoing(x, "mpi_iallreduce"), x)
     handle = start_allreduce(p.channel, array)
     return Request("mpi_iallreduce", p.channel, handle, None, spec_like(array))
 
 
 def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Any:
-    """Return the transpose, a sum over all ranks: in the adjoint of the start, since all ranks start in the same order."""
+    """Return the transpose, a sum over all ranks; it runs in this adjoint since all ranks start sums in the same order."""
     cell, spec = ans.cell(level), ans.spec
 
     def vjp(g: None) -> Any:
         cotangent, cell.cotangent = cell.cotangent, None
-        # The sum is collective, so this rank takes part in it even if its cotangent is zero.
+        # The sum is collective, so this rank calls it even if its cotangent is zero.
         return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)
 
     return vjp

@@ -23,7 +23,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     like : array or number
         Template with the shape and dtype of the received array; its values are ignored.
     source : int
-        The sender, not a wildcard: only `mpi_recv` receives from any rank. None or `MPI.PROC_NULL` for none.
+        The sender, not a wildcard: only `mpi_recv` receives from any rank. None or `MPI.PROC_NULL` for no sender.
     tag : int
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.
@@ -31,7 +31,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Returns
     -------
     Request
-        For `mpi_wait`, which returns the array sent; zeros if there is no sender.
+        Its `mpi_wait` returns the array sent, or zeros if there is no sender.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
     cell = ans.cell(level)
 
     def vjp(g: None) -> None:
-        if cell.request is not None:  # None without a partner
+        if cell.request is not None:  # None if there is no sender
             communicate(WAIT, None, cell.request)
             cell.request = None
 

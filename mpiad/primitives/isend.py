@@ -25,7 +25,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     x : array or number
         It may be overwritten after the call, since a copy is sent.
     dest : int
-        The receiver; None or `MPI.PROC_NULL` for none.
+        The receiver; None or `MPI.PROC_NULL` for no receiver.
     tag : int
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.
@@ -33,7 +33,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     Returns
     -------
     Request
-        For `mpi_wait`, which returns the values sent.
+        Its `mpi_wait` returns the values sent.
 
     Raises
     ------
@@ -65,19 +65,19 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    # On the host, the result of the wait is the copy that is sent; on a device it is another copy.
+    # The result of the wait: on the host the array that is sent, on a device another copy.
     value = result(array) if type(array) is np.ndarray else copied(array)
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 
 
 def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
-    """Return the transpose of copying x to `dest` and to the value of the wait: the sum of both cotangents."""
+    """Return the transpose of copying x to `dest` and to the result of the wait: the sum of the two cotangents."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> Any:
         request, own = cell.request, cell.cotangent
         cell.request = cell.cotangent = None
-        if request is None:  # without a partner
+        if request is None:  # if there is no receiver
             return own
         received = communicate(WAIT, None, request)
         return received if own is None else own + received

@@ -1,4 +1,4 @@
-"""Recording of calls of operations, with the user's line, while it is requested (see `transport.calls`)."""
+"""Recording of calls of operations, with the user's line, while a debugging tool requests it (see `transport.calls`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _operations: WeakSet[Operation] = WeakSet()
 
 
 def note_forward(operation: Operation) -> None:
-    """Let an operation record its forward calls while recording is requested."""
+    """Make an operation record its forward calls while recording is requested."""
     _operations.add(operation)
     if calls.is_noting():
         operation.forward = _noted_forward(operation)
@@ -32,7 +32,7 @@ def note_forward(operation: Operation) -> None:
 
 def _switch(on: bool) -> None:
     for operation in _operations:
-        # Functions are replaced to avoid any overhead while recording is off.
+        # The function is replaced, so there is no overhead while recording is off.
         operation.forward = _noted_forward(operation) if on else operation.bare
 
 
@@ -40,12 +40,12 @@ def _noted_forward(operation: Operation) -> Callable:
     name, forward = operation.__name__, operation.bare
 
     def noted(x: Array, params: object) -> Any:
-        return _during(calls.begin, (name, x, params), forward, x, params)
+        return _recorded_call(calls.begin, (name, x, params), forward, x, params)
 
     return noted
 
 
-def _during(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any) -> Any:
+def _recorded_call(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any) -> Any:
     with restoring_state():
         call = begin(*given)
         try:
@@ -55,19 +55,19 @@ def _during(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any)
 
 
 def note_rules(kind: type[Recorded]) -> None:
-    """Let the adjoints and tangents of a class record their calls, with the line of the forward call, on request."""
+    """Make a class's adjoints and tangents record their calls, with the forward call's line, while this is requested."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
     def noted_vjp(self: Recorded, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
         rule = vjp(self, ans, args, params, argnums, level)
-        # Here the forward call is on the stack; it isn't when the adjoint runs.
-        called, site = _recorded(self.__name__)
-        return lambda g: _during(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
+        # The forward call is on the stack now, but not when the adjoint runs.
+        called, site = _forward_call(self.__name__)
+        return lambda g: _recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
     def noted_jvp(self: Recorded, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Any:
-        called, site = _recorded(self.__name__)
+        called, site = _forward_call(self.__name__)
         given = "tangent", called, site, args[0] if args else None, params
-        return _during(calls.begin_rule, given, jvp, self, tangents, ans, args, params, level)
+        return _recorded_call(calls.begin_rule, given, jvp, self, tangents, ans, args, params, level)
 
     def switch(on: bool) -> None:
         kind.vjp, kind.jvp = (noted_vjp, noted_jvp) if on else bare
@@ -75,23 +75,23 @@ def note_rules(kind: type[Recorded]) -> None:
     calls.register(switch)
 
 
-def _recorded(name: str) -> tuple[str, Site]:
-    """Return name and site of the forward call that is being recorded."""
+def _forward_call(name: str) -> tuple[str, Site]:
+    """Return name and line of the forward call that is in progress."""
     outer = calls.current()
     if outer is not None and outer.forward_site is not None:
-        return outer.forward_name or name, outer.forward_site  # the adjoint of an adjoint has the same line
+        return outer.forward_name or name, outer.forward_site  # an adjoint of an adjoint has the line of the forward call
     # `site_of` skips the library's own frames.
     site = calls.site_of(sys._getframe(2))
     return site.named(name), site
 
 
-def _read(x: Array, params: object) -> Arguments:
-    named = [params, *[getattr(params, name, None) for name in _ADDRESSES]]
-    envelopes = tuple([found for found in named if isinstance(found, Envelope)])
+def _arguments_of(x: Array, params: object) -> Arguments:
+    candidates = [params, *[getattr(params, name, None) for name in _ADDRESSES]]
+    envelopes = tuple([found for found in candidates if isinstance(found, Envelope)])
     address = envelopes[0] if envelopes else None
     channel = getattr(params, "channel", None) or getattr(address, "channel", None)
     if channel is None and isinstance(params, Channel):
-        channel = params  # of a barrier
+        channel = params  # the parameters of a barrier
     label, members = getattr(channel, "label", None), getattr(channel, "members", ())
     peer, tag = getattr(address, "peer", None), getattr(address, "tag", None)
     root, op = getattr(params, "root", None), getattr(params, "op", None)
@@ -115,5 +115,5 @@ def _extent(x: Array, params: object) -> tuple[Any, Any, int]:
     return spec.shape, spec.dtype, spec.dtype.itemsize * int(np.prod(spec.shape))
 
 
-Call.read = staticmethod(_read)
+Call.read = staticmethod(_arguments_of)
 calls.register(_switch)

@@ -1,10 +1,10 @@
-"""Recording of communication on tapes: every communication is recorded, whether or not its input is traced.
+"""Recording of communication on tapes, whether or not its input is traced.
 
 The reverse pass of plain autograd visits only steps on which the loss depends. A rank whose loss doesn't use the array that
 it sent would then never receive the cotangent, and its partner would hang. So each trace of ours has a tape that is
 *current* while the function runs, and every communication is recorded on it. In nested traces an operation is recorded on
-the innermost tape, while its value is computed with the next outer tape as the current one, and so on, down to plain
-arrays. Adjoints and tangents consist of the same operations, so derivatives of higher order need no further rules.
+the innermost tape, and its value is computed with the next outer tape as the current one; this repeats until all arrays
+are plain. Adjoints and tangents consist of the same operations, so derivatives of higher order need no further rules.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _box_types = Box.types
 
 
 class Tape(Protocol):
-    """The interface of a tape that an operation needs."""
+    """The attributes and methods of a tape that operations use."""
 
-    number: int  # of its trace; inner traces have higher numbers
+    number: int  # number of its trace; inner traces have higher numbers
     outer: Tape | None  # the tape that was current before
     channels: set[Used]  # channels on which the trace has communicated
     requests: dict[int, Any]  # requests started and not yet waited for, by identity
-    # Whether the tape records a product with a transposed Jacobian, and its only variable on all ranks is the cotangent.
+    # Whether the tape records a reverse pass (a vector-Jacobian product), with the cotangent as the only variable.
     of_cotangents: bool
     # The reverse passes over the record. "one": one, immediately after the trace. "several": any number, by the library.
-    # "kept": any number, by the user, with any cotangents. "recorded": like "kept", but a reverse pass may be recorded.
+    # "kept": any number, by the user, with any cotangents. "recorded": like "kept", and a pass may be recorded.
     passes: str
 
     def communicated(
@@ -48,7 +48,7 @@ class Tape(Protocol):
 
 
 class VectorizedVjp:
-    """An adjoint that takes several cotangents along a first axis, and returns the same number for each argument."""
+    """An adjoint that takes several cotangents, stacked along a first axis, and returns as many for each argument."""
 
     __slots__ = ("_pull",)
 
@@ -61,7 +61,7 @@ class VectorizedVjp:
 
 
 class BatchedVjp:
-    """The adjoint of a step that communicates several times; it runs once for all simultaneous reverse passes ("lanes").
+    """The adjoint of a step with several communications, which runs once for all simultaneous reverse passes ("lanes").
 
     ``pull(g)`` is the adjoint for one lane; ``pull_all(n)`` returns the cotangents of the inputs for each of n lanes.
     """
@@ -82,13 +82,13 @@ class suspended:
     __slots__ = ("_body", "_is_body", "_is_operator", "_kept", "_tape")
 
     def __init__(self, tape: Tape | None = None, body: bool = True, operator: bool = False):
-        # The library's own functions raise their exceptions on all ranks, unlike the user's operators.
+        # `operator`: whether the body is a user's, whose exceptions may be raised on some ranks only.
         self._tape, self._is_body, self._is_operator = tape, body, operator
 
     def __enter__(self) -> None:
         if self._is_body and tracing.recorder is not None:
             tracing.recorder.entered_body()
-        # Collects the channels of messages that no tape records.
+        # The new set collects the channels of messages that no tape records.
         self._kept, self._body = tracing.tape, tracing.channels
         tracing.tape, tracing.channels = self._tape, set()
 
@@ -106,7 +106,7 @@ class Recorded:
     """A communication that is one node of a trace: an operation of the catalogue, or a user's operator.
 
     - `batched_adjoint`: whether the adjoint takes and returns several cotangents, along leading axes.
-    - `point_to_point`: whether only two ranks take part, so that it raises under plain autograd.
+    - `point_to_point`: whether two ranks communicate; such operations raise under plain autograd.
     - `params`: all arguments but the arrays.
     """
 
@@ -133,8 +133,8 @@ class Recorded:
     def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
             raise_for_foreign(self.__name__)
-        # Autograd passes cotangents of any dtype and in any order. All ranks must send arrays of one dtype, and an adjoint
-        # that runs too early raises.
+        # Autograd passes cotangents of any dtype and in any order, but all ranks must send one dtype, and an adjoint that
+        # runs too early must raise.
         vjp, spec = self.vjp(ans, args, kwargs["params"], argnums, kwargs["level"]), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, kwargs["level"])
 
@@ -147,7 +147,7 @@ class Operation(Recorded):
 
     - `of_request`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
-      arguments that communicates from array x into array out. It doesn't report its calls to debugging tools.
+      arguments that communicates from array x into array out, and doesn't report its calls to debugging tools.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, of_request: bool = False, batched_adjoint: bool = False):
@@ -161,7 +161,7 @@ class Operation(Recorded):
         ``forward(x, params) -> ans`` works on plain arrays. ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the
         cotangent of x; `g` has the shape and dtype of the result (zeros if nothing depends on it), and is None if the
         result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
-        dtype of x (zeros if x isn't traced). The default is the rule of a linear operation: its result for dx.
+        dtype of x (zeros if x isn't traced). The default is the rule of a linear operation: the operation applied to dx.
         """
         self.adjoint = adjoint
         self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
@@ -217,7 +217,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
             argnums.append(k)
     if level < 0:
         return operator.run(args, params)
-    # Recursion with the next outer tape until all arrays are plain; then each tape records.
+    # Recursion to the next outer tape until all arrays are plain; then each tape on the way back records the operation.
     inner, parents = list(args), []
     for k in argnums:
         parents.append(args[k]._node)
@@ -234,12 +234,12 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
 def _apply_above(
     operator: Recorded, tape: Tape | None, args: tuple, params: Any, argnums: list[int], parents: list[Any], level: int
 ) -> Any:
-    """Apply an operator to values of a trace with a higher number: plain autograd's, or an ended one of ours."""
+    """Apply an operator to values of a trace with a higher number: of plain autograd, or of ours but ended."""
     for parent in parents:
         refuse_suspended(parent, operator.__name__)
     ans = apply(operator, tape, args, params)
     node_type, is_array = type(parents[0]), hasattr(ans, "dtype")
-    # Values of an ended trace are constants. The node of a point-to-point operation in plain autograd raises.
+    # Values of an ended trace are constants. In plain autograd, making the node of a point-to-point operation raises.
     if node_type not in (VJPNode, JVPNode) or not (is_array or operator.point_to_point) or not differentiable(ans):
         return ans
     node = node_type(ans, operator, args, {"params": params, "level": level}, argnums, parents)
@@ -247,7 +247,7 @@ def _apply_above(
 
 
 def refuse_suspended(node: object, call: str) -> None:
-    """Raise a TypeError for a value that an operator's body reads from a trace outside of the body."""
+    """Raise a TypeError for a traced value whose trace is suspended or belongs to another thread."""
     tape = getattr(node, "tape", None)
     if tape is not None and tape.record is not None:
         opened = tracing.tapes
@@ -256,7 +256,7 @@ def refuse_suspended(node: object, call: str) -> None:
         if opened is None:
             raise TypeError(
                 f"{call}: got a traced value in another thread than the traced function, so its derivative would be lost. "
-                "Communicate in that thread; mpiad.stop_gradient(x) gives the plain value if no derivative is needed."
+                "Communicate in the thread of the traced function; mpiad.stop_gradient(x) gives the plain value."
             )
         raise TypeError(
             f"{call}: got a traced value inside the body of an operator (a solve, or a function made by "

@@ -17,7 +17,7 @@ def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None
     Parameters
     ----------
     *values : object
-        Arguments of `print`; traced values are printed as plain ones.
+        Arguments of `print`; traced values are printed as plain values.
     sep, end : str
     file : file, optional
         Stream of rank 0, which writes all lines; standard output by default.
@@ -28,7 +28,7 @@ def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None
     All ranks of `comm` call it.
     """
     used = channel(comm, "mpi_print")
-    # One rank prints all lines, because outputs of several ranks may be mixed.
+    # One rank prints all lines, because MPI may mix the outputs of several ranks.
     line = sep.join([str(getval(value)) for value in values]) + end
     lines = used.data.gather(line, 0)
     if lines is not None:

@@ -22,7 +22,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     like : array or number
         Template with the shape and dtype of the received array; its values are ignored.
     source : int
-        The sender; `MPI.ANY_SOURCE` for any, None or `MPI.PROC_NULL` for none.
+        The sender; `MPI.ANY_SOURCE` for any sender, None or `MPI.PROC_NULL` for no sender.
     tag : int
         `MPI.ANY_TAG` for any.
     comm : mpi4py intracommunicator, optional
@@ -38,7 +38,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     TypeError
         If `like` isn't an array that can be received.
     ValueError
-        If there is no such rank or tag, or the message has another size than `like`.
+        If there is no such rank or tag, or if the message and `like` differ in size.
 
     Ranks
     -----
@@ -46,7 +46,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
 
     Adjoint
     -------
-    The cotangent goes back to the sender (with a wildcard, to the actual sender).
+    The cotangent is sent to the sender (with a wildcard, to the actual sender).
 
     Examples
     --------
@@ -64,7 +64,7 @@ def _forward(x: None, p: Receiving) -> Any:
 
 
 def _adjoint(ans: Array, x: None, p: Receiving) -> Any:
-    """Return the transpose of receiving: the cotangent is sent back to the sender."""
+    """Return the transpose of receiving: sending the cotangent to the sender."""
     if p.source is None:
         return lambda g: None
     # With a wildcard, the receive has replaced `source` by the actual sender.

@@ -56,6 +56,6 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     if reduction_of(op, x, "mpi_reduce") == SUM:
         return mpi_sum(x, root, comm)
     require_sendable(getval(x), "mpi_reduce")
-    # The adjoints of other operations need the result on all ranks.
+    # Other reductions need the result on all ranks for their adjoints.
     result = mpi_allreduce(x, op, comm)
     return result if used.rank == root else spec_like(result).zeros()

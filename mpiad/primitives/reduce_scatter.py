@@ -38,7 +38,7 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     TypeError
         If `x` can't be sent.
     ValueError
-        If `x` can't be divided in this way.
+        If `x` can't be divided by `axis` and `counts`.
 
     Ranks
     -----
@@ -67,7 +67,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose: each rank's array contributes to all pieces, and gets the cotangents of all of them."""
+    """Return the transpose: each rank's array contributes to all pieces, so it gets the cotangents of all pieces."""
     return lambda g: communicate(ALLGATHER, g, p)
 
 

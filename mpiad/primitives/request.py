@@ -1,8 +1,8 @@
-"""Requests: started communications, and the state that their adjoints and tangents share.
+"""Requests: communications in progress, and the state that their adjoints and tangents share.
 
 Start and wait are separate nodes on the tape; the request itself isn't traced. In the reverse pass the wait comes first:
-its adjoint starts the message with the cotangent, and the adjoint of the start completes it, so that the message overlaps
-with computation. A `Cell` holds the state that both adjoints share; each nested trace has its own.
+its adjoint starts the message with the cotangent, and the adjoint of the start completes this message, which therefore
+overlaps with computation. Both adjoints share the state in a `Cell`; each nested trace has its own cell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpiad.transport.tracing import tracing
 
 
 def _per_lane(name: str, doc: str) -> Any:
-    """Return a property with a separate value for each of several simultaneous reverse passes, initially None."""
+    """Return a property with one value per lane (simultaneous reverse pass), initially None."""
     return property(
         lambda cell: cell.values.get((name, tracing.lane)),
         lambda cell, value: cell.values.__setitem__((name, tracing.lane), value),
@@ -26,7 +26,7 @@ def _per_lane(name: str, doc: str) -> Any:
 
 
 class Cell:
-    """The state that the adjoints (or tangents) of a start and its wait share."""
+    """The state shared by the adjoints (or tangents) of the start and the wait of a request."""
 
     __slots__ = ("values",)
     cotangent = _per_lane("cotangent", "The cotangent of the result of the wait.")
@@ -55,7 +55,7 @@ class Request:
         return self.cells.setdefault(level, Cell())
 
     def again(self) -> Request:
-        """Return a copy in the state before the wait, for a second run of a function that waits for the request."""
+        """Return a copy that hasn't been waited for, for a second run of the function that waits for the request."""
         renewed = copy(self)
         renewed.done, renewed.tape, renewed.cells = False, None, {}
         return renewed
@@ -67,7 +67,7 @@ class Request:
 
 
 def started(request: Request) -> Request:
-    """Add a request to the current trace, which checks at its end that the request was waited for."""
+    """Add a request to the current trace; at its end, the trace checks that all its requests were waited for."""
     request.tape = tracing.tape
     if request.tape is not None:
         request.tape.requests[id(request)] = request
@@ -81,7 +81,7 @@ def claim(request: object, call: str) -> Request:
             f"{call}: expected a request of mpi_isend, mpi_irecv or mpi_iallreduce, but got {type(request).__name__}."
         )
     if request.done:
-        raise RequestError(f"{call}: {request!r} was waited for before. Wait only once, and store the value.")
+        raise RequestError(f"{call}: {request!r} was waited for before. Wait once, and store the value.")
     if request.tape is not tracing.tape:
         trace = "outside any trace" if request.tape is None else "in another trace"
         raise RequestError(

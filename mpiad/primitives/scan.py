@@ -54,7 +54,7 @@ def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
     Adjoint
     -------
-    The sum of the cotangents of the ranks after this one; zeros on the last.
+    The sum of the cotangents of the ranks after this one; zeros on the last rank.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def _forward(x: Array, p: Prefix) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Prefix) -> Any:
-    """Return the transpose of a lower triangular matrix of ones: a sum over this and later ranks."""
+    """Return the transpose of a lower triangular matrix of ones over the ranks: a sum in the opposite direction."""
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 
 

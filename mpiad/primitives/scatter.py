@@ -52,7 +52,7 @@ def mpi_scatter(
 
     Adjoint
     -------
-    The pieces' cotangents are gathered on the root; `x` on other ranks gets zero.
+    The pieces' cotangents are gathered on the root; the cotangent of `x` on other ranks is zero.
 
     Examples
     --------
@@ -70,7 +70,7 @@ def mpi_scatter(
 def _agreed(
     used: Channel, x: Array, root: int, axis: int | None, counts: Sequence[int] | None
 ) -> tuple[Spec, int, list[int]]:
-    """Broadcast the spec and the division of the root's array, or raise the root's error on all ranks."""
+    """Return spec, number of axes and lengths of the root's array, on all ranks; raise the root's error on all ranks."""
     lengths: list[int] = []
 
     def whole() -> Spec:  # called on the root only

@@ -21,7 +21,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     ----------
     x : array or number
     dest : int
-        The receiver; None or `MPI.PROC_NULL` for none.
+        The receiver; None or `MPI.PROC_NULL` for no receiver.
     tag : int
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.
@@ -29,7 +29,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     Returns
     -------
     array
-        `x` itself. The call doesn't wait for the receiver. `x` may be overwritten afterwards, since a copy is sent.
+        `x` itself; it may be overwritten after the call, since a copy is sent. The call doesn't wait for the receiver.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def _forward(x: Array, p: Envelope | None) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Any:
-    """Return the transpose of copying x to the receiver and to the result: the sum of both cotangents."""
+    """Return the transpose of copying x to the receiver and to the result: the sum of the two cotangents."""
     if p is None:
         return lambda g: g
     coming = Receiving(spec_like(ans), p.back())

@@ -17,24 +17,24 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     Parameters
     ----------
     x : array or number
-        On `dest` the template of the received array.
+        The array to send on `source`, and the template of the received array on `dest`.
     dest, source : int
-        The pair of ranks. For neighbors that differ between ranks, as in MPI's call of this name, use `mpi_exchange`.
+        The pair of ranks. In MPI's Sendrecv, each rank names its own neighbors; for this use `mpi_exchange`.
     tag : int
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     array
-        The received array on rank `dest`; `x` elsewhere.
+        The received array on rank `dest`; `x` on other ranks.
 
     Raises
     ------
     TypeError
         If `x` can't be sent.
     ValueError
-        If `dest` or `source` isn't a rank of `comm`. On all ranks, if they pass different pairs; this is checked only in
-        the first call on a communicator.
+        If `dest` or `source` isn't a rank of `comm`. On all ranks, if ranks pass different pairs; only the first
+        call on a communicator checks this.
 
     Ranks
     -----
@@ -42,7 +42,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
 
     Adjoint
     -------
-    The cotangent of the result on `dest` is added to that of x on `source`; x on `dest` gets zero.
+    The cotangent of the result on `dest` is added to that of `x` on `source`; the cotangent of `x` on `dest` is zero.
 
     Examples
     --------
@@ -52,10 +52,10 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     """
     used = channel(comm, "mpi_sendrecv")
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
-    # In the first call only: a program that confuses this function with MPI's does so from the start.
+    # In the first call only: a program that mistakes this function for MPI's Sendrecv does so in every call.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    # Called on all ranks, not only by the pair: under plain autograd all ranks raise, so none waits for another.
+    # On all ranks, not only on the pair: under plain autograd all ranks raise then, so none waits for another.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
     if receiver == sender or receiver is None or sender is None:

@@ -39,7 +39,7 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
 
     Adjoint
     -------
-    The root's cotangent goes to every rank's `x`; cotangents on other ranks are ignored.
+    The cotangent of every rank's `x` is the root's cotangent; cotangents on other ranks are ignored.
 
     Examples
     --------

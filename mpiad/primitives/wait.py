@@ -24,14 +24,14 @@ def mpi_wait(request: Request) -> Array:
     Returns
     -------
     array
-        The received array, or the sum; for a send, the values sent, without waiting for the receiver.
+        The received array, or the sum. For a send, the values sent; the call doesn't wait for the receiver.
 
     Raises
     ------
     RequestError
         If the request was waited for before, or was started in another trace.
     ValueError
-        If the message has another size than its template.
+        If the message and its template differ in size.
 
     Ranks
     -----
@@ -39,7 +39,7 @@ def mpi_wait(request: Request) -> Array:
 
     Adjoint
     -------
-    Starts the communication of the cotangent; the adjoint of the call that started the request completes it.
+    The adjoint starts to communicate the cotangent; the adjoint of the call that started the request completes this.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
 def _forward(x: None, request: Request) -> Any:
     handle: Any = request.handle
-    request.done = True  # for requests of adjoints and tangents, too, on which `claim` isn't called
+    request.done = True  # for requests of adjoints and tangents, which skip `claim`
     request.handle = None  # frees the buffers even if the user keeps the request
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
@@ -80,9 +80,9 @@ def _forward(x: None, request: Request) -> Any:
 
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the function that starts to communicate the cotangent; the adjoint of the starting call completes it."""
+    """Return the function that starts to communicate the cotangent; the adjoint of the start completes this."""
     cell, return_address = request.cell(level), request.envelope and request.envelope.back()
-    # No reference to the request, which would keep its value in memory until the reverse pass.
+    # The adjoint must not refer to the request, which would keep the value in memory until the reverse pass.
     kind, spec = request.call, request.spec
 
     def vjp(g: Array) -> None:
@@ -90,8 +90,8 @@ def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
         if kind == "mpi_irecv":
             cell.request = return_address and communicate(ISEND, g, return_address)
             return
-        # Ranks may wait for sums in different orders, but they start them in one order. So the adjoint of a sum
-        # communicates in the adjoint of the starting call, not here.
+        # All ranks start their sums in the same order, but may wait for them in different orders. So the cotangent of a
+        # sum is communicated by the adjoint of the start.
         cell.cotangent = g
         if return_address is not None:
             cell.request = communicate(IRECV, None, Receiving(spec, return_address))
