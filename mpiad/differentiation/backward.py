@@ -1,11 +1,11 @@
-"""The reverse pass: it visits the nodes of a record from the last to the first, including those of all communications.
+"""The reverse pass, which visits the nodes of a record, including all communications, from the last to the first.
 
-The *total* of a node is the sum of the cotangents that have reached it so far. The first cotangent is kept by reference: it
-may be shared with other nodes, or be a read-only view. A sum is a new array: the total is then *owned*, and later
-cotangents are added to it in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
+The *total* of a node is the sum of its cotangents so far. The first cotangent is kept by reference, since it may be shared
+with other nodes, or be a read-only view. The second one makes the total a new array, which is *owned*: later cotangents
+are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
 
-Several passes over one record can run at a time; each is a *lane*. All lanes run the adjoint of a communication before any
-of them continues. Therefore all ranks communicate in the same order.
+Several passes over one record can run at the same time; each is a *lane*. All lanes run the adjoint of a communication
+before any lane continues. Therefore all ranks communicate in the same order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ndarray, _boxes = np.ndarray, Box.types
 
 
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
-    """Add a cotangent g to the total of a node; return the new total and whether it is owned.
+    """Add a cotangent g to the total of a node; return the new total, and whether the new total is owned.
 
-    An `owned` total may be overwritten; g isn't. `total` is None before the first cotangent, and never sparse. A g that is
-    None adds nothing. Both `total` and g may be traced.
+    An `owned` total may be overwritten, but g isn't. `total` is None before the first cotangent, and never sparse. None for
+    g is a zero cotangent. `total` and g may be traced.
     """
     if g is None:
         return total, owned
@@ -62,7 +62,7 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
 def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
     if type(g) is not Scatter:
         space = vspace(g)
-        # A total that isn't owned may be shared, so it is copied.
+        # A total that isn't owned may be shared, so it must be copied.
         if not owned:
             total = space.mut_add(None, total)
         return sparse_add(space, total, g)
@@ -71,7 +71,7 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
             total = vspace(total).mut_add(None, total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
     if type(total) is _ndarray or is_device_array(total):
-        # The sum is computed in place only if its dtype is the dtype of the total.
+        # The sum is computed in place only if it has the dtype of the total.
         if total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
             return g.mut_add(total if owned else total.copy())
     return total + g.dense()
@@ -84,9 +84,9 @@ def run_backward(
     keep: bool = False,
     ready: Callable[[int, Any], None] | None = None,
 ) -> list:
-    """Return the cotangents of the variables, which are the first nodes of the record; None means a zero cotangent.
+    """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
 
-    `seeds` are the positions of the results and their cotangents. Unless `keep` is set, the pass frees the record's memory.
+    `seeds`: pairs of a result's position and its cotangent. Unless `keep` is set, the pass frees the record's memory.
     ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
     totals = _seeded(recording, seeds)
@@ -120,7 +120,7 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return the result of `run_backward` for each set of seeds, and keep the record; all ranks pass equally many sets."""
+    """Return the result of `run_backward` for each set of seeds, and keep the record; all ranks pass as many sets."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     kept = tracing.__dict__.copy()
@@ -134,7 +134,7 @@ def run_backward_together(
 
 
 def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: int) -> None:
-    """Run the nodes before `stop` backwards in all lanes, down to the node `first`."""
+    """Run the nodes from `stop` - 1 down to `first` in all lanes."""
     outer = tracing.lane
 
     def run_lanes(positions: range) -> None:
@@ -181,7 +181,7 @@ def _sweep_with_callback(
     nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
 ) -> None:
     """Run the nodes backwards, and call `ready` for each variable as soon as its cotangent is complete."""
-    # The first node that uses a variable is the last one in the reverse pass that adds to the variable's cotangent.
+    # The first node that uses a variable is the last node in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
     for position in range(len(nodes) - 1, variables - 1, -1):
         for parent in nodes[position].inputs:
@@ -205,21 +205,21 @@ def sweep(nodes: list[Any], totals: list[Any], positions: range, keep: bool, own
         node, g = nodes[position], totals[position]
         like = node.like
         if like is None:
-            if g is None:  # no result depends on this local step
+            if g is None:  # no cotangent has arrived at this local step
                 if not keep:
                     node.pull = None
                 continue
         elif like.dtype is not None:
             # The adjoint of a communication runs even if its cotangent is zero, since other ranks wait for its messages.
             g = like.zeros() if g is None else conform(g, *like)
-        totals[position] = None  # frees the memory of the cotangent after this step
+        totals[position] = None  # frees the cotangent's memory after this step
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]
-            # The most common case of `accumulate`, without a call.
+            # The most common case of `accumulate`, without calling it.
             if total is None and type(part) is _ndarray:
                 totals[parent] = part
             elif part is not None:
                 totals[parent], owned[parent] = accumulate(total, owned[parent], part)
         if not keep:
-            node.pull = None  # frees the arrays that the adjoint needed, even if the user keeps a value of the trace
+            node.pull = None  # frees the arrays of the adjoint, even if the user keeps a value of the trace
             nodes[position] = None

@@ -18,7 +18,7 @@ _box_types = Box.types
 
 
 class BundleNode(TangentNode):
-    """A step of a forward-mode trace; `g` is a list with one tangent per direction, None for a zero tangent."""
+    """A node of a forward-mode trace; `g` is a list with one tangent per direction, None for a zero tangent."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class BundleNode(TangentNode):
     ):
         tape = parents[0].tape
         if tape.record is None:
-            return  # `__new__` has returned a node made by DetachedNode
+            return  # `__new__` returned a node of another type, made by `DetachedNode`
         self.tape = tape
         rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
         if len(parents) == 1:
@@ -42,7 +42,7 @@ class BundleNode(TangentNode):
                 for gs in pairs
             ]
             return
-        # An input whose trace has ended is a constant.
+        # Inputs of other traces are constants.
         kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
         self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
 
@@ -59,7 +59,7 @@ notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
 
 
 class Bundle:
-    """A forward-mode trace with several tangents, for any number of function calls, since opening a trace takes time."""
+    """A forward-mode trace with several tangents; many function calls share it, since opening a trace takes time."""
 
     def __init__(self) -> None:
         self._tape = TangentTape()
@@ -78,7 +78,7 @@ class Bundle:
         return new_box(x, tape.number, BundleNode.on_tape(tape, tangents))
 
     def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
-        """Return the plain value of a result and its tangents, or None if all tangents are zero."""
+        """Return the plain value of a result, and its tangents: one per direction, or None if all are zero."""
         while type(value) in _box_types and value._trace >= self._tape.number:
             node = value._node
             value = value._value
@@ -89,7 +89,7 @@ class Bundle:
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Call a function of a list; return its results, and for each of them a list of tangents, one per direction."""
+        """Call a function of a list; return the results, and for each result a list of tangents, one per direction."""
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
         found = [self.parts(value) for value in out]
         none = [None] * len(tangents[0])

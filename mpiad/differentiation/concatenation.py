@@ -1,4 +1,4 @@
-"""Concatenation of several arrays to one vector, for operators with one array as result or variable."""
+"""Concatenation of several arrays to one vector, for operators whose result or variable is one array."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpiad.transport import Spec
 
 
 class Concatenation:
-    """A vector of flattened arrays, in a dtype that holds all of them without loss; on a device if one of the arrays is."""
+    """A vector of flattened arrays, with a dtype that represents all of them exactly; on a device if any array is."""
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)
@@ -38,12 +38,12 @@ class Concatenation:
         return concatenate(flat) if any(map(isbox, flat)) else np.concatenate(flat)
 
     def parts(self, vector: Array) -> list[Array]:
-        """Return the arrays of a vector."""
+        """Return the arrays contained in a vector."""
         return [self._part(vector, a, b, spec) for a, b, spec in zip(self._cuts, self._cuts[1:], self.specs)]
 
     def _part(self, vector: Array, a: int, b: int, spec: Spec) -> Array:
         if a == b:
             return spec.zeros()
-        # A slice of the whole vector is avoided, since its adjoint would allocate an array.
+        # Slicing the whole vector is avoided, since the adjoint would allocate an array.
         part = anp.reshape(vector if b - a == self._cuts[-1] else vector[a:b], spec.shape)
         return conform(part if spec.arrays == self._device else to_host(part), *spec)

@@ -1,7 +1,7 @@
 """Checks that a shared variable and the objective are the same on all ranks.
 
-They run under ``MPIAD_DEBUG=1`` only, since each takes an additional reduction. If the copies of a variable differ, for
-example after initialization with different random seeds, the gradient is wrong for all of them.
+The checks run under ``MPIAD_DEBUG=1`` only, since each takes an additional reduction. If the copies of a variable differ,
+for example after initialization with different random seeds, the gradient is wrong for all copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
-    """Raise on all ranks if J differs between them, under ``MPIAD_DEBUG=1``: they could take different branches."""
+    """Raise on all ranks if J differs between ranks, under ``MPIAD_DEBUG=1``: ranks could then take different branches."""
     if watch_settings.debug():
         claim = f"{call}: J must be the same on all ranks"
         advice = (

@@ -33,24 +33,24 @@ def value_and_grad(
         Runs on every rank r and returns L_r, a real number. With ``objective="root"``, ranks other than root may return
         None.
     argnum : int or tuple of int
-        Positions of the differentiated arguments. These are nested dicts, lists and tuples of arrays and numbers.
+        Positions of the differentiated arguments, which are nested dicts, lists and tuples of arrays and numbers.
     objective : {"root", "sum", "mean"}
         J = L_root, the sum of all L_r, or their mean.
     shared : bool
-        Whether the argument is one variable of which every rank holds a copy. Each rank then gets dJ/dx for all copies.
+        Whether all ranks hold copies of one variable x as the argument. Each rank then gets dJ/dx, the sum over all copies.
     root : int
     comm : mpi4py intracommunicator, optional
-        The ranks that share J.
+        The ranks over which J is computed.
 
     Returns
     -------
     callable
-        ``(*args) -> (J, dJ/dx_r)`` with the same J on all ranks, and the gradient in the structure of the argument.
+        ``(*args) -> (J, dJ/dx_r)`` with the same J on all ranks; the gradient has the structure of the argument.
 
     Raises
     ------
     TypeError
-        On all ranks, if a rank doesn't return a real number. Also if the argument holds no real or complex floats.
+        On all ranks, if `fun` doesn't return a real number on a rank. Also if the argument has no real or complex floats.
     ValueError
         If `objective` is unknown, or `root` isn't a rank of `comm`.
     RequestError
@@ -58,7 +58,7 @@ def value_and_grad(
 
     Ranks
     -----
-    All ranks of `comm` call the result; without `shared` their arguments may differ in value, shape and structure.
+    All ranks of `comm` call the result; without `shared`, arguments may differ between ranks, also in structure.
 
     Adjoint
     -------
@@ -103,7 +103,7 @@ def grad(
 
     Examples
     --------
-    One variable, of which each rank has a copy:
+    One variable, with a copy on each rank:
 
     >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2) / size, shared=True)(3.0))
     6.0
@@ -126,12 +126,12 @@ def _evaluator(
             require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value = traced.build(traced.values)
-        # This precedes the reverse pass, so that no rank starts that pass if one rank's number is invalid.
+        # Checked before the reverse pass, so no rank starts that pass if a rank's number is invalid.
         problem = traced.problem or problem_with(value, weight, call)
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
-        # This is the gradient of the sum over ranks, although the seed is the weight of this rank's term: the adjoints of
-        # messages send cotangents to other ranks. A rank with weight zero has no seed, but must send its messages.
+        # The seed is the weight of this rank's term, but the result is the gradient of the sum over ranks, since the
+        # adjoints of messages exchange cotangents. A rank with weight zero has no seed, but must run these adjoints.
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight), variables)
         if shared:
             gradients = shared_sum(gradients, comm)
@@ -141,9 +141,9 @@ def _evaluator(
 
 
 def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
-    """Return the seed of the reverse pass: the position on the tape of the number that a traced run returned, and `weight`.
+    """Return the seed of the reverse pass: the tape position of the number that a traced run returned, and `weight`.
 
-    The list is empty if the number is a constant.
+    The list is empty if that number is a constant or `weight` is zero.
     """
     if traced.places[0] < 0 or weight == 0.0:
         return []
@@ -155,24 +155,24 @@ def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
 def cotangents_of_variables(
     traced: Traced, seeds: list[tuple[int, Any]], variables: Variables, keep: bool = False
 ) -> list[Any]:
-    """Run the record backwards, and return the cotangents of the variables in their shapes and dtypes."""
+    """Run the record backwards; return the variables' cotangents, with the shapes and dtypes of the variables."""
     found = run_backward(traced.recording, seeds, len(variables.places), keep)
-    return [_returned(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
+    return [_writable(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
 
 
 def several_cotangents_of_variables(traced: Traced, seeds: list[list[tuple[int, Any]]], variables: Variables) -> list[Any]:
     """Return the cotangents of the variables for several sets of seeds, stacked along a new first axis; keep the record."""
     found = run_backward_together(traced.recording, seeds, len(variables.places))
     leaves = [variables.leaves[place] for place in variables.places]
-    return [stack([_returned(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]
+    return [stack([_writable(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]
 
 
-def _returned(g: Array, leaf: Array) -> Array:
+def _writable(g: Array, leaf: Array) -> Array:
     spec = spec_like(leaf)
     if g is None:
         return spec.zeros()
     g = conform(g, *spec)
-    # A cotangent may be a view of one number; the caller gets a writable array.
+    # A cotangent may be a read-only view of one number, but users expect writable arrays.
     if type(g) is np.ndarray:
         return g if g.flags.writeable else g.copy()
     return g.copy() if is_device_array(g) and g.size > 1 and 0 in g.strides else g
@@ -182,7 +182,7 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
     """Add up the gradients of all ranks, in one message per dtype."""
     specs = [spec_like(g) for g in gradients]
     out = list(gradients)
-    # The order of the leaves, and so of the messages, is the same on all ranks.
+    # The leaves, and therefore the messages, have the same order on all ranks.
     for kind in dict.fromkeys((spec.dtype, spec.arrays) for spec in specs):
         chosen = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
         if len(chosen) == 1:

@@ -1,4 +1,4 @@
-"""`jacobian`: all derivatives of an array-valued objective, one reverse pass for each entry."""
+"""`jacobian`: the derivatives of an array-valued objective, by one reverse pass per entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpiad._typing import Argnum, Array, Comm, Function, Rank
 from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
-from mpiad.differentiation.objective import Problem, Shapes, check_objective, described, unlike_copies, weight_of
+from mpiad.differentiation.objective import Problem, Shapes, check_objective, copies_error, shapes_text, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.errors import RequestError
 from mpiad.primitives.checks import root_of
@@ -37,7 +37,7 @@ def jacobian(
     objective : {"root", "sum", "mean"}
         J = F_root, the sum of all F_r, or their mean.
     shared : bool
-        Whether the argument is one variable of which every rank holds a copy.
+        Whether all ranks hold copies of one variable x as the argument.
     root : int
     comm : mpi4py intracommunicator, optional
 
@@ -89,7 +89,7 @@ def jacobian(
 
 
 def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -> Spec:
-    """Return the spec of J; raise on all ranks if it is invalid, or if it or `shapes` differs between ranks."""
+    """Return the spec of J; raise on all ranks if the spec is invalid, or if spec or `shapes` differ between ranks."""
     value = traced.build(traced.values)
     problem = traced.problem
     spec = None
@@ -102,12 +102,12 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")
     mine = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
-    found, copies = zip(*used.data.allgather((mine, described(shapes))))
+    found, copies = zip(*used.data.allgather((mine, shapes_text(shapes))))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
     if any(problem and problem.kind is RequestError for problem, *_ in found):
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
-        raise agreed(used, unlike_copies(copies, "jacobian"))
+        raise agreed(used, copies_error(copies, "jacobian"))
     forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
@@ -120,7 +120,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
 def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Any]:
     seeds = []
     if traced.places[0] >= 0 and weight != 0.0:
-        # A new array, since the reverse pass keeps a reference to it.
+        # A new array for each row, since the reverse pass keeps a reference to the seed.
         seed = spec.zeros()
         if spec.shape:
             seed.reshape(-1)[k] = weight

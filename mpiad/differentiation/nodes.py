@@ -1,12 +1,12 @@
 """Nodes of our traces, which append themselves to the tape in execution order.
 
-For the result of an operation autograd creates a node of the same type as the node of the first traced input. A node uses
-our rule for a function if there is one, else autograd's. It refers to its inputs by their positions on the tape, so that a
-value kept by the user after the trace doesn't keep the whole record in memory.
+Autograd creates the node of an operation's result, with the type of the first traced input's node. A node uses our rule for
+the function, or else autograd's. It refers to its inputs by their positions on the tape: otherwise a value that the user
+keeps after the trace would keep the whole record in memory.
 
-After the end of its trace a value is a constant. But a later trace may have the same number, and autograd would then create
-nodes of the ended trace's type. Therefore the nodes of a trace become `DetachedNode` at its end. The constructor of this
-type creates a node of the type of an input that is still traced.
+When a trace has ended, its values are constants. But a later trace may have the same number, and an operation may then have
+inputs of both. Therefore the nodes of a trace become `DetachedNode` at its end. The constructor of this type creates a node
+of the type of an input that is still traced.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mpiad.transport import Spec
 class OrderedNode(VJPNode):
     """A step of a program in reverse mode.
 
-    - `index`, `inputs`: positions of the node and of its traced inputs on the tape. (Plain autograd reads `parents`.)
-    - `pull`: the function from the node's cotangent to the cotangents of its inputs; None for variables.
-    - `like`: for a communication the spec of its result (`Spec(None, None)` if it has none); None for local steps.
+    - `index`, `inputs`: positions of the node and of its traced inputs on the tape. (`parents` is for plain autograd.)
+    - `pull`: the function that maps the node's cotangent to those of its inputs; None for variables.
+    - `like`: for a communication the spec of its result (`Spec(None, None)` if there is no array); None for local steps.
     """
 
     __slots__ = ("index", "inputs", "like", "pull", "tape")
@@ -88,12 +88,12 @@ def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple
     return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
 
 
-# Substitutes for the tape of an ended trace, and for the tape of a trace of plain autograd, which has none.
+# Substitutes for the tape: `_ENDED` for an ended trace, `_OPEN` for plain autograd, whose traces have no tape.
 _ENDED, _OPEN = SimpleNamespace(record=None), SimpleNamespace(record=())
 
 
 class DetachedNode(OrderedNode):
-    """A node after the end of its trace; the constructor makes a node of the type of an input that is still traced."""
+    """A node of an ended trace; the constructor makes a node of the type of an input that is still traced."""
 
     __slots__ = ()
 
@@ -119,7 +119,7 @@ class TangentNode(JVPNode):
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node, by the constructor of `DetachedNode` if the trace of the first input has ended."""
+        """Make a node; if the trace of the first input has ended, by the constructor of `DetachedNode`."""
         if parents[0].tape.record is None:
             return DetachedNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
@@ -129,7 +129,7 @@ class TangentNode(JVPNode):
     ):
         tape = parents[0].tape
         if tape.record is None:
-            return  # `__new__` has returned a node made by DetachedNode
+            return  # `__new__` returned a node of another type, made by `DetachedNode`
         if not _all_on(tape, parents):
             parent_argnums, parents = _still_traced(parent_argnums, parents)
         tangents = [parent.g for parent in parents]
@@ -145,7 +145,7 @@ class TangentNode(JVPNode):
         return node
 
 
-# Like autograd, don't record functions without a derivative (comparisons, rounding).
+# As in autograd, functions without a derivative (comparisons, rounding) aren't recorded.
 notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
 notrace_primitives[DetachedNode] = notrace_primitives[VJPNode]
 notrace_primitives[TangentNode] = notrace_primitives[JVPNode]

@@ -1,7 +1,7 @@
 """The objective J of a distributed program: one real number, computed from one number per rank.
 
-One reduction of two numbers computes J and a flag for errors, so that an error on one rank is raised on all of them. The
-reduction is a differentiable operation, for derivatives of J in an outer trace.
+One reduction of two numbers computes J and a flag for errors; an error on one rank is therefore raised on all ranks. The
+reduction is a differentiable operation, since an outer trace may need derivatives of J.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.prepared_messages import as_message
 
 _FLOAT64 = np.dtype(np.float64)
-_HUGE = 2**1023  # larger integers may overflow in the conversion to a float
-_CHOICES = ("root", "sum", "mean")
+_MAX_INTEGER = 2**1023  # larger integers may overflow in the conversion to a float
+_OBJECTIVES = ("root", "sum", "mean")
 
 
 class Problem(NamedTuple):
-    """An exception that all ranks will raise: its type, and its text on this rank."""
+    """An exception that one rank found and all ranks will raise: its type and text."""
 
     kind: type[Exception]
     text: str
@@ -53,24 +53,24 @@ class Sharing(NamedTuple):
 
 def check_objective(objective: object, call: str) -> str:
     """Return the objective; raise a ValueError if it isn't one of the three choices."""
-    if isinstance(objective, str) and objective in _CHOICES:
+    if isinstance(objective, str) and objective in _OBJECTIVES:
         return objective
-    raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _CHOICES))}, but got {objective!r}.")
+    raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _OBJECTIVES))}, but got {objective!r}.")
 
 
 def weight_of(objective: str, channel: Channel, root: int) -> float:
-    """Return the factor with which this rank's own number enters J."""
+    """Return the factor of this rank's number in the sum J."""
     if objective == "root":
         return 1.0 if channel.rank == root else 0.0
     return 1.0 if objective == "sum" else 1.0 / channel.size
 
 
-_WANTED = "the function must return one real number (None is allowed off the root of objective='root')"
+_EXPECTED = "the function must return one real number (with objective='root', ranks other than root may return None)"
 
 
-def problem_with(value: Array, weight: float, call: str, wanted: str = _WANTED) -> Problem | None:
-    """Return the problem if a rank's value isn't one real number; None if it is."""
-    if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _HUGE):
+def problem_with(value: Array, weight: float, call: str, wanted: str = _EXPECTED) -> Problem | None:
+    """Return the problem of a value that isn't one real number; None if there is no problem."""
+    if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _MAX_INTEGER):
         return None
     if value is None and weight == 0.0:
         return None
@@ -96,18 +96,18 @@ def share(
         value = to_host(value if value.shape == () else value.reshape(()))
     if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())
-        # Tangents and cotangents must have one dtype on all ranks, and ranks with weight zero contribute a float64.
+        # The dtype must be the same on all ranks, and ranks with weight zero contribute a float64.
         if getattr(part, "dtype", None) != _FLOAT64:
             part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
         part = part if weight == 1.0 else part * weight
     elif problem is None and type(value) in Box.types:
-        # Plain autograd runs an adjoint only if the input is traced, and either all ranks or no ranks must run it.
+        # Plain autograd runs an adjoint only if the input is traced, and all ranks must run the adjoint of the reduction.
         part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
     return communicate(SHARE, part, Sharing(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
-    """Message buffers of each thread, allocated once to save time."""
+    """Each thread's message buffers, allocated once to save time."""
 
     def __init__(self) -> None:
         self.sent, self.shared = np.zeros(2), np.zeros(2)
@@ -121,7 +121,7 @@ _buffers = _Buffers()
 def _forward(x: Array, p: Sharing) -> Scalar:
     sent, shared, messages = _buffers.sent, _buffers.shared, _buffers.messages
     if p.shapes:
-        sent, shared = np.array([0.0, 0.0, *_words(p.shapes, p.channel.size)]), np.empty(2 + _WORDS)
+        sent, shared = np.array([0.0, 0.0, *_digest_words(p.shapes, p.channel.size)]), np.empty(2 + _WORDS)
         messages = sent.view(complex), shared.view(complex)
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(*messages)
@@ -136,26 +136,26 @@ _WORDS = 4
 
 
 @functools.lru_cache
-def _words(shapes: Shapes, size: int) -> list[int]:
-    # Two parts of a digest and their squares, short enough for exact sums over the ranks.
+def _digest_words(shapes: Shapes, size: int) -> list[int]:
+    # Two words of a digest and their squares; they have few bits, so their sums over the ranks are exact.
     digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
 
 
 def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
-    """Raise on all ranks if shapes or dtypes differ, according to the sums of w and w² over P ranks (see `_words`)."""
-    # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² only if all w are equal.
+    """Raise on all ranks if shapes or dtypes differ, from the sums of words w and squares w² (see `_digest_words`)."""
+    # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² over P ranks only if all w are equal.
     if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
-        texts = p.channel.data.allgather(described(p.shapes))
-        raise agreed(p.channel, unlike_copies(texts, p.call))
+        texts = p.channel.data.allgather(shapes_text(p.shapes))
+        raise agreed(p.channel, copies_error(texts, p.call))
 
 
-def described(shapes: Shapes) -> str:
+def shapes_text(shapes: Shapes) -> str:
     """Return the shapes and dtypes of a variable as a text."""
     return ", ".join(f"{dtype} of shape {shape}" for shape, dtype in shapes)
 
 
-def unlike_copies(texts: Sequence[str], call: str) -> ValueError:
+def copies_error(texts: Sequence[str], call: str) -> ValueError:
     """Return the error for copies of a shared variable whose descriptions differ between ranks."""
     other = next(rank for rank, found in enumerate(texts) if found != texts[0])
     return ValueError(
@@ -167,7 +167,7 @@ def unlike_copies(texts: Sequence[str], call: str) -> ValueError:
 def _prepared(p: Sharing, x: Array, out: Array) -> Any:
     if p.problem is not None:
         return None
-    words = _words(p.shapes, p.channel.size) if p.shapes else []
+    words = _digest_words(p.shapes, p.channel.size) if p.shapes else []
     buffers: Any = np.array([0.0, 0.0, *words]), np.zeros(2 + len(words))
     sent_message, shared_message = (as_message(buffer.view(complex)) for buffer in buffers)
     # Access to a number takes half as long through a memoryview as through an array.
@@ -186,9 +186,9 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
 
 
 def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
-    """Raise the first rank's problem on all ranks; all ranks call it, each with its own problem or None."""
-    described = None if problem is None else (problem.kind.__name__, problem.text)
-    found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(described)) if theirs]
+    """Raise the problem of the lowest rank that has one, on all ranks; all ranks call this, with their problem or None."""
+    own = None if problem is None else (problem.kind.__name__, problem.text)
+    found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(own)) if theirs]
     rank, (kind, text) = found[0]
     others = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
     error_type = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))
@@ -196,7 +196,7 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
 
 
 def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
-    """Return the transpose of a sum whose result is on all ranks: the sum of all ranks' cotangents."""
+    """Return the transpose of a sum with the result on all ranks: the sum of all ranks' cotangents."""
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 

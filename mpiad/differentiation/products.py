@@ -2,10 +2,10 @@
 
 `linearize` and `make_hvp` evaluate a function once. All later products use the record of this evaluation:
 
-- A reverse pass over the record multiplies by the transposed Jacobian. It is a linear map of the cotangent.
-- So a reverse pass over the record of that reverse pass multiplies by the Jacobian. It costs as much as the adjoint, while
-  forward mode would evaluate the function again for each product.
-- The Hessian is the Jacobian of the gradient, and symmetric. So a reverse pass over the record of the gradient multiplies
+- A reverse pass over the record multiplies the cotangent by the transposed Jacobian: a linear map of the cotangent.
+- A record of that reverse pass is therefore a record of a linear map, and a reverse pass over it multiplies by the
+  Jacobian. It costs as much as the first pass, but forward mode would evaluate the function again for each product.
+- The Hessian is symmetric, and the Jacobian of the gradient. So a reverse pass over the record of the gradient multiplies
   by the Hessian.
 
 References
@@ -29,7 +29,7 @@ from mpiad.differentiation.gradient import (
     shared_sum,
     value_and_grad,
 )
-from mpiad.differentiation.objective import described
+from mpiad.differentiation.objective import shapes_text
 from mpiad.differentiation.trace import (
     Traced,
     Variables,
@@ -88,7 +88,7 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
 
 
 def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Callable, Any]]:
-    """Implement `make_vjp` and `linearize`; `passes` is the parameter of `Tape`."""
+    """Implement `make_vjp` and `linearize`; `passes` as in `Tape`."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
         variables = variables_of(args, argnum, "make_vjp")
@@ -114,26 +114,26 @@ def _reverse_pass(
 ) -> list[Any]:
     """Return the cotangents of the variables of a record, and keep the record.
 
-    ``seeds(given)`` returns the positions of results and their cotangents. With `batch` all arrays have an additional first
-    axis, for several directions; raise a ValueError if the numbers of directions differ.
+    ``seeds(given)`` returns the positions of results and their cotangents. With `batch`, all arrays have an additional
+    first axis for several directions; raise a ValueError if the arrays differ in the number of directions.
     """
     if not batch:
         return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)
     leaves, build = flatten(given)
     shapes = [spec_like(leaf).shape for leaf in leaves if is_variable(leaf)]
     if () in shapes:
-        raise ValueError(f"{call}: with batch=True the first axis of each array counts directions, but got a number.")
+        raise ValueError(f"{call}: with batch=True each array needs a first axis for the directions, but got a number.")
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
-    apart = [build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves]) for k in range(counts.pop())]
-    return several_cotangents_of_variables(record[0], [seeds(each) for each in apart], record[1])
+    directions = [build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves]) for k in range(counts.pop())]
+    return several_cotangents_of_variables(record[0], [seeds(each) for each in directions], record[1])
 
 
 def _leaves_of(tree: Tree, count: int, name: str, of: str) -> list[Any]:
     leaves = flatten(tree)[0]
     if len(leaves) != count:
-        raise TypeError(f"{name} must have as many leaves as the {of}, {count}, but has {len(leaves)}.")
+        raise TypeError(f"{name} must have {count} leaves, like the {of}, but has {len(leaves)}.")
     return leaves
 
 
@@ -142,7 +142,7 @@ def _shaped(g: Array, value: Array, call: str) -> Array:
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:
         got = spec_like(g).shape
-        raise TypeError(f"{call}: expected shape {spec.shape}, as of the value or argument, but got {got}.")
+        raise TypeError(f"{call}: expected shape {spec.shape}, that of the value or argument, but got {got}.")
     return conform(g, *spec)
 
 
@@ -158,8 +158,8 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     Returns
     -------
     callable
-        ``(*args)(v_r) -> (value, tangent)``: this rank's value, and its derivative along the direction that the v of all
-        ranks form.
+        ``(*args)(v_r) -> (value, tangent)``: this rank's value, and its derivative along the direction v. Rank r passes
+        its part v_r of v.
 
     Raises
     ------
@@ -288,7 +288,7 @@ class Linearization:
 
     def __init__(self, value: Tree, pull: Callable[..., Tree]):
         self.value, self._pull = value, pull
-        # The record of a reverse pass, made by the first product with the Jacobian.
+        # The record of a reverse pass, which the first product with the Jacobian makes.
         self._transposed: tuple[Traced, Variables] | None = None
 
     def vjp(self, w: Tree, *, batch: bool = False) -> Tree:
@@ -299,7 +299,7 @@ class Linearization:
         w : pytree of arrays
             Same structure as the value; with `batch` each array has an additional first axis, for several cotangents.
         batch : bool
-            Whether `w` holds several cotangents. They take as much memory as that number of reverse passes, but less time:
+            Whether `w` holds several cotangents. Together they take less time than separate calls, but more memory:
             `solve_elliptic` solves for all at once, and a halo exchange or sum over ranks sends one message for all.
 
         Returns
@@ -326,14 +326,14 @@ class Linearization:
         """Return the product of the Jacobian with a direction.
 
         `v` has the structure of the argument, and the product has the structure of the value. `batch`, exceptions and ranks
-        are as in `vjp`. The first call takes longer, since it records a reverse pass.
+        are as in `vjp`. The first call takes longer than later ones, since it records a reverse pass.
         """
         if self._transposed is None:
             leaves, build = flatten(self.value)
             places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
             zeros = [spec_like(leaf).zeros() if is_variable(leaf) else leaf for leaf in leaves]
             outputs = Variables(zeros, places, build)
-            # In an enclosing trace the function's arguments may be variables, too, besides the cotangent.
+            # With an enclosing trace, not only the cotangent but also the function's arguments may be variables.
             self._transposed = trace_backwards(self._pull, outputs, of_cotangents=tracing.tape is None), outputs
         traced, outputs = self._transposed
         found = _reverse_pass((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
@@ -353,7 +353,7 @@ def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
 
 
 def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]:
-    """Make the function that evaluates `fun` and keeps its derivative at that point, for many products.
+    """Make the function that evaluates `fun` at a point, and keeps its derivative there for many products.
 
     Parameters
     ----------
@@ -364,8 +364,8 @@ def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]
     Returns
     -------
     callable
-        ``(*args) -> Linearization``, with `value`, ``jvp(v)`` and ``vjp(w)``. A product takes only the communications and
-        solves of the adjoint: one linear solve for each in `fun`.
+        ``(*args) -> Linearization``, with `value`, ``jvp(v)`` and ``vjp(w)``. A product runs only the communications and
+        linear solves of the adjoint: one solve for each solve in `fun`.
 
     Raises
     ------
@@ -424,7 +424,7 @@ class SecondOrder(NamedTuple):
 def make_hvp(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., SecondOrder]:
-    """Make the function that evaluates the objective and its gradient, and keeps its Hessian for many products.
+    """Make the function that evaluates the objective and its gradient, and keeps the Hessian for many products.
 
     Parameters
     ----------
@@ -466,7 +466,7 @@ def make_hvp(
         if shared:
             used = channel(comm, "make_hvp")
             require_equal_copies(variables, used, "make_hvp")
-            require_alike(used, None, "make_hvp", described(variables.shapes()))
+            require_alike(used, None, "make_hvp", shapes_text(variables.shapes()))
         pull, (value, gradient) = make_vjp(both, argnum)(*args, **kwargs)
 
         def completed(found: Tree) -> Tree:
@@ -476,8 +476,8 @@ def make_hvp(
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            # All copies of a shared variable have the same direction, and their products are added. The cotangent of the
-            # objective is the integer 0, which has no axis for directions.
+            # Copies of a shared variable have one direction, and their products are added. The 0 is the cotangent of the
+            # objective: an integer, so it has no axis for directions.
             return completed(pull((0, v), batch=batch))
 
         return SecondOrder(value, completed(gradient), product)

@@ -1,7 +1,7 @@
 """Advice for errors of code that doesn't support traced values.
 
-NumPy, SciPy, Python and mpi4py report an unsupported operation, but no alternative. When their exception leaves a trace,
-advice is appended to its text.
+NumPy, SciPy, Python and mpi4py report an unsupported operation, but no alternative. If such an exception leaves a trace,
+advice is appended to the exception's text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NO_MPI4PY = (
     "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOP}"
 )
-# Patterns in the text of an exception and its cause, and the advice; the first match counts. Some patterns name object
-# arrays, which plain NumPy makes from traced values.
+# Pairs of a pattern and advice. The pattern is searched in the text of an exception and its cause; the first match counts.
+# Some patterns name object arrays, which plain NumPy makes from traced values.
 _ADVICE = (
     (
         r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box",
@@ -48,7 +48,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     """Append advice to the text of an exception that leaves a trace, if there is advice for this exception."""
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return
-    # Python shows the text of a KeyError in quotes.
+    # Python would show the text of a KeyError in quotes.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     if text.startswith(_CONVERSION):
         _name_conversion(error, trace)
@@ -58,7 +58,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
     if advice is None or advice in text or advice in getattr(error, "__notes__", ()):
         return
     error.args = (f"{text.rstrip('.')}. {advice}",)
-    # The text of NumPy's casting errors doesn't contain `args`. Python 3.10 has no notes; there only repr shows the advice.
+    # NumPy's casting errors don't show `args` in their text, so the advice is a note; in Python 3.10 only repr shows it.
     note = getattr(error, "add_note", None)
     if advice not in str(error) and note is not None:
         note(advice)
@@ -78,17 +78,17 @@ def _advice_for(text: str) -> str | None:
 
 
 def refuse_pickling(node: object, protocol: object) -> Any:
-    """Raise a TypeError, since a pickled value would lose its derivative: the `__reduce_ex__` of nodes."""
+    """Raise a TypeError, since a pickled value would lose its derivative; the `__reduce_ex__` of nodes."""
     raise TypeError(f"A traced value can't be pickled. {_NO_MPI4PY}")
 
 
 def itself(node: object, memo: object) -> Any:
-    """Return the node: the `__deepcopy__` of nodes, so that a copy of a traced value has the same derivative."""
+    """Return the node itself, so a copy of a traced value has the same derivative; the `__deepcopy__` of nodes."""
     return node
 
 
 def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
-    """Name autograd's function that tried to convert a device array to NumPy, and the function to call instead."""
+    """Replace the error of a conversion of a device array to NumPy: name autograd's function and its replacement."""
     from mpiad.device import numpy as ours
 
     while trace is not None:

@@ -1,8 +1,8 @@
 """Traced arrays whose operators create their node directly, for speed.
 
 The right-hand side of an ODE is traced at each stage of each step, and for a few thousand trajectories the overhead of its
-operators dominates. Autograd's operators search for traced arguments twice per operation. If both operands are numbers or
-arrays of one of our traces, the result of that search is known, and the operators here create the node at once. All other
+operators dominates. Autograd's operators search the arguments for traced ones twice per operation. If both operands are
+numbers or arrays of one of our traces, no search is needed, and the operators here create the node at once. All other
 cases use autograd's operators, with the same results.
 """
 
@@ -39,14 +39,14 @@ class _Box(ArrayBox):
 
 
 class ShortcutBox(_Box):
-    """A traced array of a trace that is to be run backwards; made by `shortened`, and by its own operators."""
+    """A traced array in reverse mode; made by `shortened`, and by operators of this class."""
 
     __slots__ = ()
 
     def __getitem__(self, idx: Index) -> Array:
         """Return an element."""
         node, value = self._node, self._value
-        # The elements of vectors are numbers, which these operators don't support.
+        # The elements of a vector are numbers, which operators of this class don't support.
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
         if plain and type(node) is OrderedNode and node.tape.record is not None:
             return _recorded(_rule_of_getitem, value[idx], (value, idx), (0,), (node,), self._trace)
@@ -87,7 +87,7 @@ def _operator(rule: Callable, fun: Function, ufunc: Function, swapped: bool) -> 
 
 
 class BundleBox(_Box):
-    """A traced array with tangents in several directions; made by `shortened`, and by its own operators."""
+    """A traced array with tangents in several directions; made by `shortened`, and by operators of this class."""
 
     __slots__ = ()
 
@@ -164,7 +164,7 @@ for _name, _fun, _ufunc, _tangent in (
     setattr(ShortcutBox, f"__r{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, True))
     setattr(BundleBox, f"__{_name}__", _left_operator(_fun, _ufunc, _tangent))
     setattr(BundleBox, f"__r{_name}__", _right_operator(_fun, _ufunc, _tangent))
-# Autograd recognizes these types as traced values, but makes its own boxes for new ones.
+# Autograd recognizes values of these types as traced, but makes boxes of its own types for results.
 Box.types.update({ShortcutBox, BundleBox})
 
 

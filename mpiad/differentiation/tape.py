@@ -1,11 +1,11 @@
 """The ordered tape: the steps of one trace in execution order, including every communication.
 
-While a trace is open, its nodes and its tape refer to each other. At the end the tape drops its reference to the nodes, so
-that no reference cycle keeps the memory allocated.
+While a trace is open, its nodes and its tape refer to each other. At the end the tape drops its reference to the nodes;
+otherwise this reference cycle would keep the memory allocated.
 
 An inner trace must have a higher number than the outer one, even if one of them is plain autograd's. Therefore the numbers
-come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an exception. So it is
-reset here, but never below the number of a trace that another thread has open.
+come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an exception. This
+module resets it, but never below the number of a trace that another thread has open.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Recording(NamedTuple):
 
 
 class _Tape(Tape):
-    """State of tapes of both directions: their number, the enclosing tapes, unfinished requests and used channels."""
+    """State of reverse-mode and forward-mode tapes: number, enclosing tapes, unfinished requests and used channels."""
 
-    number = before = -1  # numbers of this trace, and of the trace that was open before
+    number = before = -1  # number of this trace, and the counter's value before it
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -52,7 +52,7 @@ class _Tape(Tape):
         self.outer: Tape | None = tracing.tape
         self.around: _Tape | None = tracing.tapes
         self.outer_channels = tracing.channels
-        tracing.tapes = self  # first, so that the trace is ended after an interrupt in this function
+        tracing.tapes = self  # first, so an interrupt in this function also ends the trace
         _open_number(self)
         tracing.tape, tracing.channels = self, self.channels
         return self
@@ -87,7 +87,7 @@ class _Tape(Tape):
         if self.record is not None:
             explain(error, trace)
             mark_left(self.channels, error, "a trace")
-            # Ends the reference cycle of tape and nodes; traced values become constants.
+            # Dropping the record ends the reference cycle of tape and nodes.
             self.record = None
 
     def end_values(self) -> None:
@@ -95,7 +95,7 @@ class _Tape(Tape):
 
 
 class OrderedTape(_Tape):
-    """The tape of a trace that is to be run backwards."""
+    """The tape of a reverse-mode trace."""
 
     def end_values(self) -> None:
         """Turn the values of this trace into constants, by changing the type of their nodes."""
@@ -107,7 +107,7 @@ class OrderedTape(_Tape):
     ) -> Any:
         """Record a communication; return its node, or None if its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
-        # Only the spec is kept, for cotangents of zeros, so that the result's memory can be freed.
+        # The node keeps only the result's spec, for cotangents of zeros, so the memory of the result can be freed.
         like = _NO_VALUE if dtype is None else spec_like(ans)
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
         vjp = operator.vjp(ans, args, params, tuple([k for k, _ in kept]), self.number)
@@ -125,14 +125,14 @@ class TangentTape(_Tape):
     ) -> Any:
         """Communicate the tangent, as part of the enclosing trace; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
-        # The communication of the tangent belongs to the enclosing trace.
+        # The enclosing trace records the communication of the tangent.
         with suspended(self.outer, body=False):
             tangent = operator.jvp(tangents, ans, args, params, self.number)
         return TangentNode.on_tape(self, tangent) if hasattr(ans, "dtype") else None
 
 
 _lock = threading.Lock()
-_open: dict[_Tape, int] = {}  # the thread of each open tape
+_open: dict[_Tape, int] = {}  # open tapes, and the thread of each
 _base = -1
 
 
@@ -149,7 +149,7 @@ def _open_number(tape: _Tape) -> None:
 
 
 def _close_number(tape: _Tape) -> None:
-    """Close a trace and any inner traces that an exception left open; do nothing if the trace is already closed."""
+    """Close a trace, and inner traces that an exception left open; do nothing if the trace is already closed."""
     with _lock:
         thread = _open.get(tape)
         if thread is None:

@@ -1,4 +1,4 @@
-"""Run a function of variables under one of our tapes, and return its results and their positions on the tape."""
+"""Runs of functions under one of our tapes, which return the results and their positions on the tape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _box_types = Box.types
 
 
 class Variables(NamedTuple):
-    """The differentiated arguments: all leaves, the indices of the variables, and the function that builds the pytree."""
+    """The differentiated arguments: all leaves, the indices of the variables, and a function that builds the pytree."""
 
     leaves: list[Any]
     places: list[int]
@@ -60,15 +60,15 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
         chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
     except IndexError:
         raise TypeError(
-            f"{call}: argnum={argnum!r} names an argument by its position, but {len(args)} positional were given."
+            f"{call}: argnum={argnum!r} refers to positional arguments, but only {len(args)} were given."
         ) from None
     if not isinstance(argnum, (int, np.integer)) and len({i % len(args) for i in argnum}) != len(argnum):
-        raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
+        raise ValueError(f"{call}: argnum={argnum!r} contains an argument twice.")
     leaves, build = flatten(chosen)
     leaves = [_with_dtype(leaf) for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
     if not places:
-        kinds = ", ".join(sorted({_described(leaf) for leaf in leaves})) or "nothing"
+        kinds = ", ".join(sorted({_type_name(leaf) for leaf in leaves})) or "nothing"
         raise TypeError(
             f"{call}: argument {argnum!r} holds {kinds}, but only real and complex numbers and arrays have derivatives. "
             "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
@@ -86,11 +86,11 @@ def _with_dtype(leaf: Array) -> Array:
         return np.complex128(leaf)
     leaf = _without_ended_traces(leaf)
     if type(leaf) in _box_types and not hasattr(leaf, "dtype") and isinstance(getval(leaf), (float, complex)):
-        return leaf * np.float64(1.0)  # from plain autograd
+        return leaf * np.float64(1.0)  # a number traced by plain autograd
     return leaf
 
 
-def _described(leaf: Array) -> str:
+def _type_name(leaf: Array) -> str:
     return f"{type(leaf).__name__} of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
@@ -108,15 +108,15 @@ def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
 def trace_backwards(
     fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False, passes: str = "several"
 ) -> Traced:
-    """Run a function with its variables traced, for reverse mode; `of_cotangents` and `passes` are those of `Tape`."""
+    """Run a function in reverse mode, with its variables traced; `of_cotangents` and `passes` as in `Tape`."""
     discover()
     tape, kept = OrderedTape(of_cotangents, passes), tracing.__dict__.copy()
     try:
         with tape:
-            # Variables are the first nodes of the record: the reverse sweep ends before them.
+            # Variables are the first nodes of the record: the reverse pass stops at them.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.on_tape(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-            # This precedes the exit of the tape, which turns its values into constants, and which handles exceptions here.
+            # Before the tape is closed, which turns its values into constants; exceptions raised here also end the trace.
             leaves, build = flatten(out)
             found = [_unboxed(leaf, tape) for leaf in leaves]
             places = [-1 if node is None else node.index for _, node in found]
@@ -167,8 +167,8 @@ def no_derivative(leaf: Array) -> Array:
     """Return the derivative for a leaf that isn't a variable: zero for integers, None for other objects."""
     if isinstance(leaf, np.ndarray) and leaf.dtype == object and any(type(part) in _box_types for part in leaf.flat):
         raise TypeError(
-            "a result is an object array of traced values: NumPy makes it if a function gets a list of traced arrays. Join "
-            "them before the call: with array, stack, concatenate or vstack of autograd.numpy."
+            "a result is an object array of traced values, which NumPy makes from a list of traced arrays. Join "
+            "the arrays before the call, with array, stack, concatenate or vstack of autograd.numpy."
         )
     if is_device_array(leaf):
         return np.zeros_like(leaf)
@@ -186,7 +186,7 @@ def _unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
     """Return a result's value and its node on this tape; the node is None for a constant."""
     number = tape.number
     while type(value) in _box_types and value._trace > number:
-        value = value._value  # of an inner trace that has ended
+        value = value._value  # the value of an inner trace that has ended
     if type(value) in _box_types and value._trace == number:
         node = value._node
         return value._value, node if getattr(node, "tape", None) is tape else None
@@ -203,10 +203,10 @@ def _without_ended_traces(value: Array) -> Array:
 
 
 def _unfinished(tape: Tape) -> Problem | None:
-    """Return the problem of a trace that ends before its requests are waited for, or None."""
+    """Return the problem of a trace with requests that weren't waited for; None if there are none."""
     if not tape.requests:
         return None
-    # In reverse mode all ranks raise it together, before the reverse pass.
+    # In reverse mode all ranks raise the problem together, before the reverse pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
     for channel, messages in tape.channels:

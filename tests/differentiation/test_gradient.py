@@ -210,7 +210,7 @@ def test_arguments_without_a_variable_are_refused(given):
 
 
 def test_missing_arguments_are_refused():
-    with pytest.raises(TypeError, match="argnum=2.*2 positional"):
+    with pytest.raises(TypeError, match="argnum=2.*positional arguments, but only 2"):
         mpiad.grad(lambda x, y: 1.0, argnum=2)(1.0, 2.0)
 
 

@@ -24,8 +24,8 @@ from mpiad.differentiation.rules.protocol import (
 
 
 def _sum_vjp(fun: Primitive, negated: bool, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent of a sum to both terms; if `negated`, pass minus the cotangent of a difference to the second."""
-    # With `where` or `out` autograd's rule applies, here and in all rules below.
+    """Pass the cotangent to both terms of a sum, or with `negated` to the terms of a difference, negated for the second."""
+    # For calls with `where` or `out`, this rule and those below use autograd's rule.
     if kwargs or len(args) != 2:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
     if len(argnums) == 2:
@@ -86,7 +86,7 @@ def _fitted(fit: Function | None, g: Array) -> Array:
 
 
 def _times_minus(t: Array, factor: Array) -> Array:
-    """Return minus the product, in the memory of `t` if possible."""
+    """Return the negated product, in the memory of `t` if possible."""
     if type(t) is type(factor) is np.ndarray and t.dtype == factor.dtype and t.shape == factor.shape:
         return np.negative(np.multiply(t, factor, t), t)
     return -(t * factor)

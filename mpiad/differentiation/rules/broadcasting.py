@@ -1,8 +1,8 @@
-"""Fit a cotangent of the result of a broadcasting operation to one of its operands.
+"""Conversion of a cotangent from the shape of a broadcast result to the shape of an operand.
 
 The cotangent is summed over the axes along which the operand was repeated. If the operand is real, the imaginary part is
-dropped. Then the cotangent is cast to the operand's precision. A number on the host may be an operand together with a
-device array; its cotangent is copied to the host.
+dropped. Then the cotangent is cast to the operand's precision. If one operand is a number on
+the host and the other one a device array, the cotangent of the number is copied to the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
 
 
 def fitted(part: Array, operand: Array) -> Array:
-    """Sum a cotangent over the axes along which its operand was repeated; both may be traced."""
+    """Sum a cotangent over the axes along which `operand` was repeated; both arguments may be traced."""
     fit = fitting(operand, part)
     return part if fit is None else fit(part)
 
@@ -61,7 +61,7 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
     traced = type(g) in BOX_TYPES
     space = anp if traced else np
     if axes:
-        # NumPy's sum is by far the fastest without the argument `axis`.
+        # NumPy's sum is much faster without the argument `axis`.
         g = space.sum(g, axis=axes) if shape else space.sum(g)
         if g.shape != shape:
             g = space.reshape(g, shape)
@@ -74,7 +74,7 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
 
 
 def broadcast_tangent(tangent: Array, ans: Array) -> Array:
-    """Broadcast the tangent of a summand to the shape of the sum `ans`; both may be traced."""
+    """Broadcast the tangent of a summand to the shape of the sum `ans`; both arguments may be traced."""
     value = getval(tangent)
     if type(value) is _ndarray and value.shape == ans.shape and value.dtype == ans.dtype:
         return tangent

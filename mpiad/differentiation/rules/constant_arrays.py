@@ -1,4 +1,4 @@
-"""Constant arrays on the host or device on which another array is."""
+"""Constant arrays on the same device as a given array, or on the host."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp, re
 
 
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the other operands, and sum over the indices that don't occur in the operand."""
+    """For each operand, multiply the cotangent by the other operands, and sum over the indices that the operand lacks."""
     if not isinstance(args[0], str):
         return inherited_vjp(anp.einsum, argnums, ans, args, kwargs)
     operands = args[1:]
@@ -32,7 +32,7 @@ def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Arr
         raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {own!r}: take its diagonal first")
     others = [operand for j, operand in enumerate(operands) if j != k]
     subscripts = [letters for j, letters in enumerate(inputs) if j != k]
-    # Along an index that occurs neither in the result nor in another operand, the cotangent is constant.
+    # The cotangent is constant along an index that occurs neither in the result nor in another operand.
     known = set(out).union(*subscripts)
     kept = "".join(letter for letter in own if letter in known)
     part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
@@ -56,7 +56,7 @@ def letters_of(subscripts: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     if arrow:
         return inputs, right.replace("...", longest)
     named = left.replace("...", "").replace(",", "")
-    # Without an arrow NumPy keeps the letters that occur once, in alphabetical order.
+    # Without an arrow, NumPy's result has the letters that occur once, in alphabetical order.
     return inputs, longest + "".join(sorted(letter for letter in set(named) if named.count(letter) == 1))
 
 

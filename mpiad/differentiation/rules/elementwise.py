@@ -1,4 +1,4 @@
-"""Elementwise functions of one array: autograd's formulas with less overhead, which dominates for small arrays."""
+"""Elementwise functions of one array: autograd's formulas, with less overhead for small arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RULES = {
     anp.log: lambda x, ans: lambda g: (g / x,),
     anp.sin: lambda x, ans: lambda g: (g * anp.cos(x),),
     anp.cos: lambda x, ans: lambda g: (-(g * anp.sin(x)),),
-    anp.sqrt: lambda x, ans: lambda g: (g / (ans + ans),),  # autograd's rule calls pow
+    anp.sqrt: lambda x, ans: lambda g: (g / (ans + ans),),  # autograd's rule would call pow
 }
 
 

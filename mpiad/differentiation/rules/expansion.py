@@ -1,4 +1,4 @@
-"""The transpose of a sum over axes: the cotangent is repeated along these axes, if possible as a view."""
+"""The transpose of a sum over axes: repetition of the cotangent along these axes, as a view if possible."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
-    """Return whether the arguments of a reduction are an array, optionally the axis, and keywords in `names`."""
-    # NumPy's own functions pass `out=None`, too.
+    """Return whether a reduction's arguments are an array, optionally an axis, and keywords in `names` only."""
+    # NumPy's own functions also pass `out=None`.
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 
 
@@ -43,7 +43,7 @@ def expanded(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
     if is_device_array(g):
         g = g if g.dtype == dtype or g.dtype.kind == "c" else g.astype(dtype)
         return np.broadcast_to(np.reshape(g, kept), shape)
-    # np.broadcast_to is several times slower, which matters for small arrays.
+    # np.broadcast_to would be several times slower for small arrays.
     g = np.asarray(g)
     g = np.ascontiguousarray(g, dtype if g.dtype.kind != "c" else None)
     dtype = g.dtype
@@ -70,7 +70,7 @@ def expand(g: Array, shape: Shape, kept: Shape) -> Array:
 
 
 def _expand_vjp(ans: Array, g: Array, shape: Shape, kept: Shape):
-    # Repeating along axes and summing over them are each other's transposes.
+    # Repetition along axes and summation over these axes are transposes of each other.
     axes = tuple(i for i, (n, k) in enumerate(zip(shape, kept)) if n != k)
     reduced = anp.shape(g)
     return lambda h: anp.reshape(anp.sum(h, axis=axes), reduced)

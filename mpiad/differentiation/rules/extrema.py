@@ -31,7 +31,7 @@ def _is_supported(args: tuple, kwargs: dict) -> bool:
 
 
 def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the factor from the cotangent of an extremum to that of each element: 1/n for n tied elements, else 0."""
+    """Return the derivative of an extremum with respect to each element: 1/n for n tied elements, 0 for the others."""
     x, where = getval(args[0]), kwargs.get("where", True)
     extrema = np.reshape(getval(ans), kept_shape(x.shape, axis_of(args, kwargs)))
     hits = x == extrema
@@ -43,7 +43,7 @@ def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
     else:
         axes = tuple(i for i, (n, k) in enumerate(zip(x.shape, extrema.shape)) if n != k)
         counts = np.sum(hits, axis=axes, keepdims=True, dtype=dtype)
-    # If no element equals the extremum, the extremum is `initial` or NaN. For NaN the gradient is NaN, as in autograd.
+    # If no element equals the extremum, this is `initial` or NaN. For NaN the gradient is NaN, as in autograd.
     return hits / (np.maximum(counts, 1) if "initial" in kwargs else counts)
 
 
@@ -82,8 +82,8 @@ def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:
     inside = None
     for limit in [given.get(name) for name in ("a_min", "a_max", "min", "max")]:
         if limit is not None:
-            apart = anp.not_equal(ans, limit)
-            inside = apart if inside is None else anp.logical_and(inside, apart)
+            differs = anp.not_equal(ans, limit)
+            inside = differs if inside is None else anp.logical_and(inside, differs)
     return inside
 
 

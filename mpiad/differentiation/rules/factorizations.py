@@ -1,7 +1,7 @@
 """Factorizations and inverses of matrices, norms, traces and singular values, on the host and on devices.
 
-A cotangent g of a complex matrix x means the change Re Σ g dx, without conjugation. Therefore the formulas differ from
-those of the references by conjugates.
+A cotangent g of a complex matrix x stands for the change Re Σ g dx, without conjugation. Therefore the formulas here and in
+the references differ by conjugates.
 
 References
 ----------
@@ -44,7 +44,7 @@ def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the transposed inverse by the cotangent of the logarithm, and for complex matrices of the phase."""
+    """Multiply the transposed inverse by the cotangent of the logarithm, and of the phase if the matrix is complex."""
     turned = anp.swapaxes(linalg.inv(args[0]), -1, -2)
 
     def vjp(g: Array) -> tuple[Array]:
@@ -78,12 +78,12 @@ def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
 
     def vjp(g: Array) -> tuple[Array]:
-        gaps = values[..., None, :] - values[..., :, None] + ones  # the diagonal isn't used
+        gaps = values[..., None, :] - values[..., :, None] + ones  # the diagonal is irrelevant
         turned = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
-        # Equal eigenvalues are allowed if nothing depends on their eigenvectors.
+        # Equal eigenvalues are supported if the objective doesn't depend on their eigenvectors.
         inner = turned / anp.where((gaps == 0) & (turned == 0), 1.0, gaps) + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
-        # The function reads only one triangle of the matrix.
+        # eigh reads only one triangle of the matrix.
         return (anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle,)
 
     return vjp

@@ -19,7 +19,7 @@ _getitem = ArrayBox.__getitem__
 
 
 def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Scatter the cotangent to the positions of the taken elements."""
+    """Add the cotangent to zeros at the positions of the taken elements."""
     if argnums != (0,):
         return inherited_vjp(_getitem, argnums, ans, args, kwargs)
     x, idx = args
@@ -31,7 +31,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if not basic:
         if isinstance(idx, list):  # NumPy would convert an empty list to floats
             idx = np.asarray(idx, dtype=None if idx else np.intp)
-        # A list of indices may select an element twice, but a mask can't.
+        # A list of indices may select an element twice, but a mask doesn't.
         advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if not is_basic(i)]
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
@@ -52,7 +52,7 @@ def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dic
 
 
 def _keeps_order(idx: object) -> bool:
-    # A basic index that takes all elements changes their order only by a negative step.
+    # A basic index that takes all elements changes their order only if it has a negative step.
     for i in idx if type(idx) is tuple else (idx,):
         if type(i) is slice and i.step is not None and i.step < 0:
             return False
@@ -60,7 +60,7 @@ def _keeps_order(idx: object) -> bool:
 
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Add the tangent of a sparse cotangent to a copy of the tangent of the sum."""
+    """Return the tangent of a sum with a sparse cotangent: the sum of both tangents, in a new array."""
     piece = gs[-1]
     if argnums == (1,) or type(piece) not in sparse_object_types:
         return inherited_jvp(sparse_add, argnums, gs, ans, args, kwargs)

@@ -30,7 +30,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 AxesRule = Callable[[tuple, dict, int, int], Axes]
-"""A function of args, kwargs and both factors' numbers of axes, which returns the summed axes of both factors."""
+"""A function of args, kwargs and the two factors' numbers of axes; it returns the summed axes of each factor."""
 
 
 def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -39,7 +39,7 @@ def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
         return inherited_vjp(fun, argnums, ans, args, kwargs)
     x, y = args
     a, b = getval(x), getval(y)
-    # For factors of different dtypes the cotangents must be cast, which autograd's rule does.
+    # If the dtypes differ, the cotangents must be cast; autograd's rule does this.
     same_kind = type(a) is type(b) and (type(a) is np.ndarray or is_device_array(a)) and a.dtype == b.dtype
     axes = (a.ndim, b.ndim) if same_kind else None
     if axes not in _FIRST:
@@ -60,8 +60,8 @@ def _dot(x: Array, y: Array) -> Array:
     return anp.dot(x, y) if type(x) in BOX_TYPES or type(y) in BOX_TYPES else np.dot(x, y)
 
 
-# Functions that return the cotangent of the first or the second factor, from the cotangent of the product and the other
-# factor. The keys are the factors' numbers of axes.
+# Functions of the product's cotangent and the other factor; they return the cotangent of the first or of the second factor.
+# The keys are the factors' numbers of axes.
 _FIRST: Any = {
     (1, 1): lambda g, y: g * y,
     (2, 1): lambda g, y: g[:, None] * y,
@@ -77,7 +77,7 @@ _SECOND: Any = {
 
 
 def outer_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the other factor, which is flattened."""
+    """Multiply the cotangent by the other factor, flattened."""
     x, y = bound(anp.outer, "a b", args, kwargs).values()
     parts = (lambda g: anp.dot(g, anp.ravel(y)), lambda g: anp.dot(anp.ravel(x), g))
     return lambda g: tuple([fitted(anp.reshape(parts[i](g), anp.shape(args[i])), args[i]) for i in argnums])
@@ -114,7 +114,7 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Contract the cotangent with the other factor, over the axes of the result that come from this factor."""
+    """Contract the cotangent with the other factor, over all axes of the result that come from the other factor."""
     x, y = args[0], args[1]
     rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
     if rank_x == 0 or rank_y == 0:
@@ -130,20 +130,20 @@ def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tupl
             # The free axes of factor i come from `g`. Its summed axes come from the other factor, in that factor's order.
             if i == 0:
                 out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), free_y))
-                return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
+                return _permuted(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
             out = anp.tensordot(x, g, (free_x, tuple(range(len(free_x)))))
-            return _in_order(out, [*[axes_y[axes_x.index(k)] for k in sorted(axes_x)], *free_y])
+            return _permuted(out, [*[axes_y[axes_x.index(k)] for k in sorted(axes_x)], *free_y])
 
     return lambda g: tuple([fitted(part(i, g), args[i]) for i in argnums])
 
 
-def _in_order(out: Array, axes: list[int]) -> Array:
+def _permuted(out: Array, axes: list[int]) -> Array:
     """Transpose an array whose axis k is axis `axes[k]` of a factor."""
     back = tuple(sorted(range(len(axes)), key=axes.__getitem__))
     return out if back == tuple(range(len(axes))) else anp.transpose(out, back)
 
 
-def _of_tensordot(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
+def _tensordot_axes(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
     axes: Any = args[2] if len(args) > 2 else kwargs.get("axes", 2)
     if isinstance(axes, int):
         return tuple(range(rank_x - axes, rank_x)), tuple(range(axes))
@@ -157,6 +157,6 @@ JVPS: dict = {}
 _AXES: dict[Primitive, AxesRule] = {
     anp.dot: lambda args, kwargs, n, m: ((n - 1,), (max(m - 2, 0),)),
     anp.inner: lambda args, kwargs, n, m: ((n - 1,), (m - 1,)),
-    anp.tensordot: _of_tensordot,
+    anp.tensordot: _tensordot_axes,
 }
 DEVICE_VJPS.update({fun: partial(_contraction_vjp, axes_of) for fun, axes_of in _AXES.items()})

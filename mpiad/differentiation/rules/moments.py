@@ -22,7 +22,7 @@ _NAMES = "a axis dtype out ddof keepdims"
 
 
 def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return for each element the product of the other elements, and the arguments by name."""
+    """Return the derivative, for each element the product of the other elements, and the arguments by name."""
     given = bound(fun, "a axis dtype out keepdims initial", args, kwargs)
     x, axis = given["a"], given.get("axis")
     shape = anp.shape(x)
@@ -30,24 +30,24 @@ def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
     value = getval(x)
     if isinstance(value, (np.ndarray, np.generic)) and np.all(value):
         return anp.reshape(ans, kept) / x, given
-    # The reduced axes are moved to the end; axes of length one don't matter.
+    # The reduced axes are moved to the end, except axes of length one.
     axes = [i for i, (n, k) in enumerate(zip(shape, kept)) if n != k]
     order = [*[i for i in range(len(shape)) if i not in axes], *axes]
     moved = anp.transpose(x, order)
     rest = moved.shape[: len(shape) - len(axes)]
-    others = anp.reshape(_others(anp.reshape(moved, (*rest, math.prod(moved.shape[len(rest) :])))), moved.shape)
+    others = anp.reshape(_product_of_others(anp.reshape(moved, (*rest, math.prod(moved.shape[len(rest) :])))), moved.shape)
     return anp.transpose(others, tuple(sorted(range(len(order)), key=order.__getitem__))) * given.get("initial", 1.0), given
 
 
-def _others(x: Array) -> Array:
-    """Return the product of all other elements along the last axis, computed by pairs without a division."""
+def _product_of_others(x: Array) -> Array:
+    """Return, for each element, the product of the others along the last axis, computed in pairs without division."""
     n = x.shape[-1]
     if n <= 1:
         return anp.ones_like(x)
     if n % 2:
         x = concatenate([x, arrays_like(x).full((*x.shape[:-1], 1), 1, getval(x).dtype)], -1)
     first, second = x[..., ::2], x[..., 1::2]
-    rest = _others(first * second)
+    rest = _product_of_others(first * second)
     return anp.reshape(stack([second * rest, first * rest], -1), x.shape)[..., :n]
 
 
@@ -60,7 +60,7 @@ def _slope_of_var(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
 
 
 def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return the slope of the variance, divided by twice the standard deviation; zero for one element."""
+    """Return the derivative of the variance, divided by twice the standard deviation; zero for one element."""
     slope, given = _slope_of_var(fun, ans, args, kwargs)
     shape = anp.shape(slope)
     kept = kept_shape(shape, given.get("axis"))
@@ -68,14 +68,14 @@ def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
 
 
 def slope_vjp(fun: Primitive, slope_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangents of a reduction by its slopes; `slope_of` returns these and the arguments by name."""
+    """Multiply cotangents by the derivative of a reduction, which `slope_of` returns with the arguments by name."""
     slope, given = slope_of(fun, ans, args, kwargs)
     kept = kept_shape(anp.shape(slope), given.get("axis"))
     return lambda g: (fitted(anp.reshape(g, kept) * slope, args[0]),)
 
 
 def slope_jvp(fun: Primitive, slope_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Sum the products of tangents and slopes."""
+    """Sum the products of tangents and derivatives."""
     slope, given = slope_of(fun, ans, args, kwargs)
     terms = slope * gs[0]
     terms = terms if anp.iscomplexobj(ans) else anp.real(terms)

@@ -1,4 +1,4 @@
-"""Padding: constant, and by the array's own elements (edge, reflect, symmetric, wrap)."""
+"""Padding with a constant, or with the array's own elements (edge, reflect, symmetric, wrap)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPYING = ("edge", "reflect", "symmetric", "wrap")
 
 def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Remove the padding from the cotangent; add the cotangents of copied elements to those of their sources."""
-    x, width, mode = _bound(argnums, args, kwargs)
+    x, width, mode = _arguments(argnums, args, kwargs)
     shape = np.shape(getval(x))
     widths = _widths(width, len(shape))
     if mode == "constant":
@@ -27,25 +27,25 @@ def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def pad_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Pad the tangent: with zeros, or with its own elements."""
-    _, width, mode = _bound(argnums, args, kwargs)
+    """Pad the tangent with zeros or with its own elements."""
+    _, width, mode = _arguments(argnums, args, kwargs)
     return anp.pad(gs[0], width, mode)
 
 
-def _bound(argnums: Argnums, args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
-    """Return array, widths and mode of a call; raise the error of `refusal` if it has no rule."""
+def _arguments(argnums: Argnums, args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
+    """Return array, widths and mode of a call; raise the error of `refusal` if this call has no rule."""
     given = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
     x, width, mode, others = given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
     # The odd reflection (reflect_type="odd") doesn't copy elements, and has no rule.
     if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in _COPYING and not others)):
         raise refusal(
-            anp.pad, f"with mode={mode!r}, {others}, pad_width={width!r}: known are constant, {', '.join(_COPYING)}"
+            anp.pad, f"with mode={mode!r}, {others}, pad_width={width!r}: supported are constant, {', '.join(_COPYING)}"
         )
     return x, width, mode
 
 
 def _widths(width: Any, ndim: int) -> Widths:
-    """Return the numbers of elements added before and after, per axis."""
+    """Return, for each axis, the numbers of elements added before and after."""
     if type(width) is int:
         return [(width, width)] * ndim
     return [(int(before), int(after)) for before, after in np.broadcast_to(width, (ndim, 2))]
@@ -59,7 +59,7 @@ def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
             continue
         lead = (slice(None),) * axis
         total = g[(*lead, slice(before, before + n))].copy()
-        # The padded array of indices contains the source of each layer.
+        # Padding the array of indices gives the source of each layer.
         source = np.pad(np.arange(n), (before, after), mode)  # type: ignore[call-overload]
         for layer in (*range(before), *range(before + n, before + n + after)):
             total[(*lead, source[layer])] += g[(*lead, layer)]

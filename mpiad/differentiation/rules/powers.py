@@ -1,4 +1,4 @@
-"""Powers; for constant real exponents with fewer operations than autograd's rule."""
+"""Powers, with fewer operations than autograd's rule for constant real exponents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Multiply the tangents by the slopes, and add the products."""
+    """Multiply the tangents by the partial derivatives, and add the products."""
     slope = _slope(argnums, args, kwargs)
     return sum(_general_slope(i, ans, *args) * g for i, g in zip(argnums, gs)) if slope is None else slope(gs[0])
 

@@ -25,34 +25,34 @@ anp: Any = autograd.numpy
 """Autograd's NumPy, whose functions are created at run time; importing it fills autograd's tables of rules."""
 
 BOX_TYPES = Box.types
-"""Autograd's set of the types of traced values, to which types may be added later."""
-# In later versions of autograd `mean` and `where` are plain functions around these primitives.
+"""Autograd's set of the types of traced values, to which types are added during the program."""
+# In later versions of autograd, `mean` and `where` are plain functions that call these primitives.
 primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_mean", anp.mean)
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
-# Rules for device arrays, for which autograd's rules would return NumPy arrays; other modules add rules. They use functions
-# of `autograd.numpy`, so that they can be differentiated again, and neither copy to the host nor wait for the device.
+# Rules for device arrays, for functions whose rules in autograd would return NumPy arrays; other modules add rules. The
+# rules call `autograd.numpy`, so they are differentiable, and neither copy to the host nor wait for the device.
 DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
 _ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy in place of autograd.numpy"
-# Functions without a derivative on devices: their name and the alternative.
+# Functions without a derivative on devices: name and advice.
 DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
     anp.concatenate_args: ("concatenate", _ASSEMBLY),
     anp.array_from_args: ("array", _ASSEMBLY),
     anp.make_diagonal: ("make_diagonal", "multiply by a mask, as in x[..., None] * identity"),
-    anp.real_if_close: ("real_if_close", "the host doesn't know the values. Use real"),
+    anp.real_if_close: ("real_if_close", "the values are unknown on the host. Use real"),
     anp.linalg.eig: ("linalg.eig", "copy the matrix with mpiad.device.to_host"),
 }
 
 _NUMBERS = (float, complex, np.inexact)
-# Only autograd's own primitives must return cotangents in the shape of their arguments.
+# Autograd's own primitives, whose cotangents must have the shapes of the arguments.
 _OWN_PRIMITIVES = frozenset(primitive_vjps) | frozenset(primitive_jvps)
-# Exceptions of autograd's rules for unsupported arguments.
+# Exceptions that autograd's rules raise for unsupported arguments.
 _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NameError, NotImplementedError)
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by the rule of autograd or `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
+    """Make the adjoint by autograd's rule or that in `DEVICE_VJPS`; cotangents are reshaped like the arguments."""
     on_host = _is_on_host(ans)
     _require_support(fun, ans, on_host)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
@@ -63,7 +63,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
         fitted = pull = rule(argnums, ans, args, kwargs)
     if on_host:
         return fitted
-    # For device arrays, the cotangents of arguments that are numbers on the host are copied to the host.
+    # If the result is on a device, the cotangents of numbers on the host are copied to the host.
     are_numbers = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
     if not any(are_numbers):
         return fitted
@@ -77,7 +77,7 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
-    """Compute a tangent by a rule; for NumPy functions it gets the shape of the result, and is real if the result is."""
+    """Compute a tangent by a rule; for NumPy functions, convert the tangent to the result's shape, and to real if it is."""
     return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _OWN_PRIMITIVES else rule(*call)
 
 
@@ -87,7 +87,7 @@ def _fitted_parts(fun: Primitive, pull: Vjp, likes: list, g: Array) -> list:
 
 
 def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
-    """Call a rule; turn exceptions for unsupported arguments into an error that names the function."""
+    """Call a rule; replace its exception for unsupported arguments by an error that names the function."""
     try:
         return rule(*call)
     except np.linalg.LinAlgError:
@@ -99,7 +99,7 @@ def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
 
 
 def refusal(fun: Primitive, what: str) -> Exception:
-    """Return the error for a call that can't be differentiated, which names the function."""
+    """Return the error for a call that can't be differentiated; the text names the function."""
     # NumPy would replace a NotImplementedError of a ufunc by another error.
     kind = TypeError if isinstance(getattr(fun, "fun", None), np.ufunc) else NotImplementedError
     return kind(f"{getattr(fun, '__name__', repr(fun))} can't be differentiated {what}.")
@@ -133,7 +133,7 @@ def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, An
     others = [name for name in given if name not in known and given[name] is not None]
     if others or len(args) > len(known):
         unknown = " and ".join(others) or f"{len(args)} arguments"
-        raise refusal(fun, f"with {unknown}: the rule knows {names.replace(' ', ', ')}")
+        raise refusal(fun, f"with {unknown}: supported arguments are {names.replace(' ', ', ')}")
     return given
 
 
@@ -147,7 +147,7 @@ def _require_support(fun: Primitive, ans: Array, on_host: bool) -> None:
 
 
 def _array_module(x: Array) -> ArrayModule | None:
-    """Return the array module of the device of a value, or of the first part of a tuple or list; None for the host."""
+    """Return the array module of a value, or of the first element of a tuple or list; None for the host."""
     x = getval(x)
     if isinstance(x, (tuple, list)) and len(x) > 0:
         x = getval(x[0])
@@ -155,7 +155,7 @@ def _array_module(x: Array) -> ArrayModule | None:
 
 
 def refuse_on_device(fun: Primitive, ans: Array) -> None:
-    """Raise a NotImplementedError that names a function without a derivative on devices, and the alternative."""
+    """Raise a NotImplementedError that names a function without a derivative on devices, with advice."""
     name, advice = DEVICE_REFUSALS[fun]
     arrays = _array_module(ans)
     kind = "device" if arrays is None else arrays.name
@@ -163,7 +163,7 @@ def refuse_on_device(fun: Primitive, ans: Array) -> None:
 
 
 def linear_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Apply a function that is linear in its first argument to the tangent."""
+    """Apply a function to the tangent of its first argument, in which the function is linear."""
     return fun(gs[0], *args[1:], **kwargs)
 
 

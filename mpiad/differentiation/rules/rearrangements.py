@@ -26,7 +26,7 @@ from mpiad.differentiation.rules.protocol import (
 
 
 def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Join the cotangents of the pieces."""
+    """Concatenate the cotangents of the pieces."""
     x, *others = args
     axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
     if fixed is not None:
@@ -35,18 +35,18 @@ def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, 
 
 
 def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pad the cotangent with zeros and take minus the differences, n times: the transpose of `numpy.diff`."""
+    """Apply the transpose of a difference n times: pad the cotangent with zeros, and negate its differences."""
     given = bound(anp.diff, "a n axis", args, kwargs)
     if given.get("n", 1) == 0:
         return one_unchanged
     rank = len(ans.shape)
     place = given.get("axis", -1) % rank
     times = min(given.get("n", 1), args[0].shape[place])
-    around = [(1, 1) if i == place else (0, 0) for i in range(rank)]
+    widths = [(1, 1) if i == place else (0, 0) for i in range(rank)]
 
     def vjp(g: Array) -> tuple[Array]:
         for _ in range(times):
-            g = -anp.diff(anp.pad(g, around, "constant"), axis=place)
+            g = -anp.diff(anp.pad(g, widths, "constant"), axis=place)
         return (g,)
 
     return vjp
@@ -62,7 +62,7 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     """Apply the transposed differences along each axis, and add the results."""
     x, *spacings = args
     if spacings or kwargs.keys() - {"axis"}:
-        raise refusal(anp.gradient, "with spacings or an order of the edges: divide the result by a spacing")
+        raise refusal(anp.gradient, "with spacings or edge_order: divide the result by the spacing")
     axis, rank = kwargs.get("axis"), len(x.shape)
     axes = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
 
@@ -76,7 +76,7 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 def _transposed_differences(g: Array, axis: int) -> Array:
     """Return Σ_i w_i (e_{i+1} - e_{i-1}) with unit vectors e_i and w = g/2.
 
-    At the ends w = g, and the first or last element replaces its missing neighbor.
+    At the ends w = g, and the index of a missing neighbor is replaced by the index of the end.
     """
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
@@ -85,25 +85,25 @@ def _transposed_differences(g: Array, axis: int) -> Array:
 
 @primitive
 def scattered(g: Array, places: Array, shape: Shape) -> Array:
-    """Return an array of zeros with the elements g at `places`, distinct indices into the flattened array."""
+    """Return an array of zeros, except for g at `places`, which are distinct indices into the flattened array."""
     total = arrays_like(g).full((math.prod(shape),), 0, g.dtype)
     total[places] = g
     return np.reshape(total, shape)
 
 
-# Taking elements and placing them into zeros are each other's transposes.
+# Taking elements and placing them into zeros are transposes of each other.
 defvjp(scattered, lambda ans, g, places, shape: lambda h: anp.reshape(h, (-1,))[places])
 defjvp(scattered, lambda dg, ans, g, places, shape: scattered(dg, places, shape))
 
 
-def _moved(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the index from which each element of a rearranged array comes."""
+def _source_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Return, for each element of a rearranged array, its index in the flattened argument."""
     x = getval(args[0])
     return fun(np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x)), *args[1:], **kwargs)
 
 
-def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the index from which each element of a sorted or partitioned array comes."""
+def _sorted_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Return, for each element of a sorted or partitioned array, its index in the flattened argument."""
     given = bound(fun, "a axis kind" if fun is anp.sort else "a kth axis", args, kwargs)
     x, result, axis = getval(args[0]), getval(ans), given.get("axis", -1)
     numbers = np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x))
@@ -117,23 +117,23 @@ def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
     return np.take_along_axis(numbers, order, axis)
 
 
-def _rearrangement_vjp(fun: Primitive, places_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+def _rearrangement_vjp(fun: Primitive, indices_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Move each element of the cotangent back."""
     if fun is anp.diag and len(anp.shape(args[0])) == 1:
-        return inherited_vjp(fun, argnums, ans, args, kwargs)  # a matrix made from a diagonal
-    places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])
+        return inherited_vjp(fun, argnums, ans, args, kwargs)  # here diag makes a matrix from its diagonal
+    places, shape = indices_of(fun, ans, args, kwargs), anp.shape(args[0])
     return lambda g: (scattered(g, places, shape),)
 
 
 def _rearrangement_jvp(
-    fun: Primitive, places_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
+    fun: Primitive, indices_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
 ) -> Array:
     """Rearrange the tangent like the array."""
-    return anp.reshape(gs[0], (-1,))[places_of(fun, ans, args, kwargs)]
+    return anp.reshape(gs[0], (-1,))[indices_of(fun, ans, args, kwargs)]
 
 
-_MOVED = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
-_ORDERED = (anp.sort, anp.partition)
+_REARRANGING = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
+_SORTING = (anp.sort, anp.partition)
 VJPS = {
     anp.split: partial(_division_vjp, None),
     anp.array_split: partial(_division_vjp, None),
@@ -142,11 +142,11 @@ VJPS = {
     anp.dsplit: partial(_division_vjp, 2),
     anp.diff: diff_vjp,
     anp.gradient: gradient_vjp,
-    **{fun: partial(_rearrangement_vjp, fun, _moved) for fun in _MOVED},
-    **{fun: partial(_rearrangement_vjp, fun, _ordered) for fun in _ORDERED},
+    **{fun: partial(_rearrangement_vjp, fun, _source_indices) for fun in _REARRANGING},
+    **{fun: partial(_rearrangement_vjp, fun, _sorted_indices) for fun in _SORTING},
 }
 JVPS = {
     anp.diff: diff_jvp,
-    anp.flip: partial(_rearrangement_jvp, anp.flip, _moved),
-    **{fun: partial(_rearrangement_jvp, fun, _ordered) for fun in _ORDERED},
+    anp.flip: partial(_rearrangement_jvp, anp.flip, _source_indices),
+    **{fun: partial(_rearrangement_jvp, fun, _sorted_indices) for fun in _SORTING},
 }

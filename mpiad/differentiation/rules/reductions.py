@@ -48,7 +48,7 @@ def _repeated(x: Array, axis: Axis, where: object) -> Vjp:
     kept = kept_shape(shape, axis)
     if where is True:
         return lambda g: (expanded(g, shape, kept, dtype),)
-    # Terms that `where` excludes have the cotangent zero.
+    # Terms excluded by `where` have cotangent zero.
     return lambda g: (anp.where(where, expanded(g, shape, kept, dtype), 0.0),)
 
 

@@ -19,9 +19,7 @@ def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     given = bound(anp.repeat, "a repeats axis", args, kwargs)
     shape, axis = anp.shape(given["a"]), given.get("axis")
     if np.size(given["repeats"]) != 1 or argnums != (0,):
-        raise refusal(
-            anp.repeat, "with a separate number of copies for each element: index with an array of indices instead"
-        )
+        raise refusal(anp.repeat, "with a number of copies per element: index with an array of indices instead")
     before = shape[: axis % max(len(shape), 1) + 1] if axis is not None else (math.prod(shape),)
     split = (*before, int(np.sum(given["repeats"])), *(shape[len(before) :] if axis is not None else ()))
     return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=len(before)), shape),)
@@ -48,7 +46,7 @@ def full_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
 
 
 def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the cotangents, weighted by the distances from the other end."""
+    """Sum the cotangents, weighted for each end by the relative distance from the other end."""
     given = bound(anp.linspace, "start stop num endpoint", args, kwargs)
     n = ans.shape[0]
     steps = n - 1 if given.get("endpoint", True) else n

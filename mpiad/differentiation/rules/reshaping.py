@@ -12,7 +12,7 @@ from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, i
 
 
 def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transpose the cotangent back."""
+    """Apply the inverse transposition to the cotangent."""
     axes = args[1] if len(args) > 1 else kwargs.get("axes")
     if axes is None:
         return lambda g: (g.T,)
@@ -25,7 +25,7 @@ def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vj
 
 
 def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Shift the cotangent back."""
+    """Shift the cotangent in the opposite direction."""
     if argnums != (0,):
         return inherited_vjp(anp.roll, argnums, ans, args, kwargs)
     bound = dict(zip(("a", "shift", "axis"), args), **kwargs)

@@ -1,4 +1,4 @@
-"""The adjoint of taking elements, kept as sparse data: a few values and their index.
+"""The adjoint of taking elements, as sparse data: a few values and their index.
 
 If a program reads many slices of an array, each slice contributes a cotangent that is zero elsewhere. `Scatter` holds
 the values of such a cotangent, and adds them to the sum in place. For a traced cotangent the primitive `put` returns
@@ -15,7 +15,7 @@ from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 from mpiad._typing import Array, Index, Shape
 from mpiad.transport.device_arrays import arrays_of
 
-_FEW = 16  # if fewer than 1/16 of an array's elements change, indices of all elements take too long
+_FEW = 16  # if fewer than 1/16 of an array's elements change, an array of all indices takes too long
 _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 
 
@@ -23,8 +23,8 @@ _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 class Scatter:
     """A cotangent with `values` at `idx` and zeros elsewhere.
 
-    - `shape`, `dtype`: those of the array from which elements were taken.
-    - `values`: the cotangent of these elements, untraced.
+    - `shape`, `dtype`: of the array from which elements were taken.
+    - `values`: the cotangent of the taken elements, untraced.
     - `repeats`: whether `idx` may name an element more than once.
     """
 
@@ -67,7 +67,7 @@ def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
 
 
 def is_basic(idx: Index) -> bool:
-    """Return whether NumPy returns a view for an index: integers, slices, None and Ellipsis only."""
+    """Return whether an index has only integers, slices, None and Ellipsis, so NumPy returns a view."""
     if type(idx) is not tuple:
         return type(idx) in _BASIC
     # all() with a generator would take three times as long.
@@ -83,7 +83,7 @@ def put(g: Array, idx: Index, repeats: bool, vs: Array) -> SparseObject:
     return SparseObject(vs, Scatter(vs.shape, vs.dtype, idx, g, repeats).mut_add)
 
 
-# The transpose of taking elements is adding to them.
+# Adding to elements of zeros is the transpose of taking elements.
 defvjp(put, lambda ans, g, idx, repeats, vs: lambda h: h[idx])
 # The tangent of a sparse cotangent is sparse; autograd's defjvp would form a dense array.
 defjvp_argnums(put, lambda argnums, gs, ans, args, kwargs: put(gs[0], *args[1:]))

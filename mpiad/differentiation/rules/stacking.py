@@ -20,9 +20,9 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Cut the cotangent into the pieces that were joined."""
+    """Split the cotangent into the parts of the pieces that were joined."""
     axis, pieces = args[0], args[1:]
-    _refuse_garbage(ans)
+    _refuse_object_array(ans)
     if kwargs:
         return inherited_vjp(anp.concatenate_args, argnums, ans, args, kwargs)
     if axis is None:
@@ -38,23 +38,23 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
     return lambda g: tuple([anp.real(g[cut]) if real else g[cut] for cut, real in chosen])
 
 
-def _refuse_garbage(ans: Array) -> None:
-    # Autograd's concatenate requests a view of type ndarray, which CuPy takes for the dtype object.
+def _refuse_object_array(ans: Array) -> None:
+    # Autograd's concatenate calls view(ndarray), which CuPy interprets as a view of dtype object.
     if ans.dtype.kind == "O" and is_device_array(getval(ans)):
         refuse_on_device(anp.concatenate_args, ans)
 
 
 def concatenate_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Join the tangents, with zeros for pieces without a tangent."""
-    _refuse_garbage(ans)
-    return anp.concatenate_args(args[0], *_filled_up(argnums, gs, args, 1))
+    _refuse_object_array(ans)
+    return anp.concatenate_args(args[0], *_all_tangents(argnums, gs, args, 1))
 
 
 def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Give each element of the literal its part of the cotangent."""
+    """Return, for each element of the literal, its part of the cotangent."""
     if args[1] or len(args[0]) > 1:
         return inherited_vjp(anp.array_from_args, argnums, ans, args, kwargs)
-    # The elements follow two arguments of `array`.
+    # The elements are the arguments after the first two.
     chosen = [(i - 2, _must_be_real(args[i], ans)) for i in argnums]
 
     def vjp(g: Array) -> tuple[Array, ...]:
@@ -69,7 +69,7 @@ def array_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
     """Make an array of the tangents, with zeros for elements without a tangent."""
     if args[1]:
         return inherited_jvp(anp.array_from_args, argnums, gs, ans, args, kwargs)
-    return anp.array_from_args(args[0], args[1], *_filled_up(argnums, gs, args, 2))
+    return anp.array_from_args(args[0], args[1], *_all_tangents(argnums, gs, args, 2))
 
 
 def element_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -83,7 +83,7 @@ def _must_be_real(piece: Array, ans: Array) -> bool:
     return ans.dtype.kind == "c" and not anp.iscomplexobj(piece)
 
 
-def _filled_up(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:
+def _all_tangents(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:
     """Return the tangents of the arguments from `first` on, with zeros for arguments without a tangent."""
     tangents = dict(zip(argnums, gs))
     return [tangents[i] if i in tangents else np.zeros_like(getval(args[i])) for i in range(first, len(args))]

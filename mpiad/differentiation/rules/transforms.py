@@ -1,4 +1,4 @@
-"""Fourier transforms of and to real vectors; all are linear, so tangents are transformed like values."""
+"""Fourier transforms of several axes, and of and to real arrays; tangents are transformed like values, by linearity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADJOINT_NORMS = {None: "forward", "backward": "forward", "ortho": "ortho", "for
 
 
 def _axes(fun: Primitive, args: tuple, kwargs: dict) -> tuple[Shape, list[int], Any, str | None]:
-    """Return the shape of the argument, the axes, the lengths along these or None, and the normalization."""
+    """Return the shape of the argument, the axes, the lengths along the axes (or None), and the normalization."""
     one_axis = fun is fft.rfft or fun is fft.irfft
     given: Any = bound(fun, "a n axis norm" if one_axis else "a s axes norm", args, kwargs)
     shape, norm = anp.shape(given["a"]), given.get("norm")
@@ -29,19 +29,19 @@ def _axes(fun: Primitive, args: tuple, kwargs: dict) -> tuple[Shape, list[int], 
         axes = range(-len(lengths or shape), 0) if axes is None else axes
     axes = [axis % len(shape) for axis in axes]
     if len(set(axes)) != len(axes):
-        raise refusal(fun, f"along one axis twice: axes={axes}")
+        raise refusal(fun, f"if an axis is transformed twice: axes={axes}")
     return shape, axes, lengths, norm
 
 
 def _complex_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the cotangent: the matrix of the transform is symmetric."""
+    """Transform the cotangent, since the matrix of the transform is symmetric."""
     transform = fft.fftn if fun in (fft.fft2, fft.fftn) else fft.ifftn
     shape, axes, _, norm = _axes(fun, args, kwargs)
     return lambda g: (fitted(_resized(transform(g, axes=axes, norm=norm), shape, axes), args[0]),)
 
 
 def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the zero-padded cotangent, and take the real part: its matrix has the first rows of a symmetric one."""
+    """Pad the cotangent with zeros, transform it, and take the real part: rfft gives the first entries of fft."""
     shape, (*leading, last), lengths, norm = _axes(fun, args, kwargs)
     n = lengths[-1] if lengths is not None else shape[last]
 
@@ -53,7 +53,7 @@ def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs:
 
 
 def _inverse_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the cotangent; all frequencies count twice, except the first one and the middle one of an even length."""
+    """Transform the cotangent; frequencies count twice, except the first one and, for an even length, the last one."""
     shape, (*leading, last), _, norm = _axes(fun, args, kwargs)
     n = ans.shape[last]
     places = arrays_like(ans).arange(n // 2 + 1)
@@ -69,13 +69,13 @@ def _inverse_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
 
 
 def _resized(part: Array, shape: Shape, axes: list[int]) -> Array:
-    """Truncate or zero-pad along these axes to a shape: the adjoint of the transform's own padding or truncation."""
+    """Truncate or zero-pad an array along `axes` to `shape`: the adjoint of the transform's padding or truncation."""
     for axis in axes:
-        count, have = shape[axis], part.shape[axis]
-        if have > count:
+        count, length = shape[axis], part.shape[axis]
+        if length > count:
             part = part[(*(slice(None),) * axis, slice(count))]
-        elif have < count:
-            part = anp.pad(part, [(0, count - have if i == axis else 0) for i in range(len(shape))], "constant")
+        elif length < count:
+            part = anp.pad(part, [(0, count - length if i == axis else 0) for i in range(len(shape))], "constant")
     return part
 
 

@@ -1,6 +1,6 @@
 """Tangents of functions for which autograd has only the adjoint: transforms, factorizations, special functions.
 
-The adjoint w ↦ Jᵀw is linear, so the gradient of ⟨Jᵀw, v⟩ with respect to w is the tangent Jv, for any w.
+The adjoint w ↦ Jᵀw is linear. For any w, the gradient of ⟨Jᵀw, v⟩ with respect to w is therefore the tangent Jv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpiad.differentiation.rules.protocol import (
 
 
 def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
-    """Return autograd's tangent rule, or the transposed adjoint; raise the error of `refusal` if there is neither."""
+    """Return autograd's tangent rule, or one by transposing the adjoint; raise the error of `refusal` if neither exists."""
     if fun in primitive_jvps:
         return partial(inherited_jvp, fun)
     if (fun in primitive_vjps or fun in VJP_RULES) and hasattr(value, "dtype"):
@@ -35,7 +35,7 @@ def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
 
 
 def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    # Imported here, since nodes import this module.
+    # Imported here, since the module `nodes` imports this one.
     from mpiad.differentiation.backward import run_backward
     from mpiad.differentiation.trace import trace_list
 

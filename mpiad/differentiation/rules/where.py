@@ -1,4 +1,4 @@
-"""`where`: elements of one array or another, chosen by a condition."""
+"""`where`: elements of two arrays, chosen by a condition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass each element of the cotangent to the array from which the element of the result comes."""
+    """Pass each element of the cotangent to the array from which the result took this element."""
     if kwargs or len(args) != 3:
         return inherited_vjp(primitive_where, argnums, ans, args, kwargs)
     condition = getval(args[0])
