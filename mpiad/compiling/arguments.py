@@ -49,13 +49,13 @@ def is_linked(signature: str) -> bool:
 
 
 def argument(x: Array, dtype: DTypeLike = float) -> Array:
-    """Return a contiguous, writable array of a dtype: x itself, or a copy."""
+    """Return a contiguous, writable array of a dtype: x itself if possible, otherwise a copy."""
     return np.require(x, dtype, ["C_CONTIGUOUS", "WRITEABLE"])
 
 
 def aligned(count: int, dtype: np.dtype) -> Array:
     """Return an array of zeros that shares no cache line with other data."""
-    # NumPy aligns memory to 16 bytes. A vector of 64 bytes could lie in two cache lines, which is up to 20 % slower.
+    # NumPy aligns memory to 16 bytes. A 64-byte vector across two cache lines is up to 20 % slower.
     bytes_ = np.zeros(count * dtype.itemsize + 2 * _LINE, np.uint8)
     first = -bytes_.ctypes.data % _LINE
     return bytes_[first : first + count * dtype.itemsize].view(dtype)
@@ -73,24 +73,24 @@ def real_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def parts(x: Array) -> Array:
-    """Return a complex array as a real view whose last axis alternates real and imaginary parts; return a real x itself."""
+    """Return a real view of a complex array, with real and imaginary parts in turn on the last axis; a real x itself."""
     return x.view(real_dtype(x.dtype)) if is_complex(x) else x
 
 
 def from_parts(x: Array, dtype: DTypeLike) -> Array:
-    """Return the array of this dtype whose `parts` are x."""
+    """Return the array of this dtype whose `parts` equal x."""
     return np.ascontiguousarray(x, real_dtype(dtype)).view(dtype) if is_complex(dtype) else x
 
 
 def row_parts(x: Array) -> Array:
-    """Return an array of shape (..., d, n) with real and imaginary parts as separate rows: (..., 2 d, n) if complex."""
+    """Return an array of shape (..., d, n); if it is complex, as real and imaginary rows in turn, shape (..., 2 d, n)."""
     if not is_complex(x):
         return x
     return np.stack([x.real, x.imag], axis=-2).reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1])
 
 
 def from_row_parts(x: Array, dtype: DTypeLike) -> Array:
-    """Return the array of this dtype whose `row_parts` are x."""
+    """Return the array of this dtype whose `row_parts` equal x."""
     if not is_complex(dtype):
         return x
     result = np.empty((*x.shape[:-2], x.shape[-2] // 2, x.shape[-1]), dtype)

@@ -50,7 +50,7 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def common_kind(a: str, b: str) -> str:
-    """Return the common type to which the operands of an arithmetic operation are converted."""
+    """Return the type to which both operands of an arithmetic operation are converted."""
     if {a, b} == {INTEGER, SINGLE}:
         return DOUBLE
     return KINDS[max(KINDS.index(a), KINDS.index(b))]
@@ -66,7 +66,7 @@ def literal_value(text: str) -> float:
     return struct.unpack("<d", struct.pack("<Q", int(text, 16)))[0]
 
 
-# An intrinsic function that returns its argument. LLVM removes it after all loop optimizations.
+# An intrinsic function that returns its argument; LLVM removes the calls after all loop optimizations.
 _HIDDEN = "llvm.strip.invariant.group.p0"
 
 
@@ -78,7 +78,7 @@ class Block:
         self.lines: list[str] = []
 
     def text(self, slots: Sequence[str] = ()) -> str:
-        """Return the block as LLVM text, with instructions for stack slots before the others."""
+        """Return the block as LLVM text; instructions for stack slots precede the others."""
         return "\n  ".join([f"{self.label}:", *slots, *self.lines])
 
 
@@ -86,7 +86,7 @@ class BlockBuilder:
     """Appends instructions to the current block of a function.
 
     `fast`: LLVM's fast-math flags of floating-point operations. `declared`: collects the declarations of called functions,
-    by name. `hides_rows`: whether the relative positions of rows are hidden from LLVM's optimizer.
+    by name. `hides_rows`: whether LLVM's optimizer must not know the relative positions of rows.
     """
 
     def __init__(self, fast: str, declared: dict[str, str], hides_rows: bool):
@@ -97,19 +97,19 @@ class BlockBuilder:
         self.current = self.blocks[0]
 
     def text(self) -> str:
-        """Return all blocks as LLVM text, with the stack slots of variables in the first."""
+        """Return all blocks as LLVM text; the first block has the stack slots of variables."""
         first, *others = self.blocks
         return "\n".join([first.text(self._slots), *(block.text() for block in others)])
 
     # ---- blocks
 
     def new_block(self) -> Block:
-        """Return a block that isn't part of the function yet."""
+        """Return a new block, which becomes part of the function at `enter`."""
         self._numbers += 1
         return Block(f"block{self._numbers}")
 
     def enter(self, block: Block) -> None:
-        """Make a block the current block."""
+        """Append a block to the function, as the current block."""
         self.blocks.append(block)
         self.current = block
 
@@ -133,7 +133,7 @@ class BlockBuilder:
     # ---- instructions
 
     def do(self, line: str) -> None:
-        """Append an instruction without a result, unless it is unreachable."""
+        """Append an instruction without a result; omit it if it can't be reached."""
         if not self.current.ended:
             self.current.lines.append(line)
 
@@ -205,15 +205,15 @@ class BlockBuilder:
         return self.value(BOOLEAN, f"fcmp une {x.kind} {x.text}, 0.0")
 
     def selected(self, condition: Value, a: Value, b: Value) -> Value:
-        """Return a if the condition is true, else b; both have been computed."""
+        """Return a if the condition is true, else b; both values are computed beforehand."""
         return self.value(a.kind, f"select i1 {condition.text}, {a.kind} {a.text}, {b.kind} {b.text}")
 
 
 class Variables:
     """The variables of a function, each with a stack slot, which LLVM turns into a register.
 
-    `given`: the function's arguments, by name. `kinds`: the widest type that has been assigned to each variable. If a wider
-    type is assigned, `kinds` is updated, and the function must be translated again.
+    `given`: the function's arguments, by name. `kinds`: the widest type that has been assigned to each variable. If an
+    assignment has a wider type, `kinds` is updated, and the function must be translated again.
     """
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):

@@ -14,12 +14,12 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 # Algebraic simplifications.
 #
 # They are exact, also for NaN and infinity, with two exceptions: x + 0 becomes x even if x is -0, and |z|², frequent in
-# users' functions, is computed without the square root, which changes the result by rounding. 0 · x and x - x aren't
+# users' functions, is computed without a square root, so rounding differs. 0 · x and x - x aren't
 # simplified, since they are NaN if x is NaN or infinite.
 
 
 def _inner(builder: Builder, x: int, operation: str) -> int | None:
-    """Return the argument of the unary `operation` if x is its value, else None."""
+    """Return the argument if x is the result of the unary `operation`, else None."""
     instruction = builder.instructions[x]
     return instruction.arguments[0] if instruction.operation == operation else None
 
@@ -30,9 +30,9 @@ def _add(b: Builder, x: int, y: int) -> int | None:
     if b.value(y) == 0:
         return x
     for left, right in ((x, y), (y, x)):
-        minus = _inner(b, right, "negative")
-        if minus is not None:
-            return b.call("subtract", left, minus)
+        negated = _inner(b, right, "negative")
+        if negated is not None:
+            return b.call("subtract", left, negated)
     return None
 
 
@@ -41,8 +41,8 @@ def _subtract(b: Builder, x: int, y: int) -> int | None:
         return x
     if b.value(x) == 0:
         return b.call("negative", y)
-    minus = _inner(b, y, "negative")
-    return None if minus is None else b.call("add", x, minus)
+    negated = _inner(b, y, "negative")
+    return None if negated is None else b.call("add", x, negated)
 
 
 def _square_of_modulus(b: Builder, x: int) -> int | None:
@@ -67,19 +67,19 @@ def _multiply(b: Builder, x: int, y: int) -> int | None:
 
 
 def _divide(b: Builder, x: int, y: int) -> int | None:
-    by = b.value(y)
-    if by == 1:
+    divisor = b.value(y)
+    if divisor == 1:
         return x
     # The reciprocal of a power of two is exact.
-    if by and math.isfinite(by) and abs(math.frexp(by)[0]) == 0.5 and abs(math.log2(abs(by))) < 100:
-        return b.call("multiply", x, b.constant(1 / by))
+    if divisor and math.isfinite(divisor) and abs(math.frexp(divisor)[0]) == 0.5 and abs(math.log2(abs(divisor))) < 100:
+        return b.call("multiply", x, b.constant(1 / divisor))
     return None
 
 
 def _absolute(b: Builder, x: int) -> int | None:
-    minus = _inner(b, x, "negative")
-    if minus is not None:
-        return b.call("absolute", minus)
+    negated = _inner(b, x, "negative")
+    if negated is not None:
+        return b.call("absolute", negated)
     return x if _inner(b, x, "absolute") is not None else None
 
 
@@ -107,7 +107,7 @@ def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
 
 def _power(b: Builder, x: int, y: int) -> int | None:
     exponent = b.value(y)
-    if exponent == 0:  # NaN to the power of 0 is 1, too
+    if exponent == 0:  # also for NaN, whose power 0 is 1
         return b.constant(1.0)
     if exponent == 2:
         return _square_of_modulus(b, x)
@@ -129,7 +129,7 @@ _RULES: dict[str, Callable[..., int | None]] = {
     "power": _power,
 }
 
-# Limits the duration of a trace.
+# The maximum number of operations limits the time of a trace.
 _MAX_OPERATIONS = 50_000
 
 
@@ -146,7 +146,7 @@ class Builder:
         self._known: dict[tuple, int] = {}
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise a Refusal, and remember the reason."""
+        """Store the reason if it is the first one, and raise a Refusal."""
         self.refused = self.refused or reason
         raise Refusal(reason)
 
@@ -159,16 +159,16 @@ class Builder:
         return self._number(Instruction("input", (), (group, place)))
 
     def pair(self, real: int, imag: int) -> int:
-        """Return the number of a complex value; programs contain only its parts."""
+        """Return the number of a complex value; finished programs contain only the values of its parts."""
         return self._number(Instruction("complex", (real, imag)))
 
     def parts(self, number: int) -> tuple[int, ...] | None:
-        """Return the numbers of the real and the imaginary part of a complex value, None if it is real."""
+        """Return the numbers of the real and the imaginary part of a value; None if the value is real."""
         instruction = self.instructions[number]
         return instruction.arguments if instruction.operation == "complex" else None
 
     def call(self, operation: str, *arguments: int) -> int:
-        """Return the number of an operation's value, simplified."""
+        """Return the number of an operation's value, after simplification."""
         rule = _RULES.get(operation)
         simpler = None if rule is None else rule(self, *arguments)
         if simpler is not None:
@@ -177,7 +177,7 @@ class Builder:
         if None not in values:
             with np.errstate(all="ignore"):
                 return self.constant(OPERATIONS[operation].function(*values).item())
-        # x + y and y + x are one value.
+        # x + y and y + x are the same value.
         if OPERATIONS[operation].commutes:
             arguments = tuple(sorted(arguments))
         return self._number(Instruction(operation, arguments))
@@ -199,7 +199,7 @@ class Builder:
         return Program(groups, moved, [new[i] for i in outputs])
 
     def _number(self, instruction: Instruction) -> int:
-        # The instruction itself can't be the key, since 0 == -0, 1 == True, and NaN != NaN.
+        # The constants themselves can't be keys, since 0 == -0, 1 == True, and NaN != NaN.
         key = (instruction.operation, instruction.arguments, exact(instruction.value))
         number = self._known.get(key)
         if number is None:

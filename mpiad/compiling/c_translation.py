@@ -1,9 +1,9 @@
 """Translation of statements of the kernel language to C++ and CUDA, so that CPU and GPU kernels share one source.
 
-The language is that of `translation` without arrays, which the kernels declare in C. A variable is declared at its first
-assignment, with the type of the value (`auto`), in the block of this assignment. Functions of `math` and NumPy are called
-by their names in C++, which overloads them by precision. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for GPUs
-may turn into one instruction.
+The language is that of `translation`, but without arrays: kernels declare their arrays in C. A variable is declared at its
+first assignment, with the type of the value (`auto`), in the block of this assignment. Functions of `math` and NumPy are
+called by their names in C++, which overloads them by precision. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for
+GPUs may turn into one instruction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-# Functions that are named differently in C. The kernel defines `larger` and `smaller`, which are NaN if either argument is.
+# Functions with other names in C. Kernels define `larger` and `smaller`, whose result is NaN if an argument is NaN.
 _CALLS = {
     "abs": "fabs({0})", "fma": "({0} * {1} + {2})", "max": "larger({0}, {1})", "min": "smaller({0}, {1})",
     "np.float64": "(double)({0})", "np.int64": "(long long)({0})",
@@ -55,7 +55,7 @@ def _statement(node: ast.stmt, known: set[str]) -> list[str]:
 
 
 def _counted(i: str, span: ast.expr) -> str:
-    """Return the head of a `for` loop over a range, which counts down if a step is given."""
+    """Return the head of a `for` loop over a range; a range with a step counts down."""
     given = [_text(argument) for argument in span.args]  # type: ignore[attr-defined]
     start, stop = given[:2] if len(given) > 1 else ("0", given[0])
     before, step = (">", "--") if len(given) > 2 else ("<", "++")
@@ -67,10 +67,10 @@ def _text(node: ast.expr) -> str:
 
 
 class _Expression(ast.NodeTransformer):
-    """Replaces the parts of an expression that differ in C++ by names that consist of the C++ text."""
+    """Replaces parts of an expression that differ in C++; each becomes a name whose identifier is the C++ text."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
-        """Return a call, or the operators that C has for it."""
+        """Return a call, or an expression with operators for functions without a C function."""
         name, given = ast.unparse(node.func), [_text(argument) for argument in node.args]
         if name == "np.float32":
             number = isinstance(node.args[0], ast.Constant)
@@ -83,7 +83,7 @@ class _Expression(ast.NodeTransformer):
         return ast.Name(f"({_text(node.test)} ? {_text(node.body)} : {_text(node.orelse)})")
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:  # noqa: N802
-        """Return whether all or any of several conditions are met."""
+        """Return an `and` or `or` of several conditions."""
         sign = " && " if isinstance(node.op, ast.And) else " || "
         return ast.Name(f"({sign.join(f'({_text(value)})' for value in node.values)})")
 
@@ -101,5 +101,5 @@ class _Expression(ast.NodeTransformer):
         return ast.Name(_ATTRIBUTES[node.attr])
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:  # noqa: N802
-        """Return a number, or a condition, as C writes it."""
+        """Return a number or a boolean as C text."""
         return ast.Name(str(node.value).lower()) if isinstance(node.value, bool) else node

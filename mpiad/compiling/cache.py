@@ -1,4 +1,4 @@
-"""Compiled kernels by source text, cached in memory, and on disk as machine code (see `machine_code`)."""
+"""Cache of compiled kernels by source text: in memory, and as machine code on disk (see `machine_code`)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ except ImportError:  # on Windows, where each process compiles
 
 
 _SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"
-_MOST_ENTRIES, _DAY = 256, 86_400.0
-# Seconds: limit for waiting for a lock, whose holder may hang, and the interval between attempts.
+_MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
+# Seconds: the longest wait for a lock, since the process that has it may hang, and the interval between attempts.
 _LOCK_TIMEOUT, _POLL_INTERVAL = 10.0, 0.01
 
 
@@ -61,13 +61,13 @@ class Store:
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Hold the lock of an entry, which excludes other processes; after a timeout, continue without it."""
+        """Lock an entry against other processes during a block; after a timeout, run the block without the lock."""
         lock = self._lock(self.root / f"{_LOCK}{key}")
         try:
             yield
         finally:
             if lock is not None:
-                # Removed while it is held: a waiting process detects this, and creates a new file.
+                # The file is removed before it is unlocked; a waiting process detects this, and creates a new one.
                 Path(lock.name).unlink(missing_ok=True)
                 lock.close()
 
@@ -83,10 +83,10 @@ class Store:
                 if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                     os.utime(path)
                     return lock
-            except FileNotFoundError:  # the process that held the lock removed the file: try again with a new file
+            except FileNotFoundError:  # another process has removed the file: try again with a new one
                 pass
             except OSError as error:
-                if not isinstance(error, BlockingIOError):  # a file system without locks
+                if not isinstance(error, BlockingIOError):  # the file system has no locks
                     lock.close()
                     return None
                 if time.time() - os.fstat(lock.fileno()).st_mtime > _LOCK_TIMEOUT:
@@ -96,7 +96,7 @@ class Store:
         return None
 
     def keep(self, key: str, content: bytes) -> None:
-        """Write an entry, or replace an invalid one; the caller holds its lock."""
+        """Write an entry, or replace an invalid one; the caller has locked it."""
         path, unfinished = self._path(key), ""
         if path.exists() and self.find(key) is None:
             _log.warning("the compiled kernel in %s was changed after it was written; it is compiled again.", path)
@@ -105,8 +105,8 @@ class Store:
             with open(descriptor, "wb") as file:
                 file.write(_checksum(content) + b"\n" + content)
             os.replace(unfinished, path)
-            self._tidy()
-        except OSError as error:  # a full disk
+            self._remove_old_files()
+        except OSError as error:  # for example a full disk
             _log.info("the compiled kernel isn't kept in %s: %s", self.root, error)
             if unfinished:
                 Path(unfinished).unlink(missing_ok=True)
@@ -114,25 +114,25 @@ class Store:
     def _path(self, key: str) -> Path:
         return self.root / f"{key}{_SUFFIX}"
 
-    def _tidy(self) -> None:
+    def _remove_old_files(self) -> None:
         """Remove the least recently used entries, and files left by processes that were killed."""
         used = {}
         for path in self.root.iterdir():
             try:
                 if path.is_file():  # other versions of mpiad may have made folders here
                     used[path] = path.stat().st_mtime
-            except FileNotFoundError:  # another process has just finished or removed it
+            except FileNotFoundError:  # another process has just renamed or removed it
                 continue
         entries = [path for path in sorted(used, key=used.__getitem__) if path.suffix == _SUFFIX]
-        left = [path for path in used if path.name.startswith(_UNFINISHED) and time.time() - used[path] > _DAY]
-        for path in (*left, *entries[:-_MOST_ENTRIES]):
+        old = [path for path in used if path.name.startswith(_UNFINISHED) and time.time() - used[path] > _MAX_AGE]
+        for path in (*old, *entries[:-_MAX_ENTRIES]):
             path.unlink(missing_ok=True)
 
 
 def _own_file(path: str, flags: int) -> int:
     """Open a regular file; raise a PermissionError if other users can write to it."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
-    # The status of the open file, not of its path, which may refer to another file by then.
+    # The status is that of the open file, since the path may already refer to another file.
     status = os.fstat(descriptor)
     if not is_private(status) or not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -145,19 +145,19 @@ def _checksum(content: bytes) -> bytes:
 
 
 def store() -> Store | None:
-    """Return the store of kernels, None if they can't be stored."""
+    """Return the store of kernels; None if there is no cache folder."""
     root = cache_folder()
     return None if root is None else Store(root)
 
 
 _log = logging.getLogger("mpiad")
 
-# Source files that determine the machine code of a kernel; a change of one of them changes all keys.
+# The source files that determine a kernel's machine code; any change of these files changes all keys.
 _COMPILER = ("translation.py", "block_builder.py", "arguments.py", "machine_code.py")
 
 _lock = threading.RLock()
-# The least recently used kernels are dropped, since functions that change at each call would fill the memory.
-_MOST_LOADED = 256
+# The least recently used kernels are dropped; otherwise functions that change at each call would fill the memory.
+_MAX_LOADED = 256
 # Kernels by text, name, signature and fast-math flags. A lookup is fast, since a string caches its hash.
 _loaded: dict[tuple[str, str, str, str], Kernel] = {}
 
@@ -166,7 +166,7 @@ class Kernel(NamedTuple):
     """A compiled function."""
 
     function: Callable[..., None]  # releases the GIL; see `machine_code.function_of`
-    seconds: float  # time that this process took to compile or load it
+    seconds: float  # the time in which this process compiled or loaded it
     origin: str  # "compiled", or "disk" if it was loaded from there
 
 
@@ -174,10 +174,10 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     """Return the compiled function `name` of a source text in the kernel language (see `translation`).
 
     `signature` and `fast`: see `code_of`. The call isn't collective. If several processes need the same kernel, one of them
-    compiles it, and the others wait for its file; without a cache folder, each of them does. Compiling and loading are
-    logged, at level INFO if `call`, the name of a public function, is given.
+    compiles it, and the others wait for its file; without a cache folder, each process compiles it. Compiling and loading
+    are logged: at level INFO if `call`, the name of a public function, is given, else at level DEBUG.
     """
-    # A second thread that needs the same kernel waits for the first one.
+    # If two threads need a kernel, the second one waits for the first.
     with _lock:
         known = text, name, signature, fast
         if known not in _loaded:
@@ -186,10 +186,10 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
             code = partial(code_of, text, name, signature, fast)
             function, origin = _from_disk(key, text, signature) or _loaded_or_compiled(key, text, code, signature)
             _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
-            how, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
+            action, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
             level = logging.INFO if call else logging.DEBUG
-            _log.log(level, "%s: the %s kernel was %s in %.2f s.", call or key[:12], name, how, seconds)
-            if len(_loaded) > _MOST_LOADED:
+            _log.log(level, "%s: the %s kernel was %s in %.2f s.", call or key[:12], name, action, seconds)
+            if len(_loaded) > _MAX_LOADED:
                 del _loaded[next(iter(_loaded))]
         kernel = _loaded[known] = _loaded.pop(known)
         return kernel
@@ -202,18 +202,18 @@ def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> 
 
 
 def forget() -> None:
-    """Forget all kernels in memory."""
+    """Remove all kernels from memory."""
     with _lock:
         _loaded.clear()
 
 
 def _loaded_or_compiled(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
-    """Return the function and its origin; if it isn't on disk, one process compiles it while the others wait."""
+    """Return a function and its origin; if it isn't on disk, one process compiles it, and the others wait."""
     kept = store()
     if kept is None:
         return function_of(code(), signature), "compiled"
     with kept.locked(key):
-        # Another process may have compiled it while this one waited for the lock.
+        # While this process waited for the lock, another one may have compiled the kernel.
         found = _from_disk(key, text, signature)
         if found is None:
             made = code()
@@ -227,8 +227,8 @@ def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None]
     content = None if kept is None else kept.find(key)
     if content is None:
         return None
-    head, _, file = content.partition(b"\n")
-    source, symbol, outside = json.loads(head)
+    header, _, file = content.partition(b"\n")
+    source, symbol, outside = json.loads(header)
     if source != text:
         return None
     try:
@@ -240,7 +240,7 @@ def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None]
 
 @cache
 def _machine() -> str:
-    """Return everything besides the source text that determines the machine code."""
+    """Return a text of everything, except the source text, that determines the machine code."""
     from importlib.metadata import PackageNotFoundError, version  # imported late, since it takes 20 ms
 
     try:

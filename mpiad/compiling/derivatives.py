@@ -1,7 +1,8 @@
 """Derivatives of programs, as programs: vector-Jacobian and Jacobian-vector products.
 
-They compute the values of the original program only once, and nothing for inputs that aren't requested. Inputs are
-requested by groups, and optionally by indices in a group. The seeds (cotangents or tangents) are an additional last group.
+These programs compute each value of the original program at most once, and nothing for inputs that weren't requested.
+Inputs are requested by group, and optionally by index in a group. The seeds (cotangents or tangents) are an additional last
+group of inputs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mpiad.compiling.symbols import Symbol, choose
 # The partial derivatives of each operation, written with symbols.
 #
 # At kinks and ties they equal autograd's: the derivative of the absolute value at 0 is 0, and equal arguments of a maximum
-# have equal derivatives. Therefore gradients agree with those of the vectorized implementation.
+# have equal derivatives. Gradients therefore agree with those of the vectorized implementation, which uses autograd.
 
-# A partial derivative: a factor; or a linear function, if the product with a factor could be 0 · ∞; or None for zero.
+# A partial derivative: a factor, None for zero, or a linear function if a product with a factor could be 0 · ∞.
 Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
 Rule: TypeAlias = "Callable[..., list[Partial]]"
 
@@ -34,7 +35,7 @@ def _power(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
 def _divide(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
     if y.builder.value(y.number) is not None:
         return [1.0 / y, None]
-    # The quotient g / y is computed once for both derivatives.
+    # g / y occurs in both derivatives, and is computed once.
     return [lambda g: g / y, lambda g: -(r * (g / y))]
 
 
@@ -73,7 +74,7 @@ def _arctan2(y: Symbol, x: Symbol, _: Symbol) -> list[Partial]:
     return [x / square, -y / square]
 
 
-# Operations that are missing have the derivative zero: comparisons, logical operations, sign, and rounding.
+# Operations missing here have derivative zero: comparisons, logical operations, sign, and rounding.
 PARTIALS: dict[str, Rule] = {
     "add": lambda x, y, r: [1.0, 1.0],
     "subtract": lambda x, y, r: [1.0, -1.0],
@@ -117,23 +118,23 @@ PARTIALS: dict[str, Rule] = {
     "remainder": lambda x, y, r: [1.0, -(x / y).floor()],
 }
 
-# Requested inputs: indices per group, None for all inputs of a group.
+# Requested inputs: for each group their indices, or None for all inputs of the group.
 Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 
 
 def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
     """Return the vector-Jacobian product of a program.
 
-    It returns the cotangents of the inputs in `wanted`, in this order, by default of all inputs. `seeds`: name of the
-    additional group of inputs, the cotangents of the outputs. Raises a ValueError if the program lacks one of the groups in
-    `wanted`, or has a group of the name `seeds`.
+    Its outputs are the cotangents of the inputs in `wanted`, in this order; by default of all inputs. `seeds`: name of the
+    additional group of inputs, the cotangents of the program's outputs. Raises a ValueError if the program has no group of
+    a name in `wanted`, or has a group of the name `seeds`.
     """
     builder = Builder()
     new = copy_program(builder, program)
     cotangents: dict[int, Symbol] = {}
     for place, output in enumerate(program.outputs):
         _add(cotangents, new[output], 1.0, Symbol(builder, builder.input(seeds, place)))
-    # Values are numbered in the order of computation, so all uses of a value come after it.
+    # Values are numbered in the order of computation, so all uses of a value have higher numbers.
     for number in range(max(new, default=-1), -1, -1):
         if number in cotangents:
             for argument, partial in zip(builder.instructions[number].arguments, _partials(builder, number)):
@@ -166,7 +167,7 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
     new, found = copy_program(builder, program), {}
     size, one = max(new, default=-1) + 1, Symbol(builder, builder.constant(1.0))
     for j, place in enumerate(_inputs(program, wanted)):
-        # The other inputs have no tangent: products with a zero tangent couldn't be simplified, since they may be NaN.
+        # The other inputs have no tangents. Zero tangents would remain in products, since 0 · x may be NaN.
         tangents = {builder.input(*place): one}
         _push(builder, size, tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}
@@ -200,7 +201,7 @@ def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:
         with_tangents = [i for i, argument in enumerate(arguments) if argument in tangents]
         if with_tangents and operation == "where":
             condition, x, y = arguments
-            # One `where` instead of a sum of two.
+            # One `where` of both tangents instead of a sum of two.
             tangents[number] = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
         elif with_tangents:
             partials = _partials(builder, number)

@@ -19,9 +19,9 @@ from mpiad.compiling.function_reader import FunctionReader, Unknown
 
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
-# Maximum number of entries of an array, and of values in a fingerprint: comparing more takes longer than tracing.
+# The maximum numbers of entries of an array and of values in a fingerprint. Comparing more would take longer than tracing.
 _MAX_ENTRIES, _MAX_VALUES = 1024, 256
-# Types of floating-point values, which come first in the corresponding parts of a fingerprint.
+# Floating-point types and dtypes; the part of a fingerprint for such a value begins with its type.
 _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
@@ -41,7 +41,7 @@ def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
 
 
 def text_of(f: Function) -> str:
-    """Return a text of a function's code and of the values that it reads; it is the same in all processes.
+    """Return a text of a function's code and of the values that it reads; all processes get the same text.
 
     Values that can't be determined are represented by their types, and arrays by a digest of their entries.
     """
@@ -58,7 +58,7 @@ def _portable(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_portable, value))
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return value if name is None else name  # the repr would contain its address
+    return value if name is None else name  # instead of the repr, which contains the address
 
 
 def without_floats(fingerprint: Fingerprint | None) -> Fingerprint | None:

@@ -3,11 +3,11 @@
 The names of these objects are found in the function's bytecode: global variables, variables of enclosing functions,
 defaults, and recursively those of the functions that it calls. The reader follows only those attributes of the user's
 modules, classes and objects that the code names, such as `rate` in `settings.rate`. Some libraries are assumed constant. A
-function can't be followed if it reads other objects, for example properties, iterators, random numbers, or an object of a
+function can't be followed if it reads anything else, for example properties, iterators, random numbers, or an object of a
 user's class that it passes to another function.
 
-Subclasses of the reader record the objects: `fingerprint_of` records their values, and `watch_of` in `programs` the
-conditions under which they are unchanged.
+Subclasses of the reader record the objects: that of `fingerprint_of` records values, and that of `watch_of` in `programs`
+records conditions under which the objects are unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# Functions that read objects to which no name in the code refers.
+# Functions that read objects that the code doesn't name.
 _HIDDEN_READS = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
 _NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN = (*_NUMBERS_AND_TEXTS, np.generic, CodeType, range, type(...), np.dtype)
@@ -62,26 +62,26 @@ class FunctionReader:
         """Record a number, a text, code, or a module, class or function of a constant library."""
 
     def is_known(self, value: Any) -> bool:
-        """Return whether an object, and all that can be reached from it, has been recorded."""
+        """Return whether an object has been recorded, with all objects that can be reached from it."""
         raise NotImplementedError
 
     def array(self, value: np.ndarray) -> None:
         """Record an array."""
 
     def container(self, value: Any, parts: list[Any]) -> None:
-        """Record a container, before its parts are read."""
+        """Record a container; its parts are read afterwards."""
 
     def function(self, value: FunctionType) -> None:
-        """Record a user's function, before the objects that it reads are read."""
+        """Record a user's function; the objects that it uses are read afterwards."""
 
     def variable(self, cell: CellType, value: Any) -> None:
         """Record the value of a variable of an enclosing function."""
 
     def name(self, names: Mapping[str, Any], name: str) -> None:
-        """Record which object a name in a namespace refers to, or that it is missing."""
+        """Record the object of a name in a namespace, or that the name is missing."""
 
     def library_object(self, value: Any) -> None:
-        """Record an object of a class of a constant library."""
+        """Record an instance of a class of a constant library."""
 
     # ---- objects of all kinds
 
@@ -95,7 +95,7 @@ class FunctionReader:
         read = _reader_for(type(value))
         self.other(value) if read is None else read(self, value)
         if isinstance(value, _VALUES):
-            self.read_state(value)  # of an object of a user's subclass
+            self.read_state(value)  # attributes of an instance of a user's subclass
 
     def read_first_argument(self, fun: FunctionType, value: Any) -> None:
         """Record the attributes that a function reads from its first argument."""
@@ -107,12 +107,12 @@ class FunctionReader:
             self._chain(value, attributes)
 
     def read_held(self, value: Any) -> None:
-        """Record an object in a function or object of a library, if the user can have passed it."""
+        """Record an object found in a function or object of a library, if it may come from the user."""
         if isinstance(value, (FunctionType, MethodType, np.ndarray, *_CONTAINERS)) or self._wrapped(value) is not None:
             self.read(value)
 
     def read_state(self, value: Any) -> None:
-        """Record the attributes of an object that is read as a whole."""
+        """Record all attributes in the `__dict__` of an object."""
         state = getattr(value, "__dict__", None)
         if state:
             self.container(state, parts_of(state))
@@ -146,7 +146,7 @@ class FunctionReader:
         code, module = value.__code__, value.__globals__.get("__name__", "")
         cells = dict(zip(code.co_freevars, value.__closure__ or ()))
         is_primitive = module == "autograd.tracer"  # a primitive of NumPy, or one that wraps a user's function
-        if is_primitive or _is_in(module, self.constant_modules):  # such as a derivative of a user's function
+        if is_primitive or _is_in(module, self.constant_modules):  # for example a derivative of a user's function
             self.constant(code)
             for cell in cells.values():
                 (self.read if is_primitive else self.read_held)(content_of(cell))
@@ -196,13 +196,13 @@ class FunctionReader:
     def _builtin(self, value: BuiltinFunctionType) -> None:
         owner = value.__self__
         if not isinstance(owner, ModuleType) or not self.is_constant(owner) or value.__name__ in _HIDDEN_READS:
-            raise Unknown(f"{value.__name__}, a function that isn't known")
+            raise Unknown(f"{value.__name__}, an unknown function")
         self.constant(value)
 
     # ---- attributes
 
     def _chain(self, value: Any, attributes: Iterable[str]) -> None:
-        """Record the objects in a chain of attributes, as far as the chain can be followed, and the last one as a whole."""
+        """Follow a chain of attributes as far as possible; record the names, and all parts of the last object."""
         for name in attributes:
             found = self.attribute(value, name)
             if found is _UNFOLLOWED:
@@ -211,7 +211,7 @@ class FunctionReader:
         self.read(value)
 
     def attribute(self, value: Any, name: str) -> Any:
-        """Return an attribute that is stored, and record its name; `_UNFOLLOWED` if `value` is read as a whole."""
+        """Return a stored attribute, and record its name; `_UNFOLLOWED` if `value` must be recorded with all its parts."""
         kind, is_module = type(value), isinstance(value, ModuleType)
         if self.is_constant(value):
             if is_module and name == "random":
@@ -231,7 +231,7 @@ class FunctionReader:
             common = MethodType(method, value)
         elif hasattr(type(common), "__get__") or (common is _MISSING and name not in own):
             if isinstance(value, _VALUES) and not isinstance(common, property):
-                return _UNFOLLOWED  # an attribute of the built-in type of which it is a subclass
+                return _UNFOLLOWED  # an attribute of the built-in base class
             raise Unknown
         # The namespace in which the attribute is found, and the namespaces searched before it.
         for names in (own, *(base.__dict__ for base in bases)):
@@ -249,7 +249,7 @@ class FunctionReader:
         return _is_in((value if isinstance(value, type) else type(value)).__module__, self.constant_modules)
 
     def _wrapped(self, value: Any) -> Any:
-        """Return the function that is wrapped by an object of a constant library, such as a jitted function."""
+        """Return the user's function wrapped by an object of a constant library, such as a jitted one; else None."""
         return getattr(value, "__wrapped__", None) if self.is_constant(value) else None
 
 
@@ -300,7 +300,7 @@ _Chain: TypeAlias = "tuple[str, Any, tuple[str, ...]]"
 
 
 def _chains(code: CodeType) -> list[_Chain]:
-    """Return the instructions of a code object: operation, argument, and the chain of attributes read from the result."""
+    """Return a code object's instructions: operation, argument, and the chain of attributes read from the result."""
     chains: list[tuple[str, Any, list[str]]] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):
@@ -320,7 +320,7 @@ def _nested(code: CodeType) -> list[CodeType]:
 def _reads(code: CodeType) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
     """Return the variables that a code object and the functions defined in it read, as (is global, name, attributes).
 
-    They are global variables, and variables of functions that enclose all this code. Raise Unknown for code that imports
+    These are global variables, and variables of functions that enclose the code object. Raise Unknown for code that imports
     modules or defines classes.
     """
     reads = []
@@ -345,7 +345,7 @@ def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
     for operation, name, attributes in _chains(code):
         if operation in ("LOAD_FAST", "LOAD_FAST_BORROW"):
             reads += [attributes] if name == first[0] else []
-        # Newer Pythons have instructions that load two names; to which of them an attribute belongs isn't analyzed.
+        # In newer Pythons an instruction may load two names; it isn't analyzed which one an attribute belongs to.
         elif "FAST" in operation and first[0] in (name if isinstance(name, tuple) else (name,)):
             raise Unknown
     return tuple(dict.fromkeys(reads))
@@ -353,7 +353,7 @@ def _reads_of_first_argument(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 @lru_cache(maxsize=256)
 def attributes_of_results(code: CodeType) -> set[str]:
-    """Return the attributes that a code object and its nested functions read from objects other than its variables."""
+    """Return attributes that code and nested functions read from objects other than global and enclosing variables."""
     found = set()
     for operation, _, attributes in _chains(code):
         found.update(() if operation in ("LOAD_GLOBAL", "LOAD_DEREF") else attributes)

@@ -3,9 +3,9 @@
 A kernel takes numbers and contiguous arrays, allocates nothing and raises nothing, so its object file refers only to the C
 library. A number is passed by value, an array as the address of its first entry and its lengths.
 
-A linked kernel takes one argument: the address of a block of 8-byte words in memory. The first two words are the function
-and the block of the kernel that runs next (0 for none), and the others are its arguments. Thus one call from Python runs a
-chain of kernels.
+A linked kernel takes one argument: the address of a block of 8-byte words in memory. The first two words are the
+addresses of the next kernel's function and block (0 if there is none), and the others are the kernel's own arguments. One
+call from Python thus runs a chain of kernels.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 
 from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 
-# llvmlite is imported when it is needed, since that takes 50 ms.
+# llvmlite is imported only when it is needed, since the import takes 50 ms.
 
-# The first bytes of object files on Linux, macOS and Windows. LLVM ends the process if it reads anything else.
+# The first bytes of object files on Linux, macOS and Windows. LLVM would end the process if it read another file.
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 
 
 def description() -> str:
-    """Return everything besides the module that determines its machine code: LLVM's version and the processor."""
+    """Return a text of LLVM's version and the processor, which determine the machine code of a module."""
     import llvmlite
     import llvmlite.binding as llvm
 
@@ -53,7 +53,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
-    # Loops over lanes become vectors already; SLP vectorization takes more compile time than it saves.
+    # Loops over lanes are vectorized already; SLP vectorization would take more compile time than it saves.
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -69,9 +69,9 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     import llvmlite.binding as llvm
 
     if not file.startswith(_OBJECT_FILES) or not are_in_c_library(outside):
-        raise OSError("this is no machine code, or it calls functions that the C library doesn't have")
+        raise OSError("the file isn't machine code, or calls functions that the C library doesn't have")
     _target()
-    # Each engine gets its own target, which it destroys when it is destroyed itself.
+    # Each engine gets its own target, since an engine destroys its target with itself.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
     try:
         engine.add_object_file(llvm.ObjectFileRef.from_data(file))
@@ -85,7 +85,7 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
 
 
 def are_in_c_library(names: Sequence[str]) -> bool:
-    """Return whether the C library has all these functions; LLVM ends the process if one is missing."""
+    """Return whether the C library has all these functions; LLVM would end the process if one were missing."""
     process = ctypes.CDLL(None)
     return all(hasattr(process, name) for name in names)
 
@@ -104,10 +104,10 @@ class Code(NamedTuple):
 def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
     """Compile the kernel `name` of a source text; raise a NotImplementedError if it isn't in the kernel language.
 
-    Examples of signatures: ``void(int64, float64[:, ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. Arrays
-    that a linked kernel writes mustn't overlap others. `fast`: LLVM's fast-math flags.
+    Examples of signatures: ``void(int64, float64[:, ::1])``, and ``linked(float64[:, ::1])`` for a linked kernel. An array
+    that a linked kernel writes mustn't overlap other arrays. `fast`: LLVM's fast-math flags.
     """
-    # Imported late: a process that finds its kernels on disk doesn't need it.
+    # Imported late: a process that finds its kernels on disk doesn't need this module.
     from mpiad.compiling.translation import translated
 
     return Code(name, *object_file(translated(text, name, arguments_of(signature), fast, is_linked(signature))))

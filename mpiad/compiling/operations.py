@@ -18,8 +18,8 @@ class Operation(NamedTuple):
     """An operation.
 
     - `function`: the NumPy function with the same value.
-    - `text`: in the kernel language, with {0}, {1}, {2} for the arguments, and {zero}, {one} for these constants; empty if
-      the operation is expressed by others (see `source.lowered`).
+    - `text`: in the kernel language, with {0}, {1}, {2} for the arguments, and {zero}, {one} for the constants 0 and 1;
+      empty if the operation is replaced by other operations (see `source.lowered`).
     - `boolean`: whether the value is boolean.
     - `commutes`: whether the arguments may be exchanged.
     - `simple`: whether it is a cheap vector instruction, not a call of a library.
@@ -78,7 +78,7 @@ OPERATIONS: dict[str, Operation] = {
     "logical_or": Operation(2, np.logical_or, "{0} | {1}", boolean=True, commutes=True),
     "logical_not": Operation(1, np.logical_not, "not {0}", boolean=True),
     "where": Operation(3, np.where, "where({0}, {1}, {2})"),
-    # Powers with a small constant exponent become multiplications and roots; the others are calls, which prevent the
+    # Powers with a small constant exponent become multiplications and roots; other powers are calls, which prevent the
     # vectorization of a loop over lanes.
     "power": _called(np.power, "math.pow", 2),
     "exp": _called(np.exp, "math.exp"),
@@ -106,11 +106,11 @@ OPERATIONS: dict[str, Operation] = {
     "hypot": _called(np.hypot, "math.hypot", 2),
     "fmod": _called(np.fmod, "np.fmod", 2),
     "remainder": _composed(np.remainder, 2),
-    # The modulus of a complex number: like hypot, except for its derivative at 0.
+    # The modulus of a complex number: hypot with another derivative at 0.
     "modulus": _composed(lambda x, y: np.hypot(x, y), 2),
     "expit": _composed(lambda x: 1.0 / (1.0 + np.exp(-x))),
     "logit": _composed(lambda x: np.log(x / (1.0 - x))),
-    # These take three arguments or more.
+    # Maximum and minimum of three or more arguments.
     "largest": _composed(lambda *x: reduce(np.maximum, x), 3),
     "smallest": _composed(lambda *x: reduce(np.minimum, x), 3),
 }

@@ -20,14 +20,14 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.operations import OPERATIONS
 
-# Code in files below these folders isn't the user's.
+# Folders of code that isn't the user's.
 _PATHS, _PACKAGES = sysconfig.get_paths(), (Path(np.__file__).parent, Path(autograd.__file__).parent)
 _FOLDERS = _PATHS["stdlib"], _PATHS["purelib"], *_PACKAGES, Path(__file__).parents[1]
 _LIBRARIES = tuple(str(Path(folder).resolve()) for folder in _FOLDERS)
 
 
 class Untraceable(TypeError):
-    """Raised if a function can't be turned into straight-line arithmetic; the message names the user's file and line."""
+    """Raised if a function can't be traced as straight-line arithmetic; the message names the user's file and line."""
 
     def __init__(self, reason: str, place: str):
         super().__init__(f"{place}: {reason}")
@@ -39,7 +39,7 @@ class Refusal(TypeError):
 
 
 def where_raised(traceback: TracebackType | None, f: object) -> str:
-    """Return file and line of the innermost frame of user code in a traceback, or else of f's definition."""
+    """Return file and line of the innermost frame of user code in a traceback, or of f's definition if there is none."""
     place = place_of(f)
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
@@ -50,7 +50,7 @@ def where_raised(traceback: TracebackType | None, f: object) -> str:
 
 
 def place_of(f: object) -> str:
-    """Return the file and line of f's definition, or its name if it has none."""
+    """Return file and line of f's definition, or its repr if it has no code."""
     code = getattr(f, "__code__", None) or getattr(type(f).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(f)
 
@@ -63,8 +63,8 @@ class Instruction(NamedTuple):
     """The computation of one value."""
 
     operation: str  # a name in `OPERATIONS`, "input" or "constant"
-    arguments: tuple[int, ...] = ()  # numbers of the argument values, all smaller than this value's number
-    # A constant's value, float or bool; an input's group and index in it; None for operations.
+    arguments: tuple[int, ...] = ()  # the arguments' numbers, all smaller than this value's number
+    # For a constant its value, float or bool; for an input its group and index in the group; None for operations.
     value: float | bool | Input | None = None
 
 
@@ -72,7 +72,7 @@ class Program:
     """A computation on groups of scalars, immutable and compared by content.
 
     `groups`: the number of scalars in each group of inputs, including unused ones; their order is the order of positional
-    arguments. `instructions`: each follows its arguments. `outputs`: numbers of the result values.
+    arguments. `instructions`: each follows its arguments. `outputs`: value numbers of the results.
     """
 
     def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):
@@ -80,7 +80,7 @@ class Program:
 
     @cached_property
     def content(self) -> tuple:
-        """The content by which programs are compared; 0 and -0 differ, and NaN equals NaN."""
+        """The content that is compared: 0 and -0 differ, and NaN equals NaN."""
         instructions = tuple((op, arguments, exact(value)) for op, arguments, value in self.instructions)
         return tuple(self.groups.items()), self.outputs, instructions
 
@@ -109,7 +109,7 @@ class Program:
         return sum(bool(instruction.arguments) for instruction in self.instructions)
 
     def reads(self, group: str) -> bool:
-        """Return whether an input of a group occurs."""
+        """Return whether the program has an input of this group."""
         return any(op == "input" and value[0] == group for op, _, value in self.instructions)  # type: ignore[index]
 
     def __eq__(self, other: object) -> bool:
@@ -131,7 +131,7 @@ def needed_values(
 ) -> set[int]:
     """Return the values from which the outputs are computed; `terms` replaces the arguments of some instructions."""
     needed = set(outputs)
-    # Arguments precede the values computed from them, so one backward pass finds all.
+    # Arguments precede the values computed from them, so one backward pass finds all needed values.
     for number in range(len(instructions) - 1, -1, -1):
         if number in needed:
             needed.update((terms or {}).get(number, instructions[number].arguments))
@@ -147,14 +147,14 @@ def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
 
 
 def exact(value: float | bool | Input | None) -> str:
-    """Return a text that identifies a value, including its type and the sign of zero."""
+    """Return a text that differs for different values, including types and signs of zero."""
     return value.hex() if isinstance(value, float) else repr(value)
 
 
 def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
-    """Return the outputs of a program, computed by NumPy operation by operation: the reference for compiled code.
+    """Return the outputs of a program, computed by one NumPy call per operation: the reference for compiled code.
 
-    `groups`: per group a sequence of the values of its inputs, which may be arrays.
+    `groups`: for each group, the values of its inputs, which may be arrays.
     """
     inputs = dict(zip(program.groups, groups, strict=True))
     values: list[Any] = []

@@ -1,7 +1,7 @@
 """Source text of programs, in the kernel language: one assignment to a local scalar per operation.
 
-The values of a user's function are computed in the order in which it writes the operations, so they equal those of its
-NumPy implementation. In tangents and adjoints, a product and a sum may become one `fma`.
+The values of a user's function are computed in the order of the operations in the function, so they equal those computed
+by NumPy. In tangents and adjoints, a product and a sum may become one `fma`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program, needed_values
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
-# Lowering of operations without a machine instruction to other operations.
+# Lowering: the replacement of operations without a machine instruction by other operations.
 #
-# Operations are lowered when a program becomes text, after differentiation. At zeros and ties, the derivatives of a lowered
-# operation (such as a power written as a product) would differ from autograd's.
+# Operations are lowered when a program becomes text, after differentiation. The derivatives of a lowered operation (such as
+# a power written as a product) would differ from autograd's at zeros and ties.
 
 # A power with an exponent up to this one takes at most twelve multiplications.
 _LARGEST_EXPONENT = 64
@@ -44,7 +44,7 @@ def lowered(program: Program) -> Program:
 
 
 def are_simple(programs: Iterable[Program]) -> bool:
-    """Return whether programs call no functions; calls in a loop over wide vectors are slow, since they save registers."""
+    """Return whether programs call no functions; calls in loops over wide vectors are slow, since registers are saved."""
     operations = {instruction.operation for program in programs for instruction in lowered(program).instructions}
     return all(OPERATIONS[operation].simple for operation in operations & OPERATIONS.keys())
 
@@ -58,7 +58,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
     if exponent % 1:
         root = x.sqrt()
         result = root if result is None else result * root
-        # The root of -0 is -0, and its reciprocal would be -inf instead of inf.
+        # The root of -0 is -0, whose reciprocal would be -inf instead of inf.
         result = abs(result) if exponent < 0 else result
     if result is None:
         return Symbol(x.builder, x.builder.constant(1.0))
@@ -75,7 +75,7 @@ def _remainder(x: Symbol, y: Symbol) -> Symbol:
     return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
-# A call of hypot would prevent the vectorization of a loop over lanes.
+# hypot isn't called, since a call would prevent the vectorization of a loop over lanes.
 def _modulus(x: Symbol, y: Symbol) -> Symbol:
     larger, smaller = abs(x).maximum(abs(y)), abs(x).minimum(abs(y))
     ratio = smaller / choose(larger == 0.0, 1.0, larger)
@@ -92,10 +92,10 @@ _RULES: dict[str, Callable[..., Symbol | None]] = {
     "logit": lambda x: (x / (1.0 - x)).log(),
 }
 
-# Per group, the expressions of its inputs.
+# For each group, the expressions of its inputs.
 Names: TypeAlias = "Mapping[str, Sequence[str]]"
 
-# Per value of the form a b + c: the numbers of a, b and c, and the format of its expression.
+# For each value of the form a b + c: the numbers of a, b and c, and the format of the expression.
 _Sums = dict[int, tuple[int, int, int, str]]
 
 
@@ -104,7 +104,7 @@ def number(value: float | bool, single: bool = False) -> str:
     if isinstance(value, bool):
         return str(value)
     text = repr(abs(float(value))) if math.isfinite(value) else f"math.{'nan' if math.isnan(value) else 'inf'}"
-    # In parentheses, since operators may be next to it.
+    # In parentheses, since an operator may precede the literal.
     text = f"(-{text})" if math.copysign(1, value) < 0 else text
     # A double literal would convert the whole expression to double precision.
     return f"np.float32({text})" if single else text
@@ -123,7 +123,7 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
     """Return statements, without indentation, that compute a program's outputs.
 
-    `names`: per group, the expressions of its inputs; they should be local scalars, since they are repeated at each use.
+    `names`: for each group, the expressions of its inputs: local scalars, since an expression is repeated at each use.
     `outputs`: the variables to which the outputs are assigned, at the end. `prefix`: beginning of the names of local
     scalars; two programs in one function need different prefixes.
     """
@@ -138,8 +138,8 @@ def function_source(
 ) -> str:  # fmt: skip
     """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
 
-    `names`: the names of each group's inputs. `arguments`: the names of the parameters. `fused`: whether products that are
-    added become `fma`. In C numbers have the type `real`, and the function is `INLINE`.
+    `names`: the names of each group's inputs. `arguments`: the names of the parameters. `fused`: whether sums of
+    products become `fma`. In C, numbers have the type `real`, and the function is `INLINE`.
     """
     if language == "c":
         outputs = numbered("out", len(program.outputs))
@@ -155,7 +155,7 @@ def function_source(
 def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
     texts: dict[int, str] = {}
     statements: list[str] = []
-    # A product that is part of an `fma` isn't computed separately.
+    # A product that occurs only in an `fma` isn't computed separately.
     for i in sorted(needed_values(program.instructions, program.outputs, {i: sums[i][:3] for i in sums})):
         operation, arguments, value = program.instructions[i]
         if operation == "constant":

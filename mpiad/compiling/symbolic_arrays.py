@@ -1,7 +1,7 @@
 """Arrays of symbols, to which NumPy dispatches its functions.
 
 An array holds the value numbers of its entries (see `Program`). NumPy's functions that only move entries are applied to the
-array of these numbers, so views work, too.
+array of value numbers, so views are supported.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def reduced(
     keepdims: bool = False,
     **others: Any,
 ) -> SymbolicArray:
-    """Return the reduction of an array along an axis by a binary function, from the first entry to the last."""
+    """Reduce an array along an axis by a binary function, from the first entry to the last."""
     if others:
         like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce with {', '.join(others)}=")
     objects = _objects(like, array)
@@ -80,7 +80,7 @@ def reduced(
 
 
 def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
-    # If three or more entries are equal, their derivatives are equal, which pairwise maxima wouldn't give.
+    # If three or more entries are equal, their derivatives must be equal; pairwise maxima would give other derivatives.
     if len(row) > 2 and function in _OF_MANY:
         return row[0].call(_OF_MANY[function], *row[1:])
     return reduce(function, row)
@@ -94,7 +94,7 @@ def _direct(name: str) -> Callable[..., Symbol]:
     return lambda x, *others: x.call(name, *others)
 
 
-# In NumPy the sum and product of two booleans are boolean, but the sum of a boolean array along an axis is a number.
+# In NumPy, sums and products of two booleans are boolean, but the sum of a boolean array along an axis is a number.
 def _add(x: Symbol, y: Symbol) -> Symbol:
     return x | y if x.is_boolean and y.is_boolean else x + y
 
@@ -110,7 +110,7 @@ def _floor_divide(x: Symbol, y: Symbol) -> Symbol:
     return choose(y == 0.0, (x / y).trunc(), choose(below, whole - 1.0, whole).rint())
 
 
-# Doesn't overflow. Equal arguments are a separate case, since the difference of equal infinities is NaN.
+# This formula doesn't overflow. Equal arguments are treated separately: the difference of equal infinities is NaN.
 def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
     return choose(x == y, 0.5 * x + 0.5 * y + math.log(2.0), x.maximum(y) + (-abs(x - y)).exp().log1p())
 
@@ -144,7 +144,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     np.invert: lambda x: ~x,
 }
 
-# Ufuncs of SciPy, by name, so that SciPy needn't be imported.
+# Ufuncs of SciPy, by name, to avoid importing SciPy.
 _SPECIAL = {name: _direct(name) for name in ("erf", "erfc", "expit", "logit")}
 
 _maximum, _minimum = _direct("maximum"), _direct("minimum")
@@ -164,7 +164,7 @@ _REDUCED: dict[np.ufunc, Callable[..., Symbol]] = {
 # Functions that only move entries are applied to the array of value numbers. Functions that add and multiply are applied to
 # an object array of symbols, which record the operations.
 
-# Interpolation takes one comparison per entry of its table.
+# The longest table for interpolation, which makes one comparison per entry.
 _LONGEST_TABLE = 64
 
 
@@ -179,7 +179,7 @@ def _joined(function: Callable, like: SymbolicArray, arrays: Array, *args: Any, 
 
 
 def _computed(function: Callable, like: SymbolicArray, *args: Any, **kwargs: Any) -> SymbolicArray:
-    """Apply a function that adds and multiplies."""
+    """Apply a function that adds and multiplies entries."""
     given = [name for name in ("out", "where", "dtype", "initial") if name in kwargs]
     if given:
         like.builder.refuse(f"it calls numpy.{function.__name__} with {', '.join(given)}=")
@@ -203,7 +203,7 @@ def _where(like: SymbolicArray, condition: object, *choices: Any) -> SymbolicArr
 
 def _select(like: SymbolicArray, conditions: Sequence[Array], choices: Sequence[Array], default: Array = 0) -> Any:
     result = default
-    # Backwards, since the first true condition decides.
+    # Backwards: the first true condition is applied last, so it decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
         result = entrywise(like, choose, condition, choice, result)
     return result
@@ -213,7 +213,7 @@ def _clip(like: SymbolicArray, array: Array, a_min: Array = None, a_max: Array =
     lower, upper = others.pop("min", a_min), others.pop("max", a_max)
     if others:
         like.builder.refuse(f"it calls numpy.clip with {', '.join(others)}=")
-    # Maximum and minimum would give half the derivative at a bound, but autograd's clip has derivative zero there.
+    # maximum and minimum would have derivative 1/2 at a bound, but autograd's clip has derivative 0.
     if lower is not None:
         array = entrywise(like, lambda x, y: choose(x <= y, y, x), array, lower)
     if upper is not None:
@@ -269,7 +269,7 @@ def _filled(value: float | None) -> Callable:
 def _interpolated(
     like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
 ) -> SymbolicArray:
-    """Return `numpy.interp`, computed by one comparison per interval; raise a Refusal if the table is traced or long."""
+    """Return `numpy.interp`, computed by one comparison per interval; refuse tables that are traced or too long."""
     traced = any(isinstance(part, type(like)) for part in (xp, fp, left, right, period))
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
         like.builder.refuse(
@@ -282,7 +282,7 @@ def _interpolated(
 
     def one(x: Symbol) -> Symbol:
         result = choose(x < places[0], low, values[0])
-        # The last `choose` whose condition is true decides; it belongs to the interval that contains x.
+        # The last `choose` with a true condition decides; it is that of the interval that contains x.
         for place, value, slope in zip(places, values, slopes):
             result = choose(x >= place, slope * (x - place) + value, result)
         result = choose(x == places[-1], values[-1], choose(x > places[-1], high, result))
@@ -298,7 +298,7 @@ def _polynomial(like: SymbolicArray, coefficients: Iterable[Array], x: Array) ->
     return result
 
 
-# np.diag, np.tril etc. are missing, since the zeros that they insert would be read as the value number 0.
+# np.diag, np.tril etc. aren't supported: the zeros that they insert would be taken for value number 0.
 _MOVING = (
     np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis, np.swapaxes, np.roll,
     np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.take, np.delete, np.split,
@@ -315,7 +315,7 @@ _REDUCING: dict[Callable, np.ufunc] = {
     np.amin: np.minimum, np.all: np.logical_and, np.any: np.logical_or,
 }  # fmt: skip
 
-# Each function takes a symbolic array (`like`), which gives the builder and dtype, and then NumPy's arguments.
+# Each function takes a symbolic array (`like`), for the builder and the dtype, and then NumPy's arguments.
 FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     **{function: partial(_moved, function) for function in _MOVING},
     **{function: partial(_joined, function) for function in _JOINING},
@@ -425,7 +425,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def objects(self) -> Array:
         """Return the entries as an object array of symbols."""
-        # Filled as one row, since NumPy would otherwise treat symbols as possible sequences.
+        # Filled in one dimension; otherwise NumPy would treat symbols as possible sequences.
         result = np.empty(self.numbers.shape, object)
         result.reshape(-1)[:] = [Symbol(self.builder, number) for number in self.numbers.ravel().tolist()]
         return result
@@ -438,13 +438,13 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._each(Symbol.as_number if kind == "f" else lambda symbol: symbol.real.plus_i(symbol.imag))
 
     def view(self, dtype: DTypeLike | None = None) -> SymbolicArray:
-        """Return the array itself; autograd requires this method."""
+        """Return the array itself; autograd calls this method."""
         if dtype not in (None, np.ndarray):
-            self.builder.refuse(f"it looks at the bits of traced values as {dtype}")
+            self.builder.refuse(f"it reinterprets the bits of traced values as {dtype}")
         return self
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
-        # Called by np.array([u[0], u[1]]), which can't be intercepted otherwise.
+        # np.array([u[0], u[1]]) calls this method; it can't be intercepted in another way.
         if dtype is not None and np.dtype(dtype) != object:
             self.builder.refuse(
                 f"it puts traced values into an array of {np.dtype(dtype)}: return a list of the components, or begin with "
@@ -461,7 +461,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
             return result
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
-        # In place, so that views see the new values. The arguments of the traced function are read-only.
+        # Written in place, so views get the new values. The arguments of the traced function are read-only.
         out[0].numbers[...] = result.numbers
         return out[0]
 

@@ -22,9 +22,9 @@ from mpiad.compiling.operations import OPERATIONS
 # function is holomorphic. For finite numbers the results agree with NumPy's to rounding. Products with a constant zero,
 # such as the real part of 1j, are omitted, so infinities may give other results than in NumPy, where such products are NaN.
 
-# NumPy computes powers with integer exponents up to this one by multiplication.
+# NumPy computes powers with integer exponents of at most this size by multiplication.
 _LARGEST_EXPONENT = 100
-# For larger arguments tanh is 1 to rounding, and squares might overflow.
+# For larger arguments tanh is 1 up to rounding, and squares might overflow.
 _FLAT = 22.0
 
 
@@ -44,7 +44,7 @@ def _is_zero(x: Symbol) -> bool:
 
 
 def _times(x: Symbol, y: Symbol) -> Symbol:
-    """Return the product of real values; it is 0 if one of them is a constant zero, also for infinity and NaN."""
+    """Return the product of real values; 0 if a factor is a constant zero, even if the other one is infinite or NaN."""
     return x if _is_zero(x) else y if _is_zero(y) else x * y
 
 
@@ -65,7 +65,7 @@ def _divide(x: Symbol, y: Symbol) -> Symbol:
     a, b, c, d = x.real, x.imag, y.real, y.imag
     if _is_zero(d):
         return (a / c).plus_i(b / c)
-    # Smith's algorithm, as in NumPy: the squares of c and d might overflow or underflow.
+    # Smith's algorithm, as in NumPy, since the squares of c and d might overflow or underflow.
     steep = abs(c).call("less", abs(d))
     larger, smaller = steep.chosen(d, c), steep.chosen(c, d)
     ratio = smaller / larger
@@ -142,7 +142,7 @@ def _sqrt(z: Symbol) -> Symbol:
 
 
 def _by_parts(first: str, second: str, third: str, fourth: str, sign: float = 1.0) -> Callable[[Symbol], Symbol]:
-    """Return the rule of a function of a + ib with parts first(a) second(b) and sign · third(a) fourth(b)."""
+    """Return the rule of a function of a + ib with the parts first(a) second(b) and sign · third(a) fourth(b)."""
 
     def rule(z: Symbol) -> Symbol:
         a, b = z.real, z.imag
@@ -193,12 +193,12 @@ _OBJECTS = (
     "it compares, rounds or branches on an array that np.array or autograd's np.stack made of traced values, or takes its "
     "sign, maximum or minimum: do this with the components, or join them by np.concatenate"
 )
-_VALUES = "it asks for the number that a traced value has (float, int, math.sin instead of np.sin, an index)"
+_VALUES = "it needs the number of a traced value, which is unknown (float, int, math.sin instead of np.sin, an index)"
 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
     def method(self: Symbol, other: object) -> Any:
-        # If the other operand is an array, NumPy calls the array's operator, which calls this method for each entry.
+        # If the other operand is an array, NumPy calls its operator, and this calls the symbol's operator for each entry.
         if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
         if swapped:
@@ -209,7 +209,7 @@ def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], 
 
 
 class Symbol:
-    """A scalar of a program under construction; `number` is the number of its value."""
+    """A scalar of a program under construction; `number` is its value number."""
 
     __slots__ = ("builder", "number")
 
@@ -275,7 +275,7 @@ class Symbol:
         return self.real.plus_i(-self.imag) if self.is_complex else self
 
     def chosen(self, x: Array, y: Array) -> Symbol:
-        """Return x if this is true, else y."""
+        """Return x if this symbol is true, else y."""
         first, second = self._as_symbol(x), self._as_symbol(y)
         if first.is_complex or second.is_complex:
             return self.chosen(first.real, second.real).plus_i(self.chosen(first.imag, second.imag))
@@ -319,11 +319,11 @@ class Symbol:
 
 def number_of(builder: Builder, value: object) -> int:
     """Return the value number of a constant or a symbol; raise a Refusal for anything else."""
-    if isinstance(value, np.ndarray) and value.shape == ():  # autograd returns entries of object arrays in this form
+    if isinstance(value, np.ndarray) and value.shape == ():  # autograd makes entries of object arrays so
         value = value.item()
     if isinstance(value, Symbol):
         return value.number
-    # Booleans are checked before integers, since Python's booleans are integers.
+    # Booleans are checked first, since Python's booleans are integers.
     if isinstance(value, (bool, np.bool_)):
         return builder.constant(bool(value))
     if isinstance(value, (int, float, np.integer, np.floating)):

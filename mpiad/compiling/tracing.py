@@ -2,10 +2,10 @@
 
 Values that the function closes over become constants of the program. To exclude values that change at each call, such as
 random numbers, a function is traced twice, and refused if the two programs differ. A function that has passed this check
-is traced only once in later calls.
+is traced once in each later call.
 
-A function that checks the types of its arguments may compute something else with numbers than with symbols. Callers
-therefore compare a few values of the program with those of the function (`first_difference`) before they use the program.
+A function that checks the types of its arguments may compute different results with symbols than with numbers. Therefore
+callers compare a few values of the program with the function's (`first_difference`) before they use the program.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mpiad.compiling.program import Program, Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
 
-# Per function, the programs confirmed by a second trace. Their number is limited, since constants may vary between calls.
+# For each function, the programs confirmed by a second trace. Their number is limited, since constants may vary.
 _MAX_REPEATED = 16
 _repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
-# Tolerance in units of the machine epsilon, relative to the largest number in the arguments and results.
+# Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
 _TOLERANCE = 1e4
 
 
@@ -38,10 +38,10 @@ def trace_program(
     outputs: Callable[[Builder, Any], Sequence[int]],
     groups: Mapping[str, int],
 ) -> Program:
-    """Return a function's computation as a program with these groups of inputs; raise Untraceable if it can't be traced.
+    """Return a function's computation as a program with these groups of inputs; raise Untraceable if this fails.
 
     ``arguments(builder)`` returns the symbolic arguments of the function (see `input_array`), and
-    ``outputs(builder, result)`` the value numbers of the scalars in its result (see `Program`).
+    ``outputs(builder, result)`` returns the value numbers of the scalars in its result (see `Program`).
     """
     with np.errstate(all="ignore"):
         program = _traced(fun, arguments, outputs, groups)
@@ -63,16 +63,16 @@ def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mappi
     try:
         result = outputs(builder, fun(*arguments(builder)))
     except Exception as error:
-        # The first refusal is the reason, even if NumPy or the function has replaced it by another exception.
+        # The first refusal is the reason, even if NumPy or the function has replaced the exception by another one.
         reason = builder.refused or f"{type(error).__name__}: {error}"
         raise Untraceable(reason, where_raised(error.__traceback__, fun)) from error
-    if builder.refused:  # the function has caught the exception
+    if builder.refused:  # the function has caught the Refusal
         raise Untraceable(builder.refused, place_of(fun))
     return builder.program(groups, result)
 
 
 def identity_of(fun: Function) -> Any:
-    """Return the code object of a function, without its wrappers: functions defined by the same lines share it."""
+    """Return the code object of a function without wrappers; functions defined by the same lines share the code."""
     while isinstance(fun, partial) or hasattr(fun, "__wrapped__"):
         fun = fun.func if isinstance(fun, partial) else fun.__wrapped__
     return getattr(fun, "__code__", None) or type(fun)
@@ -90,12 +90,12 @@ def input_array(
     if in_pairs:
         numbers = [builder.pair(real, imag) for real, imag in zip(numbers[::2], numbers[1::2])]
     result = np.array(numbers, int).reshape(shape)
-    result.flags.writeable = False  # like the arguments in calls with numbers
+    result.flags.writeable = False  # as in calls with numbers
     return SymbolicArray(builder, result, dtype)
 
 
 def output_numbers(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
-    """Return the value numbers of the components, or with `in_pairs` of the real and imaginary part of each.
+    """Return the value numbers of the components; with `in_pairs`, those of each component's real and imaginary part.
 
     Without `in_pairs`, complex components are refused.
     """
@@ -110,7 +110,7 @@ def output_numbers(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
 def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, ...] | None:
     """Return the first index at which `found` differs from `expected` by more than rounding, None if there is none.
 
-    `given`: the arguments from which both were computed, in the precision of the computation.
+    `given`: the arguments from which they were computed, in the precision of the computation.
     """
     if found.tobytes() == expected.tobytes():
         return None  # the usual case, for speed

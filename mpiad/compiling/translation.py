@@ -3,8 +3,8 @@
 A kernel is a function of numbers and contiguous arrays. It consists of assignments, loops over ranges, `while`, `if`,
 indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions of
 numbers in the same source text, which are inlined. It allocates no memory and raises no exceptions. Indices aren't checked,
-and negative indices don't count from the end. A range counts down if its step is a negative constant, otherwise up.
-Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows reassociation or contraction.
+and negative indices don't count from the end. A range counts down if its step is a negative constant, otherwise it counts
+up. Arithmetic follows IEEE 754 in the order of the text, unless `fast` allows reassociation or contraction.
 
 The type ("kind") of a variable is the widest type of the values assigned to it. If an assignment widens a variable that
 was used before, the function is translated again.
@@ -86,7 +86,7 @@ def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
 
 def _extreme(sign: str) -> Callable[..., Value]:
     def extreme(build: BlockBuilder, *given: Value) -> Value:
-        # As in Python, the first of several equal values is returned.
+        # As in Python, the first one of equal values is returned.
         first, *others = _promoted(build, *given)
         for x in others:
             first = build.selected(compare(build, sign, x, first), x, first)
@@ -119,9 +119,9 @@ def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "fma": _fma,
     "np.fmod": lambda build, *given: build.floating("frem", *(build.converted(x, _float_kind(given)) for x in given)),
-    # Both values are computed, which allows vectorization of loops.
+    # Both values are computed, so loops can be vectorized.
     "where": lambda build, condition, *given: build.selected(condition, *_promoted(build, *given)),
-    # The bits of a double as an integer, and the inverse.
+    # Conversions between a double and the integer with the same bits.
     "bits_of": lambda build, x: build.value(INTEGER, f"bitcast double {x.text} to i64"),
     "number_of": lambda build, i: build.value(DOUBLE, f"bitcast i64 {i.text} to double"),
     # Atomically adds n to the first entry of a row, and returns the previous value.
@@ -155,7 +155,7 @@ class Expressions:
         self._build, self._variables, self._inlined = build, variables, inlined
 
     def several(self, node: ast.expr) -> list[Value | ArrayValue]:
-        """Return the values of a tuple, or of a call with several results; for other expressions a list of one value."""
+        """Return the values of a tuple or of a call with several results; for another expression a list with its value."""
         if isinstance(node, ast.Tuple):
             return [self._any(one) for one in node.elts]
         results = self._inlined(node) if isinstance(node, ast.Call) else None
@@ -178,7 +178,7 @@ class Expressions:
             build.branch(build.truth(self.number(node)), yes, no)
 
     def _conditional(self, test: ast.expr, yes: ast.expr | Value, no: ast.expr | Value) -> Value:
-        """Return one of two values; the other one isn't computed."""
+        """Return one of two values; only this one is computed."""
         build = self._build
         blocks, after = (build.new_block(), build.new_block()), build.new_block()
         self.condition(test, *blocks)
@@ -344,7 +344,7 @@ class Expressions:
 
 @cache
 def has_fma_instruction() -> bool:
-    """Return whether the processor computes a b + c in one instruction; otherwise it would be a slow library call."""
+    """Return whether the processor computes a b + c in one instruction; without it, fma would be a slow library call."""
     import llvmlite.binding as llvm
 
     return bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_process_triple().startswith("x86_64")
@@ -354,8 +354,8 @@ def has_fma_instruction() -> bool:
 def prefers_512_bit_vectors() -> bool:
     """Return whether vectors of 64 bytes are faster than vectors of 32 bytes.
 
-    By default LLVM uses vectors of 32 bytes on Intel's processors, since older ones lower their clock frequency for longer
-    vectors. Processors with 16-bit floating-point arithmetic, from 2023 on, hardly do.
+    By default LLVM uses vectors of 32 bytes on Intel's processors, since older ones reduce their clock frequency for longer
+    vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
     """
     import llvmlite.binding as llvm
 
@@ -382,7 +382,7 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
 
 
 class _Module:
-    """The functions of a source text, each translated at its first call, once per combination of argument types."""
+    """The functions of a source text; each is translated once per combination of argument types, at the first call."""
 
     def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
         # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
@@ -444,7 +444,7 @@ class _Module:
 
 
 class _Function:
-    """One translation of a function; `kinds`: the kinds of its variables that the previous translation has found."""
+    """One translation of a function; `kinds`: the kinds of its variables, as found by the previous translation."""
 
     def __init__(
         self, module: _Module, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]
@@ -512,7 +512,7 @@ class _Function:
         for length in array.shape[1:]:
             row = self._build.name(f"mul i64 {row}, {length}")
         self._module.declared["llvm.prefetch"] = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
-        # The arguments mean: for reading (0), in all cache levels (3), data (1). Rows outside the array are allowed.
+        # The arguments mean: for reading (0), in all cache levels (3), data (1). Rows outside of the array are allowed.
         place = self._build.name(f"getelementptr {ELEMENTS[array.dtype]}, ptr {array.data}, i64 {row}")
         self._build.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
 
@@ -628,7 +628,7 @@ class _Function:
 
 
 def _link(name: str, arguments: Sequence[Argument]) -> str:
-    """Return a function that loads a kernel's arguments from a block of memory, calls it, and jumps to the next kernel."""
+    """Return a function that loads a kernel's arguments from a block, calls the kernel, and jumps to the next one."""
     kinds = [kind for dtype, ndim in arguments for kind in ([kind_of(dtype)] if ndim is None else ["ptr", *["i64"] * ndim])]
     lines = []
     for k, kind in enumerate(["ptr", "ptr", *kinds]):

@@ -194,7 +194,7 @@ def test_an_entry_of_another_text_is_not_taken(folder):
 
 
 def test_those_that_were_used_longest_ago_go(folder, monkeypatch):
-    monkeypatch.setattr("mpiad.compiling.cache._MOST_ENTRIES", 2)
+    monkeypatch.setattr("mpiad.compiling.cache._MAX_ENTRIES", 2)
     made()
     first = the_entry(folder)
     made(5.0)

@@ -133,13 +133,13 @@ def test_requests_in_a_program_that_is_run_backwards_repeatedly(rank, size, rank
 
 def test_a_form_that_does_not_fit_is_refused(rank):
     vjp, _ = mpiad.make_vjp(lambda x: (x, x))(np.ones(2))
-    with pytest.raises(TypeError, match="leaves as the value, 2, but has 1"):
+    with pytest.raises(TypeError, match="2 leaves, like the value, but has 1"):
         vjp(np.ones(2))
     with pytest.raises(TypeError, match=r"\(2,\).*\(3,\)"):
         vjp((np.ones(2), np.ones(3)))
     with pytest.raises(TypeError, match=r"\(2,\).*\(\)"):
         mpiad.jvp(lambda x: x, np.ones(2), 1.0)
-    with pytest.raises(TypeError, match="leaves as the argument, 1, but has"):
+    with pytest.raises(TypeError, match="1 leaves, like the argument, but has"):
         mpiad.jvp(lambda x: x, np.ones(2), [1.0, 2.0])
 
 

@@ -141,7 +141,7 @@ def test_random_numbers_are_refused_still():
 
 
 def test_the_number_of_kernels_is_bounded(monkeypatch):
-    monkeypatch.setattr(cache, "_MOST_LOADED", 4)
+    monkeypatch.setattr(cache, "_MAX_LOADED", 4)
 
     def operations(n):
         def f(u, p, t):

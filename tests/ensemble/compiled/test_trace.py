@@ -206,7 +206,7 @@ def swallows(u, p, t):
     (lambda u, p, t: np.linalg.norm(u, 1, axis=0), 0, "numpy.linalg.norm with ord=1"),
     (lambda u, p, t: np.linalg.norm(u[None], 2, axis=(0, 1)), 0, "numpy.linalg.norm with ord=2"),
     (lambda u, p, t: u * "one", 0, "isn't a number"),
-    (lambda u, p, t: u.view(np.int64), 0, "looks at the bits"),
+    (lambda u, p, t: u.view(np.int64), 0, "reinterprets the bits"),
 ])  # fmt: skip
 def test_what_cannot_be_traced_is_refused_with_its_line(f, offset, reason):
     with pytest.raises(Untraceable) as caught:
