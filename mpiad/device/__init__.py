@@ -1,6 +1,6 @@
-"""Arrays on GPUs: the GPU of each rank, copies to it and back, and traced device arrays.
+"""Arrays on GPUs: selection of a GPU per rank, copies between host and device, and traced device arrays.
 
-CuPy is loaded when `select` or `to_device` is called, or by the user.
+Importing mpiad doesn't load CuPy: `select` and `to_device` load it.
 """
 
 from mpiad.device import boxes, numpy

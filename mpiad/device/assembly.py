@@ -48,9 +48,9 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     Parameters
     ----------
     arrays : sequence of array
-        All on the host, or all on one device; traced or not.
+        Host arrays, or arrays on one device; they may be traced.
     axis : int or None
-        None flattens the arrays first.
+        Axis to join along; for None, the arrays are flattened first.
 
     Raises
     ------
@@ -63,14 +63,14 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
 
     Adjoint
     -------
-    The cotangent is cut into the pieces.
+    The cotangent is split into one part per array.
     """
     arrays = [anp.ravel(piece) for piece in arrays] if axis is None else list(arrays)
     axis = axis or 0
     device = _device_in(arrays)
     if device is None:
         return anp.concatenate(arrays, axis)
-    _refuse_mixture(arrays, device, "concatenate")
+    _require_one_device(arrays, device, "concatenate")
     # As in NumPy, the result is a new array even if there is only one.
     return joined(axis, *arrays)
 
@@ -95,7 +95,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     device = _device_in(arrays)
     if device is None:
         return anp.stack(arrays, axis)
-    _refuse_mixture(arrays, device, "stack")
+    _require_one_device(arrays, device, "stack")
     shapes = {piece.shape for piece in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have one shape, but got {sorted(shapes)}.")
@@ -110,14 +110,14 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
     Parameters
     ----------
     values : array, number, or nested lists and tuples of them
-        All arrays are on the host, or all are on one device.
+        Either all arrays are on the host, or all are on one device.
     *args, **kwargs
         Passed to `numpy.array` if all values are on the host.
 
     Raises
     ------
     TypeError
-        If there are host arrays and device arrays.
+        If host arrays and device arrays are mixed.
 
     Ranks
     -----
@@ -125,7 +125,7 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
 
     Adjoint
     -------
-    Each element gets its part of the cotangent.
+    The cotangent of an element is its entry of the cotangent of the result.
     """
     found = _device_in(values)
     if found is None:
@@ -142,7 +142,7 @@ def _from_nested(values: Tree, arrays: ArrayModule) -> Any:
     if isinstance(values, (list, tuple, SequenceBox)):
         return stack([_from_nested(values[i], arrays) for i in range(len(values))])
     if arrays_of(getval(values)) is None and np.ndim(getval(values)) == 0:
-        # The product remains traced if the number is.
+        # The product with a traced number is traced, too.
         return values * arrays.full((), 1, np.result_type(getval(values)))
     return values[...]
 
@@ -157,10 +157,10 @@ def _device_in(values: Tree) -> ArrayModule | None:
     return None
 
 
-def _refuse_mixture(arrays: Sequence[Any], device: ArrayModule, call: str) -> None:
+def _require_one_device(arrays: Sequence[Any], device: ArrayModule, call: str) -> None:
     for k, piece in enumerate(arrays):
         if arrays_of(getval(piece)) is None and not device.takes_host_arrays:
             raise TypeError(
-                f"{call}: array {k} is a {type(getval(piece)).__name__} on the host, and others are on a device. Copies to "
-                "a device are never implicit: pass mpiad.device.to_device(x)."
+                f"{call}: array {k} is a {type(getval(piece)).__name__} on the host, but other arrays are on a device. "
+                "Copies to a device are never implicit: pass mpiad.device.to_device(x)."
             )

@@ -17,7 +17,7 @@ from mpiad.transport.device_arrays import arrays_of
 
 @primitive
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Convert a device array to another dtype; the real part of a complex array if the dtype is real."""
+    """Convert a device array to another dtype; a real dtype discards imaginary parts."""
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         x = x.real
     return x.astype(dtype)
@@ -59,7 +59,7 @@ class DeviceSpace(ArrayVSpace):
         return self.arrays.full(self.shape, 0, self.dtype)
 
     def ones(self) -> Any:
-        """Return the vector of ones; 1 + 1j for complex arrays."""
+        """Return the vector of ones, or of 1 + 1j for complex arrays."""
         return self.arrays.full(self.shape, 1 + 1j if self.iscomplex else 1, self.dtype)
 
     def standard_basis(self) -> Any:

@@ -1,7 +1,7 @@
 """autograd.numpy for host and device arrays: ``import mpiad.device.numpy as np``.
 
 This module has all names of autograd.numpy. Most of its functions support device arrays, since NumPy dispatches them to the
-array's library. The functions below replace the others. For host arrays they do the same as autograd's.
+array's library. The functions below replace those that would fail. For host arrays, they call autograd's functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ row_stack = vstack
 
 
 def hstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the second axis, or along the first axis if they have only one."""
+    """Join arrays along the second axis, or one-dimensional arrays along the first axis."""
     pieces = [anp.atleast_1d(piece) for piece in arrays]
     return concatenate(pieces, 0 if len(pieces[0].shape) == 1 else 1)
 
@@ -51,5 +51,5 @@ def column_stack(arrays: Sequence[Array]) -> Array:
 
 
 def append(start: Array, values: Array, axis: int | None = None) -> Array:
-    """Join two arrays along an axis; if it is None, flatten them first."""
+    """Join two arrays along an axis; flatten them first if the axis is None."""
     return concatenate([start, values], axis)

@@ -29,13 +29,13 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     Parameters
     ----------
     ids : int or sequence of int, optional
-        A number is the GPU of this rank. A sequence lists GPUs for the ranks of this node, in their order, which are
-        assigned cyclically if there are fewer GPUs than ranks; by default all GPUs that are visible to CUDA.
+        A number is the GPU of this rank. The GPUs of a sequence are assigned to the ranks of this node in rank order,
+        cyclically if there are fewer GPUs than ranks. Default: all GPUs that are visible to CUDA.
 
     Returns
     -------
     int
-        CUDA's number of the GPU among those that are visible to this process.
+        CUDA's number of the selected GPU among the GPUs that are visible to this process.
 
     Raises
     ------
@@ -48,16 +48,16 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
     Ranks
     -----
-    Each rank for itself; nothing is communicated, except at the library's first use, which is collective.
+    Each rank for itself, without communication. Only the first use of the library in a program is collective.
     """
-    cupy = _imported_cupy("select")
-    count = _visible(cupy)
+    cupy = _import_cupy("select")
+    count = _visible_gpu_count(cupy)
     local = world.local_rank()
     if ids is None:
         chosen = list(range(count))
     else:
         chosen = list(ids) if isinstance(ids, Sequence) else [ids]
-    _check(chosen, ids, count, local)
+    _check_ids(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
     cupy.cuda.Device(number).use()
     discover()  # registers the arrays of CuPy with autograd
@@ -66,21 +66,21 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
 
 def own_device() -> int:
-    """Return this rank's GPU; select one if that hasn't been done."""
+    """Return the number of this rank's GPU; call `select` if no GPU is selected yet."""
     return _chosen[0] if _chosen else select()
 
 
-def _imported_cupy(call: str) -> Any:
+def _import_cupy(call: str) -> Any:
     try:
         return import_module("cupy")
     except ImportError as error:
         raise ImportError(
-            f"{call}: CuPy can't be loaded ({error}). Install the version for the driver: pip install 'mpiad[gpu]' for "
-            "CUDA 12, 'mpiad[gpu13]' for CUDA 13."
+            f"{call}: CuPy can't be loaded ({error}). Install it for the driver's CUDA version: pip install 'mpiad[gpu]' "
+            "for CUDA 12, 'mpiad[gpu13]' for CUDA 13."
         ) from error
 
 
-def _visible(cupy: ModuleType) -> int:
+def _visible_gpu_count(cupy: ModuleType) -> int:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -92,7 +92,7 @@ def _visible(cupy: ModuleType) -> int:
     return count
 
 
-def _check(chosen: list[Any], ids: object, count: int, local: int) -> None:
+def _check_ids(chosen: list[Any], ids: object, count: int, local: int) -> None:
     wrong = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
     if wrong or not chosen:
         raise ValueError(f"select: ids must be numbers of GPUs, such as [0, 1], but got {ids!r}.")
@@ -105,22 +105,22 @@ def _check(chosen: list[Any], ids: object, count: int, local: int) -> None:
 
 
 class Constants:
-    """Constant host arrays, such as indices and weights, which are copied to a device once, at their first use there."""
+    """Constant host arrays, such as indices and weights, with one cached copy per device."""
 
     def __init__(self, *arrays: np.ndarray):
         self._arrays = arrays
         self._copies: dict[ArrayModule, tuple[Array, ...]] = {}
 
     def __reduce__(self) -> Any:
-        # Without the copies, since another process may not have the same devices.
+        # The copies aren't pickled, since another process may not have the same devices.
         return Constants, self._arrays
 
     def like(self, x: Array) -> tuple[Array, ...]:
-        """Return the arrays on the device of x, which may be traced."""
+        """Return copies on the device of x, or the host arrays if x is on the host; x may be traced."""
         return self.on(arrays_of(getval(x)))
 
     def on(self, namespace: ArrayModule | None) -> tuple[Array, ...]:
-        """Return the arrays on a device, or on the host if it is None."""
+        """Return copies on the device of an array module, or the host arrays for None."""
         if namespace is None:
             return self._arrays
         if namespace not in self._copies:
@@ -138,12 +138,12 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     device : int, optional
         Number of the GPU; by default the current one, which `select` chooses.
     like : device array, optional
-        An array of the type and on the device of the result.
+        An array with the type and the device that the result should have.
 
     Returns
     -------
     device array or pytree of them
-        The same dtypes and structure; numbers become arrays without axes.
+        Arrays of the same dtypes in the same structure; numbers become arrays without axes.
 
     Raises
     ------
@@ -166,12 +166,12 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     def move(leaf: Array) -> Any:
         plain = getval(leaf)
         if tracing.recorder is not None:
-            tracing.recorder.refuse("it copies arrays to a device, and only NumPy's are compiled yet")
+            tracing.recorder.refuse("it copies arrays to a device, and only functions of NumPy arrays can be compiled")
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
         if not found:
-            # Imported here, since the user's device arrays may be those of another library.
-            cupy = _imported_cupy("to_device")
+            # CuPy is imported only here, since the user's device arrays may come from another library.
+            cupy = _import_cupy("to_device")
             from mpiad.transport.cupy_arrays import on_device
 
             found.append(on_device(cupy.cuda.runtime.getDevice() if device is None else device))
@@ -236,7 +236,7 @@ def _to_host_vjp(ans: Array, x: Array) -> Any:
     return lambda g: g if arrays_of(getval(g)) is not None else array_to_device(g, arrays)
 
 
-# Both are identities between two memories, and each other's transposes.
+# The copy to the host and the copy to the device are transposes of each other.
 defvjp(array_to_device, lambda ans, x, arrays: lambda g: g if arrays_of(getval(g)) is None else array_to_host(g))
 defvjp(array_to_host, _to_host_vjp)
 defjvp(array_to_device, lambda g, ans, x, arrays: array_to_device(g, arrays))

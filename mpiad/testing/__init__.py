@@ -1,4 +1,4 @@
-"""Checks of derivatives over all ranks, independent of the code that computes them."""
+"""Checks of derivatives over all ranks, independent of the code that computes the derivatives."""
 
 from mpiad.testing.adjoint import AdjointError, check_adjoint
 from mpiad.testing.objective_description import ObjectiveReport, describe_objective

@@ -15,7 +15,7 @@ from mpiad.transport import Channel, channel
 
 
 class AdjointError(AssertionError):
-    """Report an adjoint that isn't the transpose.
+    """Report an adjoint that isn't the transpose of its linear map.
 
     Examples
     --------
@@ -46,18 +46,19 @@ def check_adjoint(
     linear_map : callable
         ``A(x)``, a map of one array.
     x : array
-        This rank's argument, of which only shape and dtype are used; the values are random.
+        An array of the shape and dtype of this rank's argument; the test uses random values.
     adjoint : callable, optional
-        ``Aᵀ(y)``; by default computed by reverse mode.
+        ``Aᵀ(y)``; by default the vector-Jacobian product of `linear_map`.
     comm : mpi4py intracommunicator, optional
     ulps : float
         Tolerance of the difference, in units of the machine epsilon times the sum of absolute products.
     seed : int
+        Seed of the random values.
 
     Returns
     -------
     float
-        The difference of both inner products, in the unit of `ulps`.
+        The absolute difference of both inner products, in the units of `ulps`.
 
     Raises
     ------
@@ -77,11 +78,11 @@ def check_adjoint(
     >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises if the adjoint isn't the transpose
     """
     used = channel(comm, "check_adjoint")
-    # Each rank has other numbers; otherwise an adjoint that confuses ranks would pass.
+    # The random numbers differ between ranks; otherwise an adjoint that confuses ranks would pass.
     rng = np.random.default_rng((seed, used.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
-    # For a linear A, A(2x) = 2 A(x) holds exactly in binary arithmetic.
+    # Doubling is exact in binary arithmetic, so A(2x) = 2 A(x) for a linear A.
     twice = linear_map(x + x)
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
@@ -90,23 +91,23 @@ def check_adjoint(
     eps = max(used.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
     scale = eps * max(sizes, np.finfo(float).tiny)
     if nonlinearity > 1e3 * eps * max(1.0, sizes):
-        raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) reaches {nonlinearity:.3e}.")
+        raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) has an entry of {nonlinearity:.3e}.")
     error = abs(sides[0] - sides[1]) / scale
     if error > ulps:
         raise AdjointError(
             f"check_adjoint: Σ⟨A x, y⟩ = {sides[0]!r}, but Σ⟨x, Aᵀ y⟩ = {sides[1]!r} over {used.size} ranks: "
-            f"they differ by {error:.3g} ulp, but {ulps:g} are allowed. The adjoint isn't the transpose."
+            f"they differ by {error:.3g} ulp, more than ulps={ulps:g}. The adjoint isn't the transpose."
         )
     return float(error)
 
 
 def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> tuple[list[complex], float, float]:
-    """Return both inner products, exactly rounded, the sum of absolute products, and the largest nonlinearity."""
+    """Return the correctly rounded inner products, the larger sum of absolute products, and the largest nonlinearity."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
     if not np.iscomplexobj(right[0]):
         # Since the cotangent of a real x is real, only the real parts of the inner products are equal.
         terms = [np.real(part) for part in terms]
-    # All products are gathered, because partial sums of the ranks would be rounded.
+    # The ranks gather all products, since partial sums per rank would be rounded.
     every = used.data.allgather((terms, nonlinearity))
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]

@@ -24,7 +24,7 @@ class ObjectiveReport(NamedTuple):
     Attributes
     ----------
     kind : {"same", "root", "share"}
-        Whether all ranks return the same value, only the root returns one, or each rank returns a share.
+        "same" if all ranks return one value, "root" if only the root returns a value, "share" if each rank returns a share.
     objective : str
         The objective that fits.
     values : list
@@ -32,10 +32,10 @@ class ObjectiveReport(NamedTuple):
     factors : dict
         The ratio of each objective's gradient to the gradient of the objective that fits; NaN if there is no common factor.
     largest : list
-        The largest absolute entry of each rank's gradient with respect to its first argument, for the objective that fits;
-        None if the argument holds no real or complex floating-point values.
+        Each rank's largest absolute entry of the gradient with respect to the first argument, for the objective that fits;
+        None if the argument contains no real or complex floating-point values.
     text : str
-        A description, which also says whether the gradient is zero on all ranks, or on all but one.
+        A description of the results, with a remark if the gradient is zero on all ranks, or on all except one.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Parameters
     ----------
     fun : callable
-        As for `value_and_grad`.
+        The function to differentiate, as for `value_and_grad`.
     *args : object
         This rank's arguments.
     root : int
@@ -71,8 +71,8 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Returns
     -------
     ObjectiveReport
-        The same on all ranks. Its `kind` is based on the values only: shares that happen to be equal are mistaken for one
-        value that all ranks return.
+        The same report on all ranks. Its `kind` depends only on the values: shares that happen to be equal are mistaken
+        for copies of one value.
 
     Raises
     ------
@@ -100,17 +100,17 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
-    # Ranks without variables run it, too, since other ranks wait for the adjoints of messages.
+    # Ranks without variables run the function, too, since other ranks wait for the adjoints of its messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
-    kind, objective, factors, text = _classified(values, root)
+    kind, objective, factors, text = _classify(values, root)
     gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight_of(objective, used, root)), variables)
     largest = used.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
-    return ObjectiveReport(kind, objective, values, factors, largest, text + _zeros_among(largest))
+    return ObjectiveReport(kind, objective, values, factors, largest, text + _zero_gradient_remark(largest))
 
 
 def _values(traced: Traced, used: Channel) -> list:
-    """Return all ranks' values, on all ranks; raise on all ranks if a value isn't a real number or None."""
+    """Gather the values of all ranks; raise an error on all ranks if a value isn't a real number or None."""
     found = traced.build(traced.values)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
     mine = None if found is None else float(found) if scalar else repr(found)[:60]
@@ -123,8 +123,8 @@ def _values(traced: Traced, used: Channel) -> list:
     return [value for value, _ in gathered]
 
 
-def _zeros_among(largest: list) -> str:
-    """Return a remark on gradients that are zero, or an empty string."""
+def _zero_gradient_remark(largest: list) -> str:
+    """Return a remark if the gradient is zero on all ranks, or on all except one; otherwise an empty string."""
     ranks = [rank for rank, entry in enumerate(largest) if entry != 0.0]
     if not ranks:
         return (
@@ -135,17 +135,17 @@ def _zeros_among(largest: list) -> str:
         return ""
     return (
         f" The gradient with respect to the first argument is zero on all ranks except rank {ranks[0]}, as if the function "
-        "broadcast this rank's argument. If it is one variable, of which every rank holds a copy, pass shared=True: "
-        "all ranks then get the whole gradient."
+        "broadcast this rank's argument. If every rank passes a copy of one variable, pass shared=True: all ranks "
+        "then get the whole gradient."
     )
 
 
-def _classified(values: list, root: int) -> tuple[str, str, dict, str]:
+def _classify(values: list, root: int) -> tuple[str, str, dict, str]:
     size = len(values)
     others = [value for rank, value in enumerate(values) if rank != root]
-    if all(value is None or value == 0.0 for value in others) and others:  # a single rank has the kind "same"
+    if all(value is None or value == 0.0 for value in others) and others:  # with a single rank, the kind is "same"
         factors = {"root": 1.0, "sum": 1.0, "mean": 1.0 / size}
-        sentence = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide the gradient"
+        sentence = f"only the root (rank {root}) returns a result. objective='root' fits; 'mean' would divide the gradient"
         return "root", "root", factors, f"{sentence} by {size}."
     if all(value == values[root] for value in others):
         factors = {"root": 1.0, "sum": float(size), "mean": 1.0}
@@ -153,7 +153,7 @@ def _classified(values: list, root: int) -> tuple[str, str, dict, str]:
         return "same", "root", factors, sentence
     factors = {"root": math.nan, "sum": 1.0, "mean": 1.0 / size}
     sentence = (
-        "each rank returns a different share. objective='sum' fits (or 'mean' for the mean of losses, with "
-        f"1/{size} of that gradient); 'root' would ignore all shares except that of rank {root}."
+        "each rank returns a different share. objective='sum' fits (or 'mean' for a mean of losses, whose "
+        f"gradient is 1/{size} of the sum's); 'root' would ignore all shares except that of rank {root}."
     )
     return "share", "sum", factors, sentence

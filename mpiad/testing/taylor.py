@@ -1,4 +1,4 @@
-"""The Taylor test: with the right gradient g the remainder J(x + hv) − J(x) − h g·v shrinks like h², otherwise like h."""
+"""The Taylor test: the remainder J(x + hv) − J(x) − h g·v is O(h²) if g is the gradient of J, otherwise O(h)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 
 _HALVINGS = 12
-_RATE_TOLERANCE = 0.2  # tolerance of the measured rate
+_RATE_TOLERANCE = 0.2
 
 
 class GradientError(AssertionError):
@@ -48,20 +48,20 @@ class _Line:
         self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
         options = {**options, "shared": shared, "comm": comm}
 
-        def of_one(x: Array) -> Any:
+        def fun_of_x(x: Array) -> Any:
             return fun(*arguments_with(args, argnum, x))
 
-        self.gradient, self.product, self.slope = (make(of_one, **options) for make in (value_and_grad, hvp, grad))
-        # A shared argument is one variable, so all ranks have the same direction.
+        self.gradient, self.product, self.slope = (make(fun_of_x, **options) for make in (value_and_grad, hvp, grad))
+        # A shared argument is one variable, so its direction is the same on all ranks.
         rng = np.random.default_rng((seed, 0 if shared else self.used.rank))
         self.v = map_leaves(lambda leaf: noise_like(leaf, rng) if is_variable(leaf) else leaf, self.x)
 
-    def at(self, h: float) -> Any:
+    def point(self, h: float) -> Any:
         leaves, build = flatten(self.x)
         pairs = zip(leaves, flatten(self.v)[0])
         return build([x + np.asarray(h, spec_like(v).dtype)[()] * v if is_variable(x) else x for x, v in pairs])
 
-    def along(self, g: Array) -> float:
+    def inner_product(self, g: Array) -> float:
         """Return the inner product of a gradient with the direction, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
         # In autograd's convention dJ = Re Σ g v, without conjugation.
@@ -87,13 +87,13 @@ def check_grads(
     Parameters
     ----------
     fun : callable
-        As for `value_and_grad`: returns this rank's real number.
+        The objective function, as for `value_and_grad`; it returns a real number.
     *args : object
         This rank's arguments.
     order : {1, 2}
-        With 2, second derivatives are checked, too.
+        The highest order of the derivatives to check.
     modes : sequence of {"rev", "fwd"}
-        Reverse mode (and reverse over reverse), forward mode (and forward over reverse).
+        "rev" checks reverse mode, "fwd" forward mode. The second order is reverse over reverse, or forward over reverse.
     argnum, objective, shared, root, comm
         As for `value_and_grad`.
     step : float
@@ -140,11 +140,11 @@ def check_grads(
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
     value, gradient = line.gradient(line.x)
     steps = [step / 2**k for k in range(_HALVINGS)]
-    values = [line.gradient(line.at(h))[0] for h in steps]
+    values = [line.gradient(line.point(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:
         if mode == "rev":
-            first = line.along(gradient)
+            first = line.inner_product(gradient)
         else:
             first = float(jvp(lambda x: line.gradient(x)[0], line.x, line.v)[1])
         remainders = [abs(shifted - value - h * first) for h, shifted in zip(steps, values)]
@@ -158,7 +158,7 @@ def check_grads(
 
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
-        return line.along(line.product(line.x, line.v))
+        return line.inner_product(line.product(line.x, line.v))
     # Reverse over reverse: the gradient of the sum of g·v over the ranks. If g is shared, every rank has the same g·v, so
     # each gets the weight 1 / size.
     weight = 1.0 / line.used.size if line.shared else 1.0
@@ -167,7 +167,7 @@ def _second(line: _Line, mode: str) -> float:
         parts = zip(flatten(line.slope(x))[0], flatten(line.v)[0])
         return sum(anp.sum(anp.real(g * v)) for g, v in parts if is_variable(v)) * weight
 
-    return line.along(grad(slope, objective="sum", shared=line.shared, comm=line.comm)(line.x))
+    return line.inner_product(grad(slope, objective="sum", shared=line.shared, comm=line.comm)(line.x))
 
 
 def _rate(remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
@@ -182,7 +182,7 @@ def _rate(remainders: list[float], values: list[float], line: _Line, order: int,
         raise GradientError(f"check_grads: the objective isn't finite along the direction: {values}.")
     if not rates:
         return math.inf
-    # The median over the last steps with remainders above rounding.
+    # The median of the last rates that aren't dominated by rounding.
     rate = float(np.median(rates[-3:]))
     if rate < order + 1 - _RATE_TOLERANCE:
         listed = ", ".join(f"{remainder:.2e}" for remainder in remainders)
