@@ -1,7 +1,7 @@
 """Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimization."""
 
 from importlib import import_module
-from os import getcwd
+from os import environ, getcwd
 from typing import TYPE_CHECKING, Any
 
 from mpiad.differentiation import grad, hvp, jacobian, jvp, linearize, make_hvp, make_jvp, make_vjp, value_and_grad
@@ -82,7 +82,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
 
 
-_folder = getcwd()  # of the file that MPIAD_TRACE names, since the program may change its working directory
+# A relative path in MPIAD_TRACE belongs to this folder, and the program may change its working directory.
+_folder = getcwd() if environ.get("MPIAD_TRACE") else ""
 
 
 def _record_on_request() -> None:

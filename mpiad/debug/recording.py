@@ -432,12 +432,13 @@ def _recording() -> Iterator[Recording]:
 def record_program(folder: str) -> None:
     """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective.
 
-    `folder`: the folder that a relative path belongs to.
+    `folder`: the folder to which a relative path on this rank belongs.
     """
     global _latest
     with _own_communicator() as comm:
-        named = next(filter(None, comm.allgather(path("MPIAD_TRACE"))))
-        file = Path(folder, named)
+        name = path("MPIAD_TRACE")
+        named = next(filter(None, comm.allgather(name and str(Path(folder, name)))))
+        file = Path(named)
         if comm.rank == 0 and not os.access(file.parent, os.W_OK):
             _log.warning("MPIAD_TRACE=%s: %s isn't writable; there will be no trace.", named, file.parent)
     recording = _latest = Recording()

@@ -8,6 +8,7 @@ ranks of the node only check which names exist; the system removes them with the
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 from functools import cache
@@ -63,6 +64,7 @@ def _job() -> str:
             fields = rest.split()
             if name in _LAUNCHERS:
                 variables = [os.environ.get(variable, "") for variable in _OF_JOB]
-                return "-".join([str(os.getuid()), str(number), fields[19], str(MPI.COMM_WORLD.size), *variables])
+                text = repr((os.getuid(), number, fields[19], MPI.COMM_WORLD.size, variables))
+                return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # names of sockets have 107 characters
             number = int(fields[1])
     return ""

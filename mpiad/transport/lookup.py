@@ -63,8 +63,7 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
     """
     if tracing.recorder is not None:
         tracing.recorder.looked_up(call)
-    world = _world if _world is not None and not MPI.Is_finalized() else _started(call)
-    found = world if comm is None else prepare(comm, call, collective)
+    found = _started(call) if comm is None else prepare(comm, call, collective)
     if found.fault is not None and not (survivors and found.lost):
         _refuse(found, call)
     return found

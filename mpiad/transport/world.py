@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from functools import cache
 
 from mpi4py import MPI
 
@@ -19,6 +20,7 @@ from mpiad.transport.abort import is_rank
 from mpiad.transport.departure import await_departures, code_at_end, note_departure, note_finalize
 from mpiad.transport.fault_tolerance import all_have_come, leave_process
 from mpiad.transport.guarded import closing, switch, watch_settings
+from mpiad.transport.guarded.descriptions import rank_ranges
 from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
 from mpiad.transport.malloc import prepare_memory
@@ -32,29 +34,27 @@ from mpiad.transport.uncaught import install_hooks
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
 _LONG = 8.0
-_BETWEEN_CHECKS = 0.05
-_SHOWN = 20
+_BETWEEN_CHECKS = 0.5  # a check takes 10 µs for each rank of the world, on a core that another rank may need
 _ADVICE = (
     "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on "
     "all ranks at the beginning of the program if some of them don't communicate, or do so later."
 )
 _starting = threading.RLock()
-_ends_job: bool | None = None  # whether this rank's failure ends the job; None before `prepare_process`
 _log = logging.getLogger("mpiad")
 _begins: list[Callable[[], None]] = []
 _ends: list[Callable[[], None]] = []
 
 
-def prepare_process() -> None:
-    """Do what needs no other rank, once: an uncaught exception or a signal ends the job from now on."""
-    global _ends_job
-    if _ends_job is None and not in_pool():
-        warn_of_separate_worlds(MPI.COMM_WORLD.size)
-        _ends_job = install_hooks()
-        if _ends_job:
-            install_signal_handlers()
-            note_departure()
-        prepare_memory()
+@cache
+def prepare_process() -> bool:
+    """Do what needs no other rank, once; return whether an uncaught exception or a signal on this rank ends the job."""
+    warn_of_separate_worlds(MPI.COMM_WORLD.size)
+    prepare_memory()
+    ends_job = not in_pool() and install_hooks()
+    if ends_job:
+        install_signal_handlers()
+        note_departure()
+    return ends_job
 
 
 def start(call: str) -> None:
@@ -81,7 +81,7 @@ def _start(call: str) -> None:
             "others wait for tasks. Run it on all ranks, without `-m mpi4py.futures`, and distribute the tasks "
             "by mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor."
         )
-    prepare_process()
+    ends_job = prepare_process()
     # Before the first duplicate: MPI would wait in it silently for ranks that never start the library.
     meet(call)
     # These two raise on all ranks if a variable has an invalid value, and the next call starts again.
@@ -91,7 +91,7 @@ def _start(call: str) -> None:
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     _local = node.rank, node.size
     node.Free()
-    if _ends_job:
+    if ends_job:
         await_departures()
     limit_threads(_local[1])
     for begin in _begins:
@@ -138,8 +138,7 @@ def _absent() -> str:
 
 
 def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
+    return f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
 def at_start(begin: Callable[[], None]) -> None:
@@ -161,7 +160,8 @@ def any_rank(asks: bool) -> bool:
 
 def local_rank() -> int:
     """Return this rank's number among the ranks of its node."""
-    start("mpi_local_rank")
+    if not started():
+        start("mpi_local_rank")
     return _local[0]  # type: ignore[index]
 
 

@@ -42,7 +42,6 @@ def test_a_long_wait_at_the_start_is_told(rank, size, monkeypatch, caplog):
 
 
 ON_ONE_RANK = """
-import sys
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 if rank == 1:
@@ -59,7 +58,7 @@ def test_one_rank_may_import_the_library_alone(mpirun):
     assert done.stdout == "1 3 True\n6.0\n"
 
 
-# The bare messages could be matched by the library's if these were on COMM_WORLD, and the barrier by its own.
+# Communication by bare mpi4py before the first call, which ranks make at different times.
 STAGGERED = """
 import time
 from mpi4py import MPI
