@@ -35,7 +35,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad import errors
-from mpiad.differentiation import backward, bundles, tape, trace
+from mpiad.differentiation import backward, forward, tape, trace
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, Rosenbrock23, solve
 from mpiad.extend import custom_operator, defadjoint, defvjp_together
@@ -856,14 +856,14 @@ CLOSE = {
 
 # The functions of which the lines are counted: those that trace, run backwards, trace for jit, replay and solve.
 NAMED = {
-    trace: "trace_backwards trace_list trace_forwards _unboxed",
-    tape: "_Tape.__enter__ _Tape.__exit__ _Tape.close _Tape.end OrderedTape.end_values OrderedTape.communicated "
-    "TangentTape.communicated _open_number _close_number",
+    trace: "trace_backwards trace_forwards",
+    tape: "LibraryTape.__enter__ LibraryTape.__exit__ LibraryTape.close LibraryTape.end OrderedTape.end_values "
+    "OrderedTape.communicated trace_list unboxed _open_number _close_number",
+    forward: "TangentTape.communicated Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     operation: "suspended.__enter__ suspended.__exit__ communicate apply Operation.run",
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
     backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_vectorized",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
-    bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     trace_run: "TraceRun.run_backwards raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "_Playback.communicate _Playback._next _Playback._untraced",

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from autograd.core import JVPNode, VJPNode, primitive_vjps
+from autograd.core import VJPNode, primitive_vjps
 from autograd.tracer import notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.refusals import itself, refuse_pickling
-from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
+from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import inherited_vjp, refusal
-from mpiad.differentiation.rules.transposition import tangent_rule
 from mpiad.transport import Spec
 
 
@@ -45,8 +44,8 @@ class OrderedNode(VJPNode):
         if len(parents) == 1:
             self.inputs = (parents[0].index,)
         else:
-            if not _all_on(tape, parents):
-                parent_argnums, parents = _still_traced(parent_argnums, parents)
+            if not all_on(tape, parents):
+                parent_argnums, parents = still_traced(parent_argnums, parents)
             self.inputs = tuple([parent.index for parent in parents])
         rule = VJP_RULES.get(fun)
         if rule is not None:
@@ -76,14 +75,16 @@ class OrderedNode(VJPNode):
         return node
 
 
-def _all_on(tape: object, parents: Sequence[Any]) -> bool:
+def all_on(tape: object, parents: Sequence[Any]) -> bool:
+    """Return whether all nodes are on a tape."""
     for parent in parents:
         if parent.tape is not tape:
             return False
     return True
 
 
-def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+def still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Return the nodes whose traces haven't ended, and the numbers of their arguments."""
     kept = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
     return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
 
@@ -99,7 +100,7 @@ class DetachedNode(OrderedNode):
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
         """Make a node of the type of the first input that is still traced; return `_CONSTANT` if no input is."""
-        parent_argnums, parents = _still_traced(parent_argnums, parents)
+        parent_argnums, parents = still_traced(parent_argnums, parents)
         if parents:
             return type(parents[0])(value, fun, args, kwargs, parent_argnums, parents)
         return _CONSTANT
@@ -112,40 +113,6 @@ _CONSTANT: Any = object.__new__(DetachedNode)
 _CONSTANT.tape = _ENDED
 
 
-class TangentNode(JVPNode):
-    """A step of a program in forward mode."""
-
-    __slots__ = ("tape",)
-    __reduce_ex__, __deepcopy__ = refuse_pickling, itself
-
-    def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node; if the trace of the first input has ended, by the constructor of `DetachedNode`."""
-        if parents[0].tape.record is None:
-            return DetachedNode(value, fun, args, kwargs, parent_argnums, parents)
-        return object.__new__(cls)
-
-    def __init__(
-        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
-    ):
-        tape = parents[0].tape
-        if tape.record is None:
-            return  # `__new__` returned a node of another type, made by `DetachedNode`
-        if not _all_on(tape, parents):
-            parent_argnums, parents = _still_traced(parent_argnums, parents)
-        tangents = [parent.g for parent in parents]
-        rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
-        self.g = rule(parent_argnums, tangents, value, args, kwargs)
-        self.tape = tape
-
-    @classmethod
-    def on_tape(cls, tape: Any, tangent: Array) -> TangentNode:
-        """Make a node with a given tangent."""
-        node = object.__new__(cls)
-        node.tape, node.g = tape, tangent
-        return node
-
-
 # As in autograd, functions without a derivative (comparisons, rounding) aren't recorded.
 notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
 notrace_primitives[DetachedNode] = notrace_primitives[VJPNode]
-notrace_primitives[TangentNode] = notrace_primitives[JVPNode]

@@ -17,7 +17,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Function, Index
-from mpiad.differentiation.bundles import BundleNode
+from mpiad.differentiation.forward import BundleNode
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT, Tangent

@@ -11,21 +11,23 @@ module resets it, but never below the number of a trace that another thread has 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from autograd.tracer import trace_stack
+from autograd.tracer import Box, new_box, trace_stack
 
 from mpiad._typing import Array
-from mpiad.differentiation.nodes import DetachedNode, OrderedNode, TangentNode
+from mpiad.differentiation.nodes import DetachedNode, OrderedNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Recorded, Tape, VectorizedVjp, suspended
+from mpiad.primitives.operation import Recorded, Tape, VectorizedVjp
 from mpiad.transport import Spec
 from mpiad.transport.agreement import mark_left
 from mpiad.transport.channels import Used
-from mpiad.transport.tracing import tracing
+from mpiad.transport.tracing import restore_state, tracing
+
+_box_types = Box.types
 
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
@@ -37,7 +39,7 @@ class Recording(NamedTuple):
     channels: set[Used]
 
 
-class _Tape(Tape):
+class LibraryTape(Tape):
     """State of reverse-mode and forward-mode tapes: number, enclosing tapes, unfinished requests and used channels."""
 
     number = before = -1  # number of this trace, and the counter's value before it
@@ -50,7 +52,7 @@ class _Tape(Tape):
 
     def __enter__(self) -> Any:
         self.outer: Tape | None = tracing.tape
-        self.around: _Tape | None = tracing.tapes
+        self.around: LibraryTape | None = tracing.tapes
         self.outer_channels = tracing.channels
         tracing.tapes = self  # first, so an interrupt in this function also ends the trace
         _open_number(self)
@@ -94,7 +96,7 @@ class _Tape(Tape):
         """Turn the values of this trace into constants."""
 
 
-class OrderedTape(_Tape):
+class OrderedTape(LibraryTape):
     """The tape of a reverse-mode trace."""
 
     def end_values(self) -> None:
@@ -117,26 +119,12 @@ class OrderedTape(_Tape):
         return None if dtype is None else node
 
 
-class TangentTape(_Tape):
-    """The tape of a forward-mode trace; it records nothing."""
-
-    def communicated(
-        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
-    ) -> Any:
-        """Communicate the tangent, as part of the enclosing trace; return its node."""
-        tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
-        # The enclosing trace records the communication of the tangent.
-        with suspended(self.outer, body=False):
-            tangent = operator.jvp(tangents, ans, args, params, self.number)
-        return TangentNode.on_tape(self, tangent) if hasattr(ans, "dtype") else None
-
-
 _lock = threading.Lock()
-_open: dict[_Tape, int] = {}  # open tapes, and the thread of each
+_open: dict[LibraryTape, int] = {}  # open tapes, and the thread of each
 _base = -1
 
 
-def _open_number(tape: _Tape) -> None:
+def _open_number(tape: LibraryTape) -> None:
     """Open a trace: assign its number, and save the previous value of the counter."""
     global _base
     with _lock:
@@ -148,7 +136,7 @@ def _open_number(tape: _Tape) -> None:
         trace_stack.top = tape.number
 
 
-def _close_number(tape: _Tape) -> None:
+def _close_number(tape: LibraryTape) -> None:
     """Close a trace, and inner traces that an exception left open; do nothing if the trace is already closed."""
     with _lock:
         thread = _open.get(tape)
@@ -166,3 +154,40 @@ def _close_number(tape: _Tape) -> None:
             trace_stack.top = tape.before
         for other in closed:
             del _open[other]
+
+
+def trace_list(
+    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
+) -> tuple[list[Any], list[int], Recording]:
+    """Call a function of a list in reverse mode; return its results, their positions (-1 for constants), and the record."""
+    tape, kept = OrderedTape(), tracing.__dict__.copy()
+    try:
+        with tape:
+            number, node = tape.number, OrderedNode.on_tape
+            found = [unboxed(value, tape) for value in fun([new_box(x, number, node(tape)) for x in variables])]
+        places = [-1 if node is None else node.index for _, node in found]
+        return [value for value, _ in found], places, tape.close()
+    except BaseException as error:
+        restore_state(kept, error)
+        raise
+
+
+def unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
+    """Return a result's value and its node on this tape; the node is None for a constant."""
+    number = tape.number
+    while type(value) in _box_types and value._trace > number:
+        value = value._value  # the value of an inner trace that has ended
+    if type(value) in _box_types and value._trace == number:
+        node = value._node
+        return value._value, node if getattr(node, "tape", None) is tape else None
+    return without_ended_traces(value), None
+
+
+def without_ended_traces(value: Array) -> Array:
+    """Return a value without the boxes of ended traces."""
+    while type(value) in _box_types:
+        tape = getattr(value._node, "tape", None)
+        if tape is None or tape.record is not None:
+            break
+        value = value._value
+    return value

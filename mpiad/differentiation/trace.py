@@ -9,9 +9,10 @@ import numpy as np
 from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Argnum, Array, Shape, Tree
-from mpiad.differentiation.nodes import OrderedNode, TangentNode
+from mpiad.differentiation.forward import TangentNode, TangentTape
+from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.objective import Problem
-from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape
+from mpiad.differentiation.tape import OrderedTape, Recording, unboxed, without_ended_traces
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape
@@ -84,7 +85,7 @@ def _with_dtype(leaf: Array) -> Array:
         return np.float64(leaf)
     if type(leaf) is complex:
         return np.complex128(leaf)
-    leaf = _without_ended_traces(leaf)
+    leaf = without_ended_traces(leaf)
     if type(leaf) in _box_types and not hasattr(leaf, "dtype") and isinstance(getval(leaf), (float, complex)):
         return leaf * np.float64(1.0)  # a number traced by plain autograd
     return leaf
@@ -118,29 +119,13 @@ def trace_backwards(
             out = fun(variables.filled(boxes))
             # Before the tape is closed, which turns its values into constants; exceptions raised here also end the trace.
             leaves, build = flatten(out)
-            found = [_unboxed(leaf, tape) for leaf in leaves]
+            found = [unboxed(leaf, tape) for leaf in leaves]
             places = [-1 if node is None else node.index for _, node in found]
         recording = tape.close()
     except BaseException as error:
         restore_state(kept, error)
         raise
     return Traced([value for value, _ in found], places, build, recording, _unfinished(tape))
-
-
-def trace_list(
-    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
-) -> tuple[list[Any], list[int], Recording]:
-    """Call a function of a list in reverse mode; return its results, their positions (-1 for constants), and the record."""
-    tape, kept = OrderedTape(), tracing.__dict__.copy()
-    try:
-        with tape:
-            number, node = tape.number, OrderedNode.on_tape
-            found = [_unboxed(value, tape) for value in fun([new_box(x, number, node(tape)) for x in variables])]
-        places = [-1 if node is None else node.index for _, node in found]
-        return [value for value, _ in found], places, tape.close()
-    except BaseException as error:
-        restore_state(kept, error)
-        raise
 
 
 def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any]) -> tuple[Tree, Tree]:
@@ -158,7 +143,7 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
             if problem is not None:
                 raise problem.kind(problem.text)
             leaves, build = flatten(out)
-            found = [_unboxed(leaf, tape) for leaf in leaves]
+            found = [unboxed(leaf, tape) for leaf in leaves]
         tape.close()
     return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
 
@@ -180,26 +165,6 @@ def _tangent(value: Array, node: Any) -> Array:
         return no_derivative(value)
     spec = spec_like(value)
     return spec.zeros() if node is None else conform(node.g, *spec)
-
-
-def _unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
-    """Return a result's value and its node on this tape; the node is None for a constant."""
-    number = tape.number
-    while type(value) in _box_types and value._trace > number:
-        value = value._value  # the value of an inner trace that has ended
-    if type(value) in _box_types and value._trace == number:
-        node = value._node
-        return value._value, node if getattr(node, "tape", None) is tape else None
-    return _without_ended_traces(value), None
-
-
-def _without_ended_traces(value: Array) -> Array:
-    while type(value) in _box_types:
-        tape = getattr(value._node, "tape", None)
-        if tape is None or tape.record is not None:
-            break
-        value = value._value
-    return value
 
 
 def _unfinished(tape: Tape) -> Problem | None:

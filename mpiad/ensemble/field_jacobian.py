@@ -19,7 +19,7 @@ from mpiad.compiling.builder import Builder, simplify
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Program, Refusal, Untraceable, evaluated
 from mpiad.device.transfer import to_host
-from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.trace import ParameterPacking, packing_of, trace, verify

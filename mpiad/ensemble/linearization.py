@@ -15,9 +15,9 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.device.assembly import array, concatenate, stack
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.shortcuts import shortened
-from mpiad.differentiation.trace import trace_list
+from mpiad.differentiation.tape import trace_list
 from mpiad.ensemble.batch import Batch
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport import Spec

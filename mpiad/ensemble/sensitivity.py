@@ -12,7 +12,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents

@@ -13,7 +13,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run

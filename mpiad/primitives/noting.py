@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -17,13 +17,19 @@ from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.mpi_operations import name_of
 from mpiad.transport.tracing import restoring_state
 
-if TYPE_CHECKING:
-    from mpiad.primitives.operation import Operation, Recorded
 
-_operations: WeakSet[Operation] = WeakSet()
+class Noted(Protocol):
+    """An operation: `forward` is `bare`, or the function that records its calls."""
+
+    __name__: str
+    bare: Callable
+    forward: Callable
 
 
-def note_forward(operation: Operation) -> None:
+_operations: WeakSet[Noted] = WeakSet()
+
+
+def note_forward(operation: Noted) -> None:
     """Make an operation record its forward calls while recording is requested."""
     _operations.add(operation)
     if calls.is_noting():
@@ -36,7 +42,7 @@ def _switch(on: bool) -> None:
         operation.forward = _noted_forward(operation) if on else operation.bare
 
 
-def _noted_forward(operation: Operation) -> Callable:
+def _noted_forward(operation: Noted) -> Callable:
     name, forward = operation.__name__, operation.bare
 
     def noted(x: Array, params: object) -> Any:
@@ -54,17 +60,17 @@ def _recorded_call(begin: Callable[..., Call], given: tuple, fun: Callable, *arg
             calls.end(call)
 
 
-def note_rules(kind: type[Recorded]) -> None:
+def note_rules(kind: Any) -> None:
     """Make a class's adjoints and tangents record their calls, with the forward call's line, while this is requested."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
-    def noted_vjp(self: Recorded, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
+    def noted_vjp(self: Noted, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
         rule = vjp(self, ans, args, params, argnums, level)
         # The forward call is on the stack now, but not when the adjoint runs.
         called, site = _forward_call(self.__name__)
         return lambda g: _recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
-    def noted_jvp(self: Recorded, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Any:
+    def noted_jvp(self: Noted, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Any:
         called, site = _forward_call(self.__name__)
         given = "tangent", called, site, args[0] if args else None, params
         return _recorded_call(calls.begin_rule, given, jvp, self, tangents, ans, args, params, level)

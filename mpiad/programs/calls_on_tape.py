@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
-from mpiad.differentiation.tape import OrderedTape, TangentTape
+from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended

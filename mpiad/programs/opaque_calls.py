@@ -14,7 +14,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
-from mpiad.differentiation.tape import TangentTape
+from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended

@@ -9,8 +9,9 @@ import numpy as np
 from autograd.tracer import Box, new_box
 
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.nodes import OrderedNode, TangentNode
-from mpiad.differentiation.tape import OrderedTape, TangentTape
+from mpiad.differentiation.forward import TangentNode, TangentTape
+from mpiad.differentiation.nodes import OrderedNode
+from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import BatchedVjp
 from mpiad.programs.replay import Replays

@@ -27,8 +27,9 @@ from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Function
 from mpiad.differentiation.backward import Lane, accumulate, sweep
+from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.nodes import OrderedNode
-from mpiad.differentiation.tape import OrderedTape, TangentTape
+from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, apply, suspended
 from mpiad.programs.closure import Watch

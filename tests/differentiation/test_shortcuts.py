@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.shortcuts import ShortcutBox, shortened
 
 pytestmark = pytest.mark.serial

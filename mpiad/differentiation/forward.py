@@ -1,0 +1,185 @@
+"""Forward mode: nodes that compute tangents, and their tape.
+
+If autograd has only the adjoint of a function (transforms, factorizations, special functions), the tangent is computed by
+transposition. The adjoint w ↦ Jᵀw is linear. For any w, the gradient of ⟨Jᵀw, v⟩ with respect to w is therefore the tangent
+Jv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from autograd.core import JVPNode, primitive_jvps, primitive_vjps
+from autograd.tracer import Box, getval, new_box, notrace_primitives
+
+from mpiad._typing import Array, Function
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.nodes import DetachedNode, all_on, still_traced
+from mpiad.differentiation.refusals import itself, refuse_pickling
+from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
+from mpiad.differentiation.rules.protocol import (
+    Argnums,
+    JvpMaker,
+    Primitive,
+    VjpMaker,
+    checked_tangent,
+    inherited_jvp,
+    inherited_vjp,
+    refusal,
+)
+from mpiad.differentiation.tape import LibraryTape, trace_list
+from mpiad.primitives.operation import Recorded, suspended
+
+_box_types = Box.types
+
+
+def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
+    """Return autograd's tangent rule, or one by transposing the adjoint; raise the error of `refusal` if neither exists."""
+    if fun in primitive_jvps:
+        return partial(inherited_jvp, fun)
+    if (fun in primitive_vjps or fun in VJP_RULES) and hasattr(value, "dtype"):
+        return partial(checked_tangent, fun, partial(_by_transposition, VJP_RULES.get(fun) or partial(inherited_vjp, fun)))
+    raise refusal(fun, f"forwards with respect to argument {argnums}: it has no tangent")
+
+
+def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    adjoint, w = rule(argnums, ans, args, kwargs), np.zeros_like(getval(ans))
+    _, places, recording = trace_list(lambda variables: tuple(adjoint(variables[0])), [w])
+    seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
+    found = run_backward(recording, seeds, 1)[0]
+    return w if found is None else found
+
+
+class TangentNode(JVPNode):
+    """A step of a program in forward mode."""
+
+    __slots__ = ("tape",)
+    __reduce_ex__, __deepcopy__ = refuse_pickling, itself
+
+    def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
+        """Make a node; if the trace of the first input has ended, by the constructor of `DetachedNode`."""
+        if parents[0].tape.record is None:
+            return DetachedNode(value, fun, args, kwargs, parent_argnums, parents)
+        return object.__new__(cls)
+
+    def __init__(
+        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
+    ):
+        tape = parents[0].tape
+        if tape.record is None:
+            return  # `__new__` returned a node of another type, made by `DetachedNode`
+        if not all_on(tape, parents):
+            parent_argnums, parents = still_traced(parent_argnums, parents)
+        tangents = [parent.g for parent in parents]
+        rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
+        self.g = rule(parent_argnums, tangents, value, args, kwargs)
+        self.tape = tape
+
+    @classmethod
+    def on_tape(cls, tape: Any, tangent: Array) -> TangentNode:
+        """Make a node with a given tangent."""
+        node = object.__new__(cls)
+        node.tape, node.g = tape, tangent
+        return node
+
+
+notrace_primitives[TangentNode] = notrace_primitives[JVPNode]
+
+
+class TangentTape(LibraryTape):
+    """The tape of a forward-mode trace; it records nothing."""
+
+    def communicated(
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
+    ) -> Any:
+        """Communicate the tangent, as part of the enclosing trace; return its node."""
+        tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
+        # The enclosing trace records the communication of the tangent.
+        with suspended(self.outer, body=False):
+            tangent = operator.jvp(tangents, ans, args, params, self.number)
+        return TangentNode.on_tape(self, tangent) if hasattr(ans, "dtype") else None
+
+
+# Derivatives of a function in several directions, from one evaluation.
+
+
+class BundleNode(TangentNode):
+    """A node of a forward-mode trace; `g` is a list with one tangent per direction, None for a zero tangent."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
+    ):
+        tape = parents[0].tape
+        if tape.record is None:
+            return  # `__new__` returned a node of another type, made by `DetachedNode`
+        self.tape = tape
+        rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
+        if len(parents) == 1:
+            self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
+            return
+        if len(parents) == 2 and parents[1].tape is tape:
+            pairs = zip(parents[0].g, parents[1].g)
+            self.g = [
+                rule(parent_argnums, gs, value, args, kwargs)
+                if gs[0] is not None and gs[1] is not None
+                else _along(list(zip(parent_argnums, gs)), rule, value, args, kwargs)
+                for gs in pairs
+            ]
+            return
+        # Inputs of other traces are constants.
+        kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
+        self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
+
+
+def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
+    known = [(k, g) for k, g in tangents if g is not None]
+    if not known:
+        return None
+    argnums, gs = zip(*known)
+    return rule(argnums, gs, value, args, kwargs)
+
+
+notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
+
+
+class Bundle:
+    """A forward-mode trace with several tangents; many function calls share it, since opening a trace takes time."""
+
+    def __init__(self) -> None:
+        self._tape = TangentTape()
+
+    def __enter__(self) -> Bundle:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+        self._tape.close()
+
+    def variable(self, x: Array, tangents: list[Any]) -> Array:
+        """Return a traced array with its tangents, one per direction, None for zero tangents."""
+        tape = self._tape
+        return new_box(x, tape.number, BundleNode.on_tape(tape, tangents))
+
+    def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
+        """Return the plain value of a result, and its tangents: one per direction, or None if all are zero."""
+        while type(value) in _box_types and value._trace >= self._tape.number:
+            node = value._node
+            value = value._value
+            if getattr(node, "tape", None) is self._tape:
+                return value, node.g
+        return value, None
+
+    def run(
+        self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Call a function of a list; return the results, and for each result a list of tangents, one per direction."""
+        out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
+        found = [self.parts(value) for value in out]
+        none = [None] * len(tangents[0])
+        return [value for value, _ in found], [none if gs is None else gs for _, gs in found]
