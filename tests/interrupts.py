@@ -42,7 +42,7 @@ from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import calls_on_tape, entry, function, recorder, trace_run, traced_array, transforms
+from mpiad.programs import calls_on_tape, entry, function, program_cache, recorder, trace_run, traced_array, transforms
 from mpiad.transport import calls, channel, channels, collectives, device_settings, messages, signals, tracing
 from mpiad.transport.guarded import timed_waits
 from mpiad.transport.guarded.timed_waits import deadline_lifted
@@ -868,9 +868,11 @@ NAMED = {
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "_Playback.communicate _Playback._next _Playback._untraced",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced "
-    "Jitted._trace_parts Jitted.entry_or_watch Jitted._run_again Jitted.interpreted",
+    "Jitted._trace_parts",
+    program_cache: "ProgramCache.entry_or_watch ProgramCache.optional_entry ProgramCache.derived_entry "
+    "ProgramCache.run_again ProgramCache.interpreted",
     calls_on_tape: "_traced_on_tape",
-    transforms: "Program.__enter__ Program.__exit__ Evaluation.part Evaluation._called recorded vjp jvp derived_entry",
+    transforms: "Program.__enter__ Program.__exit__ Evaluation.part Evaluation._called recorded vjp jvp",
     entry: "Entry.called Entry.is_current entry_of count",
     recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",

@@ -14,11 +14,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 from autograd.tracer import Box
@@ -26,22 +25,20 @@ from autograd.tracer import Box
 from mpiad._typing import Function
 from mpiad.programs.array_program import Call, Node
 from mpiad.programs.calls_on_tape import called_on_tape
-from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, are_alike, closed_over_numbers, watch_of, with_numbers
-from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, count, entry_by_shapes, entry_of, own
+from mpiad.programs.closure import Watch, are_alike, closed_over_numbers, with_numbers
+from mpiad.programs.entry import Entry, count, entry_by_shapes, own
 from mpiad.programs.message_numbers import message_counts
-from mpiad.programs.recorder import Recorder
+from mpiad.programs.program_cache import ProgramCache
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.schedule import Loop
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
-from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, raise_own
-from mpiad.programs.transforms import Program
+from mpiad.programs.trace_run import Noting, TraceRun
 from mpiad.pytrees import flatten
 from mpiad.transport import calls
 from mpiad.transport.channels import communications, is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.tracing import restoring_state, tracing
-from mpiad.transport.world import level_of_repeats
 
 
 class Listing:
@@ -245,18 +242,9 @@ class Jitted:
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
         self._constant: dict[str, float] = {}  # floats of enclosing functions that programs contain as constants, by name
-        self._entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
-        # Programs for derivatives, by signature and variables, with the watch of their trace; None if they can't be traced.
-        self._programs: dict[Any, tuple[Program | None, Watch]] = {}
+        self._cache = ProgramCache(fun, self.__name__, strict)
         self._fast_calls: list[tuple[Entry, Callable[[tuple], Any]]] = []  # entries with their fast calls, the newest first
-        self._reasons: dict[Any, str] = {}
-        self._warned = False
-        self._traces = 0
-        # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
-        self._asked: set[Any] = set()
         self._derived: dict[Any, Jitted] = {}  # for example the function that computes value and tangent
-        self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
-        self._pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
 
     def __repr__(self) -> str:
         return f"<jit of {self.__name__}>"
@@ -288,13 +276,13 @@ class Jitted:
 
     def _called_by_signature(self, args: tuple, kwargs: dict) -> Any:
         try:
-            given = arguments_of(args, kwargs, self._asked)
+            given = arguments_of(args, kwargs, self._cache.asked)
         except TypeError as error:
-            self._give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
+            self._cache.give_up(None, f"an argument can't be compared with the same argument of another call: {error}")
             return self.fun(*args, **kwargs)
         if tracing.tape is None and not any(type(given.leaves[k]) in _boxes for k in given.traced):
             return self._called(given, args, kwargs)
-        return called_on_tape(self, given, args, kwargs)
+        return called_on_tape(self._cache, given, args, kwargs, self.derived)
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
         """Return the program for these arguments, in printable form: its operations and loops.
@@ -308,10 +296,10 @@ class Jitted:
         -----
         The same as for a call of the function, since the function is called if the signature is new.
         """
-        given = arguments_of(args, kwargs, self._asked)
-        if given.key not in self._entries:
+        given = arguments_of(args, kwargs, self._cache.asked)
+        if given.key not in self._cache.entries:
             self(*args, **kwargs)
-        entry = self._entries.get(given.key)
+        entry = self._cache.entries.get(given.key)
         if entry is None:
             raise TypeError(f"{self.__name__} isn't compiled for these arguments; the log gives the reason.")
         return Listing(self.__name__, entry.replays)
@@ -319,14 +307,16 @@ class Jitted:
     @property
     def refused(self) -> bool:
         """Whether some call can't be compiled, or only for fixed values of its integer arguments."""
-        return bool(self._reasons or self._asked)
+        return bool(self._cache.reasons or self._cache.asked)
 
     @property
     def operations(self) -> int:
         """The number of operations of the largest program; 0 if there is no program or if `refused` is true."""
         if self.refused:
             return 0
-        return max((len(entry.replays.schedule.program.nodes) for entry in self._entries.values() if entry), default=0)
+        return max(
+            (len(entry.replays.schedule.program.nodes) for entry in self._cache.entries.values() if entry), default=0
+        )
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
         """Return the compiled form of the function ``make()``, which is derived from this one; the form is cached by key.
@@ -335,22 +325,18 @@ class Jitted:
         """
         if key not in self._derived:
             made = self._derived[key] = Jitted(make(), self.strict and not optional)
-            made._warned = optional
+            made._cache.warned = optional
         return self._derived[key]
 
-    def is_followed(self, key: Any, args: tuple) -> bool:
-        """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
-        if self._plain_closure is None or not self._plain_closure.is_the_same():
-            self._plain_closure = self._read(key, args)
-        return self._plain_closure is not None
-
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
-        entry, watch = self.entry_or_watch(
+        entry, watch = self._cache.entry_or_watch(
             given.key, given, args, lambda watch: entry_by_shapes(given, self._trace_parts, watch)
         )
         if entry is not None:
             return self._replayed(entry, given, args, kwargs)
-        return self.interpreted(given.key, args, kwargs) if watch is None else self._traced(given, args, kwargs, watch)
+        if watch is None:
+            return self._cache.interpreted(given.key, args, kwargs)
+        return self._traced(given, args, kwargs, watch)
 
     def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
         counts = message_counts() if entry.replays.last_check >= 0 else None
@@ -359,7 +345,7 @@ class Jitted:
         try:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:
-            with self._changed(given.key, change, counts):
+            with self._cache.changed(given.key, change, counts):
                 return self.fun(*args, **kwargs)
         if not kwargs and all(known is not entry for known, _ in self._fast_calls):
             call = fast_call(entry, args, made)
@@ -372,8 +358,8 @@ class Jitted:
         try:
             parts, build = self._trace_parts(trace)
         except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
-            return self._run_again(trace, given.key, error, args, kwargs)
-        self._compile(given.key, trace.recorder, parts, build, watch)
+            return self._cache.run_again(trace, given.key, error, args, kwargs)
+        self._cache.compile(given.key, trace.recorder, parts, build, watch)
         # Results of a trace may be views of arguments and of each other, and are therefore copied.
         return build([own(leaf) for leaf in parts[0]])
 
@@ -382,111 +368,6 @@ class Jitted:
             args, kwargs = trace.given.build(trace.leaves())
             leaves, build = flatten(self.fun(*args, **kwargs))
         return [leaves], build
-
-    def entry_or_watch(
-        self, key: Any, given: Arguments, args: tuple, compiled: Callable[[Watch], Entry | None]
-    ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
-
-        If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
-        """
-        entry = self._entries.get(key, UNKNOWN)
-        if entry is None or entry is not UNKNOWN and entry.is_current():
-            return entry, None
-        # If an earlier trace waits for its reverse pass, this pass will compile it.
-        watch = None if key in self._pending else self._watch(key, given, args)
-        entry = None if watch is None else compiled(watch)
-        if entry is not None:
-            self._entries[key] = entry
-        return entry, watch
-
-    def _compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
-        """Compile a trace, and store the entry of the signature; `made`: the further arguments of `entry_of`."""
-        try:
-            self._entries[key] = entry_of(recorder, *made)
-        except Exception as error:  # noqa: BLE001 (a function that can't be compiled is interpreted)
-            if calls.is_raised_by_user(error):
-                raise
-            self._give_up(key, error)
-            return
-        line = recorder.complex_line()
-        if line:
-            self._warn("%s computes with complex numbers: %s: NumPy runs such operations; the others are compiled.", line)
-
-    def _watch(self, key: Any, given: Arguments, args: tuple) -> Watch | None:
-        watch = self._read(key, args, given.constants())
-        if watch is None:
-            return None
-        self._traces += 1
-        if self._traces > MAX_TRACES:
-            self._give_up(key, f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change")
-            return None
-        return watch
-
-    def _read(self, key: Any, args: tuple, objects: Sequence[Any] = ()) -> Watch | None:
-        try:
-            return watch_of(self.fun, args, objects)
-        except HoldsTraced:  # other calls may be compiled
-            return None
-        except Unfollowed as error:
-            self._give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}")
-            return None
-
-    def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
-        raise_own(trace.recorder, error)
-        with trace.playing_back():
-            made = self.fun(*args, **kwargs)
-        if not self._is_worth_another(trace):
-            self._give_up(key, error)
-        return made
-
-    def _is_worth_another(self, trace: TraceRun) -> bool:
-        """Return whether another trace may succeed after this one has failed.
-
-        It may if the function branches on an integer argument: later traces treat this integer as a constant.
-        """
-        given, recorder = trace.given, trace.recorder
-        if recorder.asked is None:
-            return False
-        whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
-        # If the integer isn't an argument, it may depend on any integer argument.
-        mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
-        self._asked.update((given.form, k) for k in mine or whole)
-        return bool(whole)
-
-    def _changed(self, key: Any, change: Changed, counts: Any) -> PlayingBack:
-        """Return a context in which the function is interpreted after a run of its program has raised `Changed`."""
-        if change.log is None:
-            raise change
-        # Shapes or dtypes of messages differ from those in the trace, so the next call is traced again.
-        self._entries.pop(key, None)
-        return PlayingBack(change.log, counts)
-
-    def _give_up(self, key: Any, error: Any) -> None:
-        """Interpret all later calls with a signature."""
-        if isinstance(error, (str, Abandoned)):
-            reason = str(error)
-        else:
-            site = calls.site_of_trace(error.__traceback__)
-            reason = f"{site.text}: " * bool(site.file) + f"{type(error).__name__}: {error}"
-        cause = error if isinstance(error, Exception) else None
-        self._entries[key], self._reasons[key] = None, reason
-        _log.debug("jit: why %s isn't compiled", self.__name__, exc_info=cause)
-        if self.strict:
-            raise TypeError(f"jit: {self.__name__} can't be compiled: {reason}.") from cause
-        self._warn("%s isn't compiled, and falls back to interpreted execution: %s.", reason)
-
-    def _warn(self, text: str, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.log(level_of_repeats(), f"jit: {text}", self.__name__, reason)
-
-    def interpreted(self, key: Any, args: tuple, kwargs: dict) -> Any:
-        """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
-        made = self.fun(*args, **kwargs)
-        if self.strict and key in self._reasons:
-            raise TypeError(f"jit: {self.__name__} can't be compiled: {self._reasons[key]}.")
-        return made
 
 
 class _ByNumbers(NamedTuple):
@@ -520,8 +401,8 @@ def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | No
             return with_numbers(template, dict(zip(changed, given)))(*given[len(changed) :], **kwargs)
 
         known = known._replace(names=changed, jitted=Jitted(functools.wraps(fun)(called)))
-        known.jitted._warned = True
+        known.jitted._cache.warned = True
     _changing[fun.__code__] = known
     if len(_changing) > _MOST_CHANGING:
         del _changing[next(iter(_changing))]
-    return known if changed and not known.jitted._reasons else None
+    return known if changed and not known.jitted._cache.reasons else None

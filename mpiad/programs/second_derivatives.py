@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autograd.tracer import Box, getval, new_box
 
@@ -37,9 +37,10 @@ from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
-from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, count, is_shown
+from mpiad.programs.entry import Entry, count
 from mpiad.programs.message_numbers import message_counts
+from mpiad.programs.program_cache import ProgramCache
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.shape_recorder import ShapeRecorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.tape_node import (
@@ -55,44 +56,16 @@ from mpiad.programs.tape_node import (
     without_tape,
 )
 from mpiad.programs.trace_run import PlayingBack, TraceRun
-from mpiad.programs.transforms import Program, derived_entry, jvp, vjp
+from mpiad.programs.transforms import Program, jvp, vjp
 from mpiad.pytrees import is_variable
 from mpiad.transport.channels import live_channels
 from mpiad.transport.tracing import tracing
 
-if TYPE_CHECKING:
-    from mpiad.programs.function import Jitted
-
 _boxes = Box.types
 
 
-def _entry_by_shapes(
-    jitted: Jitted, key: Any, given: Arguments, args: tuple, variables: Sequence[int],
-    derive: Callable[[Program, ShapeRecorder], Program],
-) -> Entry | None:  # fmt: skip
-    """Return the entry of a signature, made by `derived_entry`; None if the function is interpreted."""
-    entry = jitted._entries.get(key, UNKNOWN)
-    if entry is None or entry is not UNKNOWN and entry.is_current():
-        return entry
-    if is_shown():
-        return None
-    try:
-        watch = watch_of(jitted.fun, args, given.constants())
-    except HoldsTraced:  # other calls may be compiled
-        return None
-    except Unfollowed:
-        watch = None
-    jitted._traces += 1
-    can_trace = watch is not None and jitted._traces <= MAX_TRACES
-    entry = derived_entry(jitted, given, watch, variables, derive) if can_trace else None  # type: ignore[arg-type]
-    # A program isn't used if its runs may differ from the trace: they would have to be continued by interpretation, in the
-    # middle of up to four passes.
-    jitted._entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
-    return jitted._entries[key]
-
-
 def called_with_tangents_of_gradients(
-    jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
+    cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
 ) -> Any:
     """Call a compiled function on the tape of a gradient, around which a tape propagates tangents."""
     tape: Any = tracing.tape
@@ -100,17 +73,17 @@ def called_with_tangents_of_gradients(
     key = "tangents of gradients", tuple(variables), tuple(outer_leaves), given.key
     inner, outer = ([given.traced.index(k) for k in chosen] for chosen in (variables, outer_leaves))
 
-    def derive(program: Program, recorder: ShapeRecorder) -> Program:
+    def derive(program: Program, recorder: Recorder) -> Program:
         both = vjp(program, [inner], ShapeRecorder(), again=True)
         return jvp(both, [outer, range(len(both.inputs[1]))], recorder)
 
-    entry = _entry_by_shapes(jitted, key, given, args, boxed, derive)
+    entry = cache.optional_entry(key, given, args, boxed, derive)
     if entry is None:
-        return jitted.fun(*args, **kwargs)
+        return cache.fun(*args, **kwargs)
     places = [given.leaves[k]._node.index for k in variables]
     tangents = [value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
     inputs = [*(getval(leaves[k]) for k in given.traced), *tangents]
-    return entry.build(_run(jitted.__name__, entry, places, [getval(leaves[k]) for k in variables], inputs))
+    return entry.build(_run(cache.name, entry, places, [getval(leaves[k]) for k in variables], inputs))
 
 
 def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -197,7 +170,7 @@ def _variable(tape: Any, x: Any) -> Any:
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
-def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: ShapeRecorder) -> Program:
+def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> Program:
     """Return a program with its reverse passes.
 
     Its inputs are the arguments, for the second part the cotangents of the results, for the third part the seeds of its
@@ -213,7 +186,7 @@ def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Shape
 
 
 def called_with_reverse_differentiated(
-    jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple
+    cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple
 ) -> tuple[Any] | None:
     """Call a compiled function on a tape whose reverse pass may be differentiated or run several times.
 
@@ -223,10 +196,10 @@ def called_with_reverse_differentiated(
     variables, leaves, outer_leaves = without_tape(given, boxed)
     by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
     key = "reverse over reverse", by.parts, tuple(variables), tuple(outer_leaves), given.key
-    entry = _entry_by_shapes(jitted, key, given, args, boxed, partial(_with_all_parts, by, given))
+    entry = cache.optional_entry(key, given, args, boxed, partial(_with_all_parts, by, given))
     if entry is None:
         return None
-    call = _Call(jitted, entry, given, by, tape.outer)
+    call = _Call(cache, entry, given, by, tape.outer)
     values = call.first([leaves[k]._node.index for k in outer_leaves])
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
@@ -257,8 +230,8 @@ class _Pass:
 class _Call:
     """A call of a program, whose parts run one after the other; `outer`: the tape around the gradient's tape, or None."""
 
-    def __init__(self, jitted: Jitted, entry: Entry, given: Arguments, by: _By, outer: OrderedTape | None):
-        self._jitted, self._entry, self._given, self._by, self._outer = jitted, entry, given, by, outer
+    def __init__(self, cache: ProgramCache, entry: Entry, given: Arguments, by: _By, outer: OrderedTape | None):
+        self._cache, self._entry, self._given, self._by, self._outer = cache, entry, given, by, outer
         self._values, self._lease = given.values(), Lease(entry.replays)
         self._inputs = [self._values[k] for k in given.traced]
         self._inside = entry.inside
@@ -309,7 +282,7 @@ class _Call:
         tape: Any = self._outer or tracing.tape
         boxed = [k for k, g in enumerate(gs) if type(g) in _boxes]
         if self._outer is not None:
-            require_of(tape, gs, self._jitted.__name__)
+            require_of(tape, gs, self._cache.name)
         elif boxed or tape is not None:
             of_products = self._by.parts == 3 and type(tape) is OrderedTape and tape.of_cotangents
             if not of_products or not is_simple(tape, [gs[k] for k in boxed]):
@@ -399,7 +372,7 @@ class _Call:
             with suspended(body=False), OrderedTape(of_cotangents=by.parts == 3) as tape:
                 leaves = [_variable(tape, x) if k in by.outer else x for k, x in enumerate(self._values)]
                 with first:
-                    run = trace.run_backwards(self._jitted.fun, by.inner, leaves)
+                    run = trace.run_backwards(self._cache.fun, by.inner, leaves)
                 values, end = [value_and_node(x, tape) for x in run.values], len(tape.record)
                 gs = [_variable(tape, next(given)) if is_in else None for is_in in self._inside]
                 start = len(tape.record)
@@ -413,13 +386,13 @@ class _Call:
     def _interpreted(self) -> Any:
         if self._run is None:
             with suspended(body=False), self._playing_back(self._played):
-                self._run = TraceRun(self._given).run_backwards(self._jitted.fun, self._by.inner, self._values)
+                self._run = TraceRun(self._given).run_backwards(self._cache.fun, self._by.inner, self._values)
         return self._run
 
     def _playing_back(self, played: _Played) -> PlayingBack:
         if not self._entry.watch.is_the_same():
             raise TypeError(
-                f"jit: an object that {self._jitted.__name__} reads besides its arguments has changed since the call, and "
+                f"jit: an object that {self._cache.name} reads besides its arguments has changed since the call, and "
                 "the compiled program can't compute this derivative. Pass the object as an argument."
             )
         return PlayingBack(played.log, played.counts)

@@ -16,12 +16,11 @@ The gradient is vjp(P). A product with the Hessian is jvp(vjp(P)), or vjp(vjp(P)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import copy
 from typing import Any, NamedTuple
 
-import numpy as np
 from autograd.core import VJPNode, VSpace
 from autograd.tracer import Box, new_box, notrace_primitives
 
@@ -32,15 +31,12 @@ from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, apply, suspended
-from mpiad.programs.closure import Watch
-from mpiad.programs.entry import Entry, entry_of, is_shown
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.shape_recorder import ShapeRecorder, like
-from mpiad.programs.signature import Arguments
-from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host
+from mpiad.programs.shape_recorder import like
+from mpiad.programs.steps import Constant, Ref, Step, Traced, hides_traced, mapped, on_host
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
-from mpiad.programs.trace_run import Noting, TraceRun, raise_own
+from mpiad.programs.trace_run import Noting, TraceRun
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Spec, calls
 from mpiad.transport.tracing import tracing
@@ -356,33 +352,3 @@ def jvp(program: Program, of: Sequence[Sequence[int]], recorder: Recorder) -> Pr
         tape.close()
     made.build = program.build
     return made
-
-
-def derived_entry(
-    jitted: Any, given: Arguments, watch: Watch, variables: Sequence[int], derive: Callable[[Program, Recorder], Program]
-) -> Entry | None:
-    """Compile a derivative of a function from the shapes of its arguments; return None if that fails.
-
-    ``derive(program, recorder)`` transforms the function's program, which is recorded once for each signature and choice of
-    `variables`, the positions of the leaves with respect to which it may be differentiated.
-    """
-    if is_shown():
-        return None
-    key, chosen = (given.key, tuple(sorted(set(variables)))), set(variables)
-    program, valid = jitted._programs.get(key, (None, None))
-    trace = TraceRun(given, ShapeRecorder) if valid is None or not valid.is_the_same() else None
-    recorder = ShapeRecorder()
-    try:
-        with np.errstate(all="ignore"):  # the values are those of uninitialized memory
-            if trace is not None:
-                jitted._programs[key] = None, watch
-                program = recorded(jitted.fun, trace, chosen)
-                jitted._programs[key] = program, watch
-            made = None if program is None else derive(program, recorder)
-            # For complex numbers a warning must be logged, which the trace that runs the function does.
-            if made is None or recorder.complex_line():
-                return None
-            return entry_of(recorder, made.parts, made.build, watch)
-    except (Abandoned, Exception) as error:  # noqa: BLE001
-        raise_own(recorder if trace is None else trace.recorder, error)
-        return None

@@ -7,7 +7,7 @@ import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
-from mpiad.programs import function, second_derivatives
+from mpiad.programs import program_cache
 from mpiad.programs.closure import Unfollowed, Watch
 
 ROUNDING = {False: 1e-9, True: 1e-3}
@@ -85,18 +85,18 @@ def _compiled(program, run, tangent, x, v):
 @contextmanager
 def watching_nothing():
     """A context in which what a function reads beside its arguments needn't be followed: a program never changes."""
-    bare = function.watch_of
+    bare = program_cache.watch_of
 
     def watch(*args):
         with suppress(Unfollowed):
             bare(*args)  # tells of traced values from around it
         return Watch()
 
-    function.watch_of = second_derivatives.watch_of = watch
+    program_cache.watch_of = watch
     try:
         yield
     finally:
-        function.watch_of = second_derivatives.watch_of = bare
+        program_cache.watch_of = bare
 
 
 def _known(program, results):

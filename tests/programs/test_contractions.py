@@ -44,7 +44,7 @@ def steps_of(fun, *args):
     """Return the index spaces of a program's loops, and how many calls it makes."""
     jitted = mpiad.jit(fun, strict=True)
     np.testing.assert_allclose(jitted(*args), fun(*args), rtol=1e-12, atol=1e-13)
-    (entry,) = jitted._entries.values()
+    (entry,) = jitted._cache.entries.values()
     steps = entry.replays.schedule.steps
     return [step.shape for step in steps if isinstance(step, Loop)], sum(isinstance(step, Run) for step in steps)
 
@@ -71,7 +71,7 @@ def test_the_reverse_pass_is_one_loop_more():
     gradient = mpiad.jit(mpiad.grad(loss, (0, 1)), strict=True)
     for found, expected in zip(gradient(A, U), mpiad.grad(loss, (0, 1))(A, U), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
-    (entry,) = gradient._entries.values()
+    (entry,) = gradient._cache.entries.values()
     large = [step for step in entry.replays.schedule.steps if isinstance(step, Loop) and np.prod(step.shape) > 9]
     assert len(large) <= 2
 
@@ -87,7 +87,7 @@ def test_steps_of_a_small_system_have_loops_of_one_length():
     gradient = mpiad.jit(mpiad.grad(end, (0, 1)), strict=True)
     for found, expected in zip(gradient(A / 9, U[:, 0, 0]), mpiad.grad(end, (0, 1))(A / 9, U[:, 0, 0]), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-    (entry,) = gradient._entries.values()
+    (entry,) = gradient._cache.entries.values()
     lengths = [text.text.count("\n") for text in entry.replays.texts if text is not None and len(text.boxes) == 0]
     assert np.median(lengths) < 100 and max(lengths) < 150
 

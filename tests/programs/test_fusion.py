@@ -21,7 +21,7 @@ def replays_of(fun, *args):
     jitted = mpiad.jit(fun, strict=True)
     for _ in range(2):
         np.testing.assert_allclose(jitted(*args), fun(*args), rtol=1e-12, atol=1e-13)
-    (entry,) = jitted._entries.values()
+    (entry,) = jitted._cache.entries.values()
     return entry.replays
 
 
@@ -137,7 +137,7 @@ def test_buffers_that_are_live_at_once_share_no_memory():
     forward = replays_of(fun, U)
     jitted = mpiad.jit(lambda u: anp.sum(fun(anp.sin(u)) ** 2), strict=True)
     mpiad.grad(jitted)(U)
-    (entry,) = jitted._entries.values()
+    (entry,) = jitted._cache.entries.values()
     for replays in (forward, entry.replays):
         schedule, allocations = replays.schedule, allocate(replays.schedule, replays.texts)
         spans = {}

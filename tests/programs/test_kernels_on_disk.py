@@ -12,7 +12,7 @@ mpiad.mpi_init()
 jitted = mpiad.jit(lambda x: np.sum(np.sin(x[1:] * x[:-1])) * mpiad.mpi_allreduce(x[0]), strict=True)
 x = numpy.arange(6.0)
 print(float(jitted(x)) == float(jitted(x)), float(mpiad.grad(jitted)(x)[0]))
-(entry, _) = jitted._entries.values()
+(entry, _) = jitted._cache.entries.values()
 print(*{kernel.origin for kernel in entry.replays.kernels if kernel is not None})
 """
 

@@ -19,7 +19,7 @@ def replays_of(fun, *args):
     """Return what runs a function: of its only signature."""
     jitted = mpiad.jit(fun, strict=True)
     jitted(*args)
-    (entry,) = jitted._entries.values()
+    (entry,) = jitted._cache.entries.values()
     return entry.replays
 
 
@@ -121,7 +121,7 @@ def test_fields_that_the_reverse_pass_reads_no_more_are_let_go_of(rank, size):
     for factor in (1.0, -0.5):  # traced, then compiled
         assert_same(gradient(jitted, left)(factor * start), gradient(step, [])(factor * start), 1e-11)
     assert left == [True, True, False]
-    (entry,) = jitted._entries.values()
+    (entry,) = jitted._cache.entries.values()
     assert entry.replays.read_later == {2, 3}
 
 

@@ -134,7 +134,7 @@ def test_as_it_is_interpreted(fun, compiled, rank):
         value, change = tangent(x)
         assert abs(mpiad.mpi_bcast(change, ROOT) - along) < 1e-7 * abs(along)
     if compiled(rank):
-        assert (jitted._traces, len(jitted._entries), None in jitted._entries.values()) == (2, 2, False)
+        assert (jitted._cache.traces, len(jitted._cache.entries), None in jitted._cache.entries.values()) == (2, 2, False)
 
 
 def test_a_solve_against_a_dense_one(rank):
@@ -252,5 +252,5 @@ def test_jitted_functions_in_solves_and_optimizers(replays, rank):
     for solved, fun, jitted, least in cases:
         replays()
         found = solved(jitted)
-        assert replays() >= least and None not in jitted._entries.values()
+        assert replays() >= least and None not in jitted._cache.entries.values()
         assert_same(found, solved(fun), 1e-9)

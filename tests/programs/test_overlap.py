@@ -48,7 +48,7 @@ def late(monkeypatch, rank):
 
 def divided(jitted):
     """Return how many loops of the programs are divided."""
-    found = [entry.replays for entry in jitted._entries.values()]
+    found = [entry.replays for entry in jitted._cache.entries.values()]
     return [sum(x.kind == "begin" for x in actions_of(r.schedule, r.texts, True)) for r in found]
 
 
@@ -110,7 +110,7 @@ def test_sides_with_given_values_wait_for_no_message(size):
     domain = Domain(SHAPE, dims=(size, 1))
     jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] + domain.exchange(u)[1:-1, :-2], strict=True)
     jitted(np.ones(domain.local_shape))
-    (entry,) = jitted._entries.values()
+    (entry,) = jitted._cache.entries.values()
     actions = actions_of(entry.replays.schedule, entry.replays.texts, True)
     for before, action in zip(actions, actions[1:]):
         if before.kind == "begin":
@@ -125,7 +125,7 @@ def test_divided_loops_compute_the_same_bits(rank, rank_rng):
     loss = mpiad.value_and_grad(lambda u: anp.sum(stepped(domain, BOUNDARIES)(u) * weights), objective="sum")
     jitted, u = mpiad.jit(loss, strict=True), np.random.default_rng(rank).standard_normal(domain.local_shape)
     jitted(u)
-    (entry,) = jitted._entries.values()
+    (entry,) = jitted._cache.entries.values()
     whole, divided = (Replay(entry.replays, prepared).first(u) for prepared in (False, True))
     for x, y in zip(whole, divided, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -148,7 +148,7 @@ def test_an_exception_while_messages_travel(where, rank, size, monkeypatch):
     if where == "wait":
         monkeypatch.setattr(PreparedMessages, "finish", interrupted)
     else:
-        (entry,) = jitted._entries.values()
+        (entry,) = jitted._cache.entries.values()
         ((replay,),) = [free for free in entry.replays.free.values() if free]
         names = replay.first.__globals__
         loop = next(name for name, line in names.items() if name[0] == "k" and line is entry.replays.kernels[-1].function)

@@ -24,9 +24,9 @@ class Jitted:
 
     def check(self, *args, **kwargs):
         """Call it, compare it, and return how often it was traced."""
-        before = self.jitted._traces
+        before = self.jitted._cache.traces
         assert_same(self.jitted(*args, **kwargs), self.fun(*args, **kwargs))
-        return self.jitted._traces - before
+        return self.jitted._cache.traces - before
 
 
 def test_a_trace_for_each_shape_dtype_and_form():
@@ -95,7 +95,7 @@ def test_at_most_so_many_traces(caplog):
         np.testing.assert_array_equal(jitted(np.ones(n)), np.full(n, 2.0))
     (record,) = caplog.records
     assert "traced 32 times" in record.getMessage()
-    assert sum(entry is not None for entry in jitted._entries.values()) == 32
+    assert sum(entry is not None for entry in jitted._cache.entries.values()) == 32
     np.testing.assert_array_equal(jitted(np.ones(3)), np.full(3, 2.0))
 
 

@@ -32,7 +32,7 @@ for k in range(3):
     for mine in ((compiled(u), *mpiad.value_and_grad(compiled)(u)), (theirs[0], *both(u))):
         assert all(numpy.allclose(a, b, rtol=1e-11, atol=1e-11) for a, b in zip(mine, theirs)), (mine, theirs)
 for jitted in (compiled, both) if here else ():
-    assert jitted._entries and None not in jitted._entries.values(), jitted._reasons
+    assert jitted._cache.entries and None not in jitted._cache.entries.values(), jitted._cache.reasons
 # The third call is a replay on two ranks, and another communication on the third.
 def mistaken(x, other):
     y = np.sin(x) * 2

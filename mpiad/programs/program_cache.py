@@ -1,0 +1,217 @@
+"""`ProgramCache`: the compiled programs of one function, by the signature of the arguments, and the reasons against them.
+
+A signature gets an entry at its first call. It is interpreted from then on if its entry is None. An entry is replaced if an
+object has changed that the function reads besides its arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from mpiad._typing import Function
+from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
+from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, entry_of, is_shown
+from mpiad.programs.recorder import Recorder
+from mpiad.programs.replay import Changed
+from mpiad.programs.shape_recorder import ShapeRecorder
+from mpiad.programs.signature import Arguments
+from mpiad.programs.steps import Abandoned
+from mpiad.programs.trace_run import PlayingBack, TraceRun, raise_own
+from mpiad.programs.transforms import Program, recorded
+from mpiad.transport import calls
+from mpiad.transport.world import level_of_repeats
+
+_log = logging.getLogger("mpiad")
+_Derive: TypeAlias = Callable[[Program, Recorder], Program]
+
+
+class ProgramCache:
+    """The programs of one function; `strict`: whether a TypeError is raised if it can't be compiled."""
+
+    def __init__(self, fun: Function, name: str, strict: bool):
+        self.fun, self.name, self.strict = fun, name, strict
+        self.entries: dict[Any, Entry | None] = {}  # programs by signature; None for signatures that are interpreted
+        # Programs for derivatives, by signature and variables, with the watch of their trace; None if they can't be traced.
+        self._programs: dict[Any, tuple[Program | None, Watch]] = {}
+        self.reasons: dict[Any, str] = {}
+        self.warned = False
+        self.traces = 0
+        # Integer arguments on which the function branches, as pairs (structure of the arguments, position of the leaf).
+        self.asked: set[Any] = set()
+        self.pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
+        self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
+
+    def _current(self, key: Any) -> Any:
+        """Return the entry of a signature; UNKNOWN if there is none, or if it isn't current."""
+        entry = self.entries.get(key, UNKNOWN)
+        return entry if entry is None or entry is UNKNOWN or entry.is_current() else UNKNOWN
+
+    def entry_or_watch(
+        self, key: Any, given: Arguments, args: tuple, compiled: Callable[[Watch], Entry | None]
+    ) -> tuple[Entry | None, Watch | None]:
+        """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
+
+        If only the entry is None, the caller runs and traces the function. If both are None, it interprets the function.
+        """
+        entry = self._current(key)
+        if entry is not UNKNOWN:
+            return entry, None
+        # If an earlier trace waits for its reverse pass, this pass will compile it.
+        watch = None if key in self.pending else self._watch(key, given, args)
+        entry = None if watch is None else compiled(watch)
+        if entry is not None:
+            self.entries[key] = entry
+        return entry, watch
+
+    def optional_entry(
+        self,
+        key: Any,
+        given: Arguments,
+        args: tuple,
+        variables: Sequence[int],
+        derive: Callable[[Program, Recorder], Program],
+    ) -> Entry | None:
+        """Return the entry of a signature, created by `derived_entry`; None, without a warning, if that fails."""
+        entry = self._current(key)
+        if entry is not UNKNOWN:
+            return entry
+        watch = None if is_shown() else self._watch(key, given, args, optional=True)
+        if watch is None:
+            return None
+        entry = self.derived_entry(given, watch, variables, derive)
+        # A program isn't used if its runs may differ from the trace: they would have to be continued by interpretation, in
+        # the middle of up to four passes.
+        self.entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
+        return self.entries[key]
+
+    def derived_entry(self, given: Arguments, watch: Watch, variables: Sequence[int], derive: _Derive) -> Entry | None:
+        """Compile a derivative of the function from the shapes of its arguments; return None if that fails.
+
+        ``derive(program, recorder)`` transforms the function's program, which is recorded once for each signature and
+        choice of `variables`, the positions of the leaves with respect to which it may be differentiated.
+        """
+        if is_shown():
+            return None
+        key, chosen = (given.key, tuple(sorted(set(variables)))), set(variables)
+        program, valid = self._programs.get(key, (None, None))
+        trace = TraceRun(given, ShapeRecorder) if valid is None or not valid.is_the_same() else None
+        recorder = ShapeRecorder()
+        try:
+            with np.errstate(all="ignore"):  # the values are those of uninitialized memory
+                if trace is not None:
+                    self._programs[key] = None, watch
+                    program = recorded(self.fun, trace, chosen)
+                    self._programs[key] = program, watch
+                made = None if program is None else derive(program, recorder)
+                # For complex numbers a warning must be logged, which the trace that runs the function does.
+                if made is None or recorder.complex_line():
+                    return None
+                return entry_of(recorder, made.parts, made.build, watch)
+        except (Abandoned, Exception) as error:  # noqa: BLE001
+            raise_own(recorder if trace is None else trace.recorder, error)
+            return None
+
+    def compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
+        """Compile a trace, and store the entry of the signature; `made`: the further arguments of `entry_of`."""
+        try:
+            self.entries[key] = entry_of(recorder, *made)
+        except Exception as error:  # noqa: BLE001 (a function that can't be compiled is interpreted)
+            if calls.is_raised_by_user(error):
+                raise
+            self.give_up(key, error)
+            return
+        line = recorder.complex_line()
+        if line:
+            self.warn("%s computes with complex numbers: %s: NumPy runs such operations; the others are compiled.", line)
+
+    def _watch(self, key: Any, given: Arguments, args: tuple, optional: bool = False) -> Watch | None:
+        watch = self._read(key, args, given.constants(), optional)
+        if watch is None:
+            return None
+        self.traces += 1
+        if self.traces > MAX_TRACES:
+            reason = f"it was traced {MAX_TRACES} times: shapes, integers or variables of its closure change"
+            self.give_up(key, reason, optional)
+            return None
+        return watch
+
+    def _read(self, key: Any, args: tuple, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
+        try:
+            return watch_of(self.fun, args, objects)
+        except HoldsTraced:  # other calls may be compiled
+            return None
+        except Unfollowed as error:
+            self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
+            return None
+
+    def run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
+        """Interpret the function after its trace has failed, without repeating communications."""
+        raise_own(trace.recorder, error)
+        with trace.playing_back():
+            made = self.fun(*args, **kwargs)
+        if not self._is_worth_another(trace):
+            self.give_up(key, error)
+        return made
+
+    def _is_worth_another(self, trace: TraceRun) -> bool:
+        """Return whether another trace may succeed after this one has failed.
+
+        It may if the function branches on an integer argument: later traces treat this integer as a constant.
+        """
+        given, recorder = trace.given, trace.recorder
+        if recorder.asked is None:
+            return False
+        whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
+        # If the integer isn't an argument, it may depend on any integer argument.
+        mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
+        self.asked.update((given.form, k) for k in mine or whole)
+        return bool(whole)
+
+    def changed(self, key: Any, change: Changed, counts: Any) -> PlayingBack:
+        """Return a context in which the function is interpreted after a run of its program has raised `Changed`."""
+        if change.log is None:
+            raise change
+        # Shapes or dtypes of messages differ from those in the trace, so the next call is traced again.
+        self.entries.pop(key, None)
+        return PlayingBack(change.log, counts)
+
+    def give_up(self, key: Any, error: Any, optional: bool = False) -> None:
+        """Interpret all later calls with a signature, without a warning or an error if the program is `optional`."""
+        self.entries[key] = None
+        if optional:
+            return
+        if isinstance(error, (str, Abandoned)):
+            reason = str(error)
+        else:
+            site = calls.site_of_trace(error.__traceback__)
+            reason = f"{site.text}: " * bool(site.file) + f"{type(error).__name__}: {error}"
+        cause = error if isinstance(error, Exception) else None
+        self.reasons[key] = reason
+        _log.debug("jit: why %s isn't compiled", self.name, exc_info=cause)
+        if self.strict:
+            raise TypeError(f"jit: {self.name} can't be compiled: {reason}.") from cause
+        self.warn("%s isn't compiled, and falls back to interpreted execution: %s.", reason)
+
+    def warn(self, text: str, reason: str) -> None:
+        """Log a warning, the first time only."""
+        if not self.warned:
+            self.warned = True
+            _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
+
+    def interpreted(self, key: Any, args: tuple, kwargs: dict) -> Any:
+        """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
+        made = self.fun(*args, **kwargs)
+        if self.strict and key in self.reasons:
+            raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
+        return made
+
+    def is_followed(self, key: Any, args: tuple) -> bool:
+        """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
+        if self._plain_closure is None or not self._plain_closure.is_the_same():
+            self._plain_closure = self._read(key, args)
+        return self._plain_closure is not None
