@@ -116,6 +116,17 @@ class Lane(NamedTuple):
     totals: list[Any]
     owned: bytearray  # a flag for each total
 
+    @classmethod
+    def of(cls, nodes: Sequence[Any]) -> Lane:
+        """Return the totals of a reverse pass that hasn't begun."""
+        return cls([None] * len(nodes), bytearray(len(nodes)))
+
+    def add(self, cotangents: Iterable[tuple[int, Any]]) -> None:
+        """Add cotangents to the totals; each has the index of its node, -1 for a constant."""
+        for place, g in cotangents:
+            if place >= 0:
+                self.totals[place], self.owned[place] = accumulate(self.totals[place], bool(self.owned[place]), g)
+
 
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int

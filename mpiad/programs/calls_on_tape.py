@@ -71,10 +71,10 @@ def called_on_tape(
     if not simple:
         return cache.fun(*args, **kwargs)
     key = ("reverse", tuple(boxed), given.key)
-    of = [[given.traced.index(k) for k in boxed]]
+    of = [given.traced.index(k) for k in boxed]
     entry, watch = cache.entry_or_watch(
         key, given, args,
-        lambda watch: cache.derived_entry(given, watch, boxed, lambda program, recorder: vjp(program, of, recorder)),
+        lambda watch: cache.derived_entry(given, watch, boxed, lambda program, recorder: vjp(program, recorder, of)),
     )  # fmt: skip
     if entry is None:
         if watch is None:

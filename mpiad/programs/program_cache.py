@@ -27,7 +27,7 @@ from mpiad.transport import calls
 from mpiad.transport.world import level_of_repeats
 
 _log = logging.getLogger("mpiad")
-_Derive: TypeAlias = Callable[[Program, Recorder], Program]
+_Derive: TypeAlias = Callable[[Program, Recorder], list[list[Any]]]
 
 
 class ProgramCache:
@@ -69,12 +69,7 @@ class ProgramCache:
         return entry, watch
 
     def optional_entry(
-        self,
-        key: Any,
-        given: Arguments,
-        args: tuple,
-        variables: Sequence[int],
-        derive: Callable[[Program, Recorder], Program],
+        self, key: Any, given: Arguments, args: tuple, variables: Sequence[int], derive: _Derive
     ) -> Entry | None:
         """Return the entry of a signature, created by `derived_entry`; None, without a warning, if that fails."""
         entry = self._current(key)
@@ -92,8 +87,9 @@ class ProgramCache:
     def derived_entry(self, given: Arguments, watch: Watch, variables: Sequence[int], derive: _Derive) -> Entry | None:
         """Compile a derivative of the function from the shapes of its arguments; return None if that fails.
 
-        ``derive(program, recorder)`` transforms the function's program, which is recorded once for each signature and
-        choice of `variables`, the positions of the leaves with respect to which it may be differentiated.
+        ``derive(program, recorder)`` returns the parts of a derivative of the function's program. The program is recorded
+        once for each signature and choice of `variables`, the positions of the leaves with respect to which it is
+        differentiated.
         """
         if is_shown():
             return None
@@ -107,11 +103,13 @@ class ProgramCache:
                     self._programs[key] = None, watch
                     program = recorded(self.fun, trace, chosen)
                     self._programs[key] = program, watch
-                made = None if program is None else derive(program, recorder)
-                # For complex numbers a warning must be logged, which the trace that runs the function does.
-                if made is None or recorder.complex_line():
+                if program is None:
                     return None
-                return entry_of(recorder, made.parts, made.build, watch)
+                parts = derive(program, recorder)
+                # For complex numbers a warning must be logged, which the trace that runs the function does.
+                if recorder.complex_line():
+                    return None
+                return entry_of(recorder, parts, program.build, watch)
         except (Abandoned, Exception) as error:  # noqa: BLE001
             raise_own(recorder if trace is None else trace.recorder, error)
             return None

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from autograd.tracer import Box, getval, new_box
 
-from mpiad.differentiation.backward import Lane, accumulate, run_backward, run_backward_together, sweep, sweep_together
+from mpiad.differentiation.backward import Lane, run_backward, run_backward_together, sweep, sweep_together
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, spec_like
@@ -41,7 +41,6 @@ from mpiad.programs.entry import Entry, count
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.program_cache import ProgramCache
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.shape_recorder import ShapeRecorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.tape_node import (
     Lease,
@@ -56,7 +55,7 @@ from mpiad.programs.tape_node import (
     without_tape,
 )
 from mpiad.programs.trace_run import PlayingBack, TraceRun
-from mpiad.programs.transforms import Program, jvp, vjp
+from mpiad.programs.transforms import Program, jvp_of_vjp, vjp, vjp_of_vjp
 from mpiad.pytrees import is_variable
 from mpiad.transport.channels import live_channels
 from mpiad.transport.tracing import tracing
@@ -73,10 +72,7 @@ def called_with_tangents_of_gradients(
     key = "tangents of gradients", tuple(variables), tuple(outer_leaves), given.key
     inner, outer = ([given.traced.index(k) for k in chosen] for chosen in (variables, outer_leaves))
 
-    def derive(program: Program, recorder: Recorder) -> Program:
-        both = vjp(program, [inner], ShapeRecorder(), again=True)
-        return jvp(both, [outer, range(len(both.inputs[1]))], recorder)
-
+    derive = partial(jvp_of_vjp, inner=inner, outer=outer)
     entry = cache.optional_entry(key, given, args, boxed, derive)
     if entry is None:
         return cache.fun(*args, **kwargs)
@@ -144,8 +140,8 @@ class _Record(NamedTuple):
 
     def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
         """Return the state of a new reverse pass along the nodes; `seeds`: indices of nodes, and cotangents."""
-        lane = Lane([None] * len(self.nodes), bytearray(len(self.nodes)))
-        _seed(lane, seeds)
+        lane = Lane.of(self.nodes)
+        lane.add(seeds)
         return lane
 
     def sweep(self, lanes: Sequence[Lane], places: range, together: bool) -> None:
@@ -157,32 +153,24 @@ class _Record(NamedTuple):
             sweep(self.nodes, lane.totals, places[::-1], True, lane.owned)
 
 
-def _seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
-    """Add cotangents to the sums at nodes; `pairs`: the index of a node (-1 for none), and a cotangent."""
-    for place, g in pairs:
-        if place >= 0:
-            lane.totals[place], lane.owned[place] = accumulate(lane.totals[place], bool(lane.owned[place]), g)
-
-
 def _variable(tape: Any, x: Any) -> Any:
     """Return x as a variable of the tape, or x itself if it can't be a variable; the tape has a node in either case."""
     node = OrderedNode.on_tape(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
-def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> Program:
-    """Return a program with its reverse passes.
+def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> list[list[Any]]:
+    """Return the parts of a function, its reverse pass, and the reverse passes of both.
 
-    Its inputs are the arguments, for the second part the cotangents of the results, for the third part the seeds of its
+    The inputs are the arguments, for the second part the cotangents of the results, for the third part the seeds of its
     reverse pass (shaped like the variables), and for the fourth part the seeds of its reverse pass (shaped like the
     results).
     """
     recorder.logged = min(by.parts - 1, 2)
     inner, outer = ([given.traced.index(k) for k in places] for places in (by.inner, by.outer))
     if by.parts == 2:
-        return vjp(program, [inner], recorder)
-    both = vjp(program, [inner], ShapeRecorder(), again=True)
-    return vjp(both, [outer, range(len(both.inputs[1]))], recorder, last=4 - by.parts)
+        return vjp(program, recorder, inner)
+    return vjp_of_vjp(program, recorder, inner, outer, last=4 - by.parts)
 
 
 def called_with_reverse_differentiated(
@@ -353,7 +341,7 @@ class _Call:
         passes = [of.lanes.pop(number, None) or record.lane(()) for number, _ in lanes]
         places = [place for (_, place), is_in in zip(record.values, self._inside) if is_in]
         for lane, (_, cs) in zip(passes, lanes):
-            _seed(lane, zip(places, cs))
+            lane.add(zip(places, cs))
         record.sweep(passes, range(len(outer), record.end), together)
         likes = [spec_like(self._values[k]) for k in outer]
         return [[conformed(g, like) for g, like in zip(lane.totals, likes)] for lane in passes]

@@ -1,23 +1,22 @@
-"""Derivatives of programs: `vjp` and `jvp` map a program to a program, without another call of the user's function.
+"""Derivatives of programs, without another call of the user's function.
 
 A `Program` is recorded on a tape of its own, the `ProgramTape`, whose nodes are the calls of differentiable functions and
 the communications. So its derivatives have the rules of the interpreted function, with rules that the user has defined, and
 with the constants of `stop_gradient`. An `Evaluation` repeats the nodes on other values: on traced arrays, or on boxes of
 them. Values without derivatives, such as masks, are computed again by the steps of the recorder if a node needs them.
 
-Both transformations evaluate a program on the boxes of one tape, and so record its derivative in a new trace of shapes.
-Programs have parts, which run one after the other:
+A derivative is an evaluation on the boxes of a tape, followed by the reverse pass along this tape, recorded in a new trace
+of shapes. A second derivative is the same under an enclosing tape. The result consists of parts, which run one after the
+other; each part is the list of its results:
 
-- `vjp` of the parts P0 .. Pn is P0 .. Pn, Rn .. R0: the parts, and then the reverse pass of each, beginning with the last.
-- `jvp` of the parts P0 .. Pn is the same parts, with tangents.
-
-The gradient is vjp(P). A product with the Hessian is jvp(vjp(P)), or vjp(vjp(P)) if it is computed repeatedly.
+- `vjp`: the function and its reverse pass.
+- `jvp_of_vjp`: the same parts, with tangents. A product with the Hessian is computed in this way.
+- `vjp_of_vjp`: the same parts, the reverse pass of the second part, and the reverse pass of the first part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from autograd.core import VJPNode, VSpace
 from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Function
-from mpiad.differentiation.backward import Lane, accumulate, sweep
+from mpiad.differentiation.backward import Lane, sweep
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
@@ -37,7 +36,7 @@ from mpiad.programs.shape_recorder import like
 from mpiad.programs.steps import Constant, Ref, Step, Traced, hides_traced, mapped, on_host
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
 from mpiad.programs.trace_run import Noting, TraceRun
-from mpiad.pytrees import flatten, is_variable
+from mpiad.pytrees import flatten
 from mpiad.transport import Spec, calls
 from mpiad.transport.tracing import tracing
 
@@ -80,6 +79,10 @@ class ProgramTape(OrderedTape):
         """Return the value of a nest at this time, with references to the trace."""
         return self.recorder.referenced(mapped(x, _innermost))
 
+    def with_indices(self, values: Sequence[Any]) -> list[tuple[Any, int]]:
+        """Return references to values, each with the index of its node, -1 for a constant."""
+        return [(self.referenced(x), index) for x, index in [value_and_node(x, self) for x in values]]
+
     def _argument(self, x: Any) -> Any:
         if type(x) not in _boxes and not isinstance(x, (Traced, VSpace)) and hides_traced(x):
             self.recorder.refuse("a derivative gets objects that contain traced values")
@@ -104,64 +107,23 @@ class ProgramTape(OrderedTape):
         return None if getattr(ans, "dtype", None) is None else node
 
 
-class Program:
-    """A program, and the context in which it is recorded.
+class Program(NamedTuple):
+    """The program of a function. Its inputs and outputs are references to the trace, each with the index of its node.
 
-    `again`: whether it will be transformed again; if not, only the trace is recorded, and its results in `parts`. Otherwise
-    `inputs` and `outputs` of each part are pairs of a reference to the trace and the index of a node, -1 for constants, and
-    `ends` are the numbers of nodes at the ends of the parts. `build` assembles the function's result from its leaves.
+    The index is -1 for constants. `build` assembles the function's result from its leaves.
     """
 
-    build: Any = None
+    recorder: Recorder
+    nodes: list[Any]  # list of CallNode
+    inputs: list[tuple[Any, int]]
+    outputs: list[tuple[Any, int]]
+    build: Callable[[list[Any]], Any]
 
-    def __init__(self, recorder: Recorder, again: bool):
-        self.recorder, self._tape = recorder, ProgramTape(recorder) if again else None
-        self.nodes: list[Any] = []
-        self.inputs: list[list[tuple[Any, int]]] = []
-        self.outputs: list[list[tuple[Any, int]]] = []
-        self.ends: list[int] = []
-        self.parts: list[list[Any]] = []
-
-    def __enter__(self) -> Program:
-        with ExitStack() as stack:
-            for context in (Noting(self.recorder), suspended(body=False), self._tape or nullcontext()):
-                stack.enter_context(context)
-            self._contexts = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.__exit__(*error)
-        if self._tape is not None and error[0] is None:
-            self.nodes, self._tape = self._tape.close().nodes, None
-            self._drop_unused()
-        del self._contexts
-
-    def begin_part(self, inputs: Sequence[Any], variables: Sequence[bool] | None = None) -> list[Any]:
-        """Begin a part with some inputs, and return them, on the tape if they are `variables`; by default all are."""
-        made, tape = list(inputs), self._tape
-        if tape is not None:
-            for k, x in enumerate(made):
-                if is_variable(x) and (variables is None or variables[k]):
-                    made[k] = new_box(x, tape.number, CallNode.on_tape(tape))
-            self.inputs.append(self._with_indices(tape, made))
-        return made
-
-    def end_part(self, outputs: Sequence[Any]) -> None:
-        """End a part."""
-        if self._tape is None:
-            self.parts.append(list(outputs))
-        else:
-            self.outputs.append(self._with_indices(self._tape, outputs))
-            self.ends.append(len(self._tape.record))
-
-    def _with_indices(self, tape: ProgramTape, values: Sequence[Any]) -> list[tuple[Any, int]]:
-        return [(tape.referenced(x), index) for x, index in [value_and_node(x, tape) for x in values]]
-
-    def _drop_unused(self) -> None:
+    def drop_unused(self) -> None:
         """Drop the steps and constants that no evaluation needs, and the references to arguments."""
         recorder, calls = self.recorder, [node.pull for node in self.nodes if node.pull is not None]
-        computed, _ = _numbers([[node.like for node in self.nodes], *self.inputs])
-        needed, constants = _numbers([*[(call.args, call.params) for call in calls], *self.outputs])
+        computed, _ = _numbers([[node.like for node in self.nodes], self.inputs])
+        needed, constants = _numbers([*[(call.args, call.params) for call in calls], self.outputs])
         steps = []
         for step in recorder.steps[::-1]:
             if not needed.isdisjoint(step.outs) and computed.isdisjoint(step.outs):
@@ -192,19 +154,21 @@ def _numbers(nest: Any) -> tuple[set[int], set[int]]:
 
 def recorded(fun: Function, trace: TraceRun, variables: Collection[int]) -> Program:
     """Record the program of a function; `variables`: positions of the leaves with respect to which it is differentiated."""
-    traced = trace.given.traced
-    with Program(trace.recorder, True) as made:
+    with Noting(trace.recorder), suspended(body=False), ProgramTape(trace.recorder) as tape:
         leaves = trace.leaves()
-        for k, x in zip(traced, made.begin_part([leaves[k] for k in traced], [k in variables for k in traced])):
-            leaves[k] = x
+        for k in variables:
+            leaves[k] = new_box(leaves[k], tape.number, CallNode.on_tape(tape))
+        inputs = tape.with_indices([leaves[k] for k in trace.given.traced])
         args, kwargs = trace.given.build(leaves)
-        values, made.build = flatten(fun(*args, **kwargs))
-        made.end_part(values)
-    return made
+        values, build = flatten(fun(*args, **kwargs))
+        outputs = tape.with_indices(values)
+    program = Program(trace.recorder, tape.close().nodes, inputs, outputs, build)
+    program.drop_unused()
+    return program
 
 
 class Evaluation:
-    """The evaluation of the parts of a program, one after the other, in a new trace."""
+    """The evaluation of a program in a new trace."""
 
     def __init__(self, program: Program, recorder: Recorder):
         self._program, self._recorder, self._numbers = program, recorder, MessageNumbers()
@@ -212,27 +176,26 @@ class Evaluation:
         self._known: dict[int, Any] = {}  # values without derivatives in the new trace, by their numbers in the old one
         self._steps = {out: step for step in program.recorder.steps for out in step.outs}
 
-    def inputs(self, number: int) -> list[Any]:
-        """Return new inputs of a part."""
+    def inputs(self) -> list[Any]:
+        """Return new inputs."""
         old, recorder = self._program.recorder, self._recorder
-        numbers = [x.number for x, _ in self._program.inputs[number]]
+        numbers = [x.number for x, _ in self._program.inputs]
         return [recorder.input(like(Spec(*old.specs[k])), k in old.weak) for k in numbers]
 
-    def part(self, number: int, given: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a part, given its inputs."""
-        program, ends = self._program, self._program.ends
-        for (x, index), value in zip(program.inputs[number], given, strict=True):
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of the program."""
+        program = self._program
+        for (x, index), value in zip(program.inputs, inputs, strict=True):
             if index >= 0:
                 self._results[index] = value
             self._note(x, value)
         around = tracing.site
         try:
-            for node in program.nodes[ends[number - 1] if number else 0 : ends[number]]:
+            for node in program.nodes:
                 if node.pull is not None:
                     self._results[node.index] = made = self._called(node.pull, node.inputs)
                     self._note(node.like, made)
-            pairs = program.outputs[number]
-            return [self._results[index] if index >= 0 else mapped(x, self._constant) for x, index in pairs]
+            return [self._results[index] if index >= 0 else mapped(x, self._constant) for x, index in program.outputs]
         finally:
             tracing.site = around
 
@@ -292,63 +255,125 @@ class Evaluation:
         return self._known[number]
 
 
-def vjp(program: Program, of: Sequence[Sequence[int]], recorder: Recorder, last: int = 0, again: bool = False) -> Program:
-    """Return a program followed by its reverse pass, recorded in a new trace.
+class _Parts:
+    """The parts of a derivative; a subclass differentiates them by an enclosing tape."""
 
-    `of`: for each part, the positions of the inputs with respect to which it is differentiated. The reverse pass ends with
-    the part `last`. Its inputs are the cotangents of the traced outputs of a part, and its outputs those of the inputs.
-    """
-    count = len(program.inputs)
-    seeds: list[list[tuple[int, Spec]]] = []  # per part: indices of nodes, -1 for constants, and specs of the outputs
-    variables: list[list[tuple[int, Spec]]] = []
-    ranges: list[range] = []
-    with Program(recorder, again) as made:
-        evaluation = Evaluation(program, recorder)
+    def __init__(self, recorder: Recorder):
+        self.recorder, self.made = recorder, list[list[Any]]()
+
+    def variables(self, values: list[Any], chosen: Sequence[int]) -> list[Any]:
+        """Return the inputs of a part; those at the positions `chosen` are variables of the enclosing tape."""
+        return values
+
+    def end(self, results: Sequence[Any]) -> None:
+        """End a part, which returns `results`."""
+        self.made.append(list(results))
+
+    def run(self, program: Program, inner: Sequence[int], outer: Sequence[int] = ()) -> None:
+        """Record a program and its reverse pass.
+
+        `inner`, `outer`: the positions of the inputs that are variables of the reverse pass and of the enclosing tape. The
+        cotangents of the results are variables of the enclosing tape, too.
+        """
+        recorder, evaluation = self.recorder, Evaluation(program, self.recorder)
+        given = self.variables(evaluation.inputs(), outer)
+        specs = [_spec(given[k]) for k in inner]
         with OrderedTape() as tape:
-            for part in range(count):
-                recorder.part = part
-                given = made.begin_part(evaluation.inputs(part))
-                variables.append([])
-                for k in of[part]:
-                    variables[-1].append((len(tape.record), _spec(given[k])))
-                    given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape))
-                start = len(tape.record)
-                pairs = [value_and_node(x, tape) for x in evaluation.part(part, given)]
-                ranges.append(range(start, len(tape.record)))
-                made.end_part([x for x, _ in pairs])
-                seeds.append([(index, _spec(x)) for x, index in pairs if isinstance(_innermost(x), Traced)])
+            for k in inner:
+                given[k] = new_box(given[k], tape.number, OrderedNode.on_tape(tape))
+            pairs = [value_and_node(x, tape) for x in evaluation.run(given)]
         nodes = tape.close().nodes
-        lane = Lane([None] * len(nodes), bytearray(len(nodes)))
-        for part in range(count - 1, last - 1, -1):
-            recorder.part += 1
-            gs = made.begin_part([recorder.input(like(spec)) for _, spec in seeds[part]])
-            for (index, _), g in zip(seeds[part], gs):
-                if index >= 0:
-                    lane.totals[index], lane.owned[index] = accumulate(lane.totals[index], bool(lane.owned[index]), g)
-            sweep(nodes, lane.totals, ranges[part][::-1], True, lane.owned)
-            made.end_part([conformed(lane.totals[index], spec) for index, spec in variables[part]])
-    made.build = program.build
-    return made
+        self.end([x for x, _ in pairs])
+        recorder.part = 1
+        pairs = [(x, index) for x, index in pairs if isinstance(_innermost(x), Traced)]
+        gs = self.variables([recorder.input(like(_spec(x))) for x, _ in pairs], range(len(pairs)))
+        lane = Lane.of(nodes)
+        lane.add(zip([index for _, index in pairs], gs))
+        sweep(nodes, lane.totals, range(len(specs), len(nodes))[::-1], True, lane.owned)
+        self.end([conformed(lane.totals[index], spec) for index, spec in enumerate(specs)])
 
 
-def jvp(program: Program, of: Sequence[Sequence[int]], recorder: Recorder) -> Program:
-    """Return a program with tangents, recorded in a new trace.
+class _PartsWithTangents(_Parts):
+    """The inputs of a part are followed by the tangents of its variables, and the results by their tangents."""
 
-    The inputs of a part are followed by the tangents of its inputs `of`, and the outputs by their tangents.
+    def __init__(self, recorder: Recorder, tape: TangentTape):
+        super().__init__(recorder)
+        self._tape = tape
+
+    def variables(self, values: list[Any], chosen: Sequence[int]) -> list[Any]:
+        for k in chosen:
+            values[k] = with_tangent(self._tape, values[k], self.recorder.input(like(_spec(values[k]))))
+        return values
+
+    def end(self, results: Sequence[Any]) -> None:
+        pairs = [value_and_tangent(x, self._tape) for x in results]
+        self.made.append([x for x, _ in pairs] + [tangent for _, tangent in pairs])
+
+
+class _PartsWithReversePasses(_Parts):
+    """Each part has a reverse pass along the enclosing tape, which is a further part."""
+
+    def __init__(self, recorder: Recorder, tape: OrderedTape):
+        super().__init__(recorder)
+        self._tape = tape
+        self._variables: list[list[tuple[int, Spec]]] = []  # per part, the indices and specs of its variables
+        self._results: list[list[tuple[int, Spec]]] = []
+        self._starts: list[int] = []
+        self._ranges: list[range] = []  # the nodes of each part
+
+    def variables(self, values: list[Any], chosen: Sequence[int]) -> list[Any]:
+        tape, variables = self._tape, []
+        for k in chosen:
+            variables.append((len(tape.record), _spec(values[k])))
+            values[k] = new_box(values[k], tape.number, OrderedNode.on_tape(tape))
+        self._variables.append(variables)
+        self._starts.append(len(tape.record))
+        return values
+
+    def end(self, results: Sequence[Any]) -> None:
+        pairs = [value_and_node(x, self._tape) for x in results]
+        self.made.append([x for x, _ in pairs])
+        self._results.append([(index, _spec(x)) for x, index in pairs if isinstance(_innermost(x), Traced)])
+        self._ranges.append(range(self._starts[-1], len(self._tape.record)))
+
+    def end_with_reverse_passes(self, nodes: list[Any], last: int) -> None:
+        """Record the reverse passes, from that of the last part to that of the part `last`."""
+        lane = Lane.of(nodes)
+        for part in range(len(self._ranges) - 1, last - 1, -1):
+            self.recorder.part += 1
+            gs = [self.recorder.input(like(spec)) for _, spec in self._results[part]]
+            lane.add(zip([index for index, _ in self._results[part]], gs))
+            sweep(nodes, lane.totals, self._ranges[part][::-1], True, lane.owned)
+            self.made.append([conformed(lane.totals[index], spec) for index, spec in self._variables[part]])
+
+
+def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list[Any]]:
+    """Return the parts of a program and its reverse pass; `inner`: the positions of the variables among the inputs.
+
+    The inputs of the reverse pass are the cotangents of the traced results, and its results those of the variables.
     """
-    with Program(recorder, False) as made:
-        evaluation = Evaluation(program, recorder)
-        with TangentTape() as tape:
-            for part, chosen in enumerate(of):
-                recorder.part = part
-                plain = evaluation.inputs(part)
-                given = made.begin_part([*plain, *[recorder.input(like(_spec(plain[k]))) for k in chosen]])
-                tangents = given[len(plain) :]
-                del given[len(plain) :]
-                for k, tangent in zip(chosen, tangents):
-                    given[k] = with_tangent(tape, given[k], tangent)
-                pairs = [value_and_tangent(x, tape) for x in evaluation.part(part, given)]
-                made.end_part([x for x, _ in pairs] + [tangent for _, tangent in pairs])
-        tape.close()
-    made.build = program.build
-    return made
+    parts = _Parts(recorder)
+    with Noting(recorder), suspended(body=False):
+        parts.run(program, inner)
+    return parts.made
+
+
+def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int]) -> list[list[Any]]:
+    """Return the parts of `vjp` with tangents, with respect to the inputs `outer` and the cotangents of the results."""
+    with Noting(recorder), suspended(body=False), TangentTape() as tape:
+        parts = _PartsWithTangents(recorder, tape)
+        parts.run(program, inner, outer)
+    tape.close()
+    return parts.made
+
+
+def vjp_of_vjp(
+    program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int], last: int
+) -> list[list[Any]]:
+    """Return the parts of `vjp`, and their reverse passes from that of the reverse pass to that of the part `last`."""
+    with Noting(recorder), suspended(body=False):
+        with OrderedTape() as tape:
+            parts = _PartsWithReversePasses(recorder, tape)
+            parts.run(program, inner, outer)
+        parts.end_with_reverse_passes(tape.close().nodes, last)
+    return parts.made
