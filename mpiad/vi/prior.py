@@ -17,10 +17,10 @@ from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
 from mpiad.vi.posterior import LOG_2PI
 
-# Step of a central difference, in units of the distribution's scale: the cube root of the machine epsilon, which balances
-# the errors of truncation (step²) and rounding (epsilon / step).
+# Step of a central difference, in units of the distribution's scale. The cube root of the machine epsilon balances the
+# errors of truncation (step²) and rounding (epsilon / step).
 _STEP = 6e-6
-# Maximum step, in units of the distance from an end of the support.
+# Maximum step, in units of the distance from the nearest end of the support.
 _MAX_END_FRACTION = 1e-4
 
 
@@ -31,15 +31,16 @@ class Prior:
     ----------
     distribution : frozen distribution of scipy.stats, (name, *arguments), or a sequence of them
         The distribution of every parameter, or a sequence with one distribution per parameter; the parameters are
-        independent. Arguments of a distribution may be arrays with an entry per parameter. A frozen
-        `scipy.stats.multivariate_normal` is the joint distribution of all parameters. A name is that of a distribution in
-        scipy.stats, for example ``("norm", -2.0, 1.0)``.
+        independent. The arguments of a distribution may be arrays with one entry per parameter. A frozen
+        `scipy.stats.multivariate_normal` is the joint distribution of all parameters. A name is the name of a distribution
+        in scipy.stats, for example ``("norm", -2.0, 1.0)``.
     dim : int
+        The number of parameters.
 
     Raises
     ------
     TypeError, ValueError
-        If the distribution is unknown, or its dimension isn't `dim`.
+        If the distribution is unknown, its arguments are invalid, or its dimension isn't `dim`.
 
     Examples
     --------
@@ -74,9 +75,10 @@ class Prior:
                 )
 
     def log_prob(self, theta: Array) -> Array:
-        """Return the log densities of points of shape (S, dim), on their device; differentiable with respect to them.
+        """Return the log densities of points of shape (S, dim), on their device; differentiable with respect to the points.
 
-        Densities other than normal ones are computed on the host by SciPy, and have first derivatives only, by differences.
+        For distributions that aren't normal, SciPy computes log densities on the host, and only first derivatives exist, by
+        central differences.
         """
         if self.joint is not None:
             mean, factor = self._joint_terms.like(theta)
@@ -92,25 +94,25 @@ class Prior:
 
     @functools.cached_property
     def _joint_terms(self) -> Constants:
-        """Return the mean of the joint normal distribution, and the Cholesky factor of the covariance."""
+        """Return the mean of the joint normal distribution, and the Cholesky factor of its covariance."""
         return Constants(self.joint.mean, numpy.linalg.cholesky(self.joint.cov))
 
     @functools.cached_property
     def _normal_terms(self) -> Constants:
-        """Return mean, standard deviation and constant term of the log density of independent normal distributions."""
+        """Return means, standard deviations and constant terms of the log densities of independent normal distributions."""
         mean, covariance = self.normal  # type: ignore[misc]
         sd = numpy.sqrt(numpy.diag(covariance))
         return Constants(mean, sd, -0.5 * LOG_2PI - numpy.log(sd))
 
     @functools.cached_property
     def inverse(self) -> Constants:
-        """Return mean and inverse covariance of a normal prior."""
+        """Return the mean and the inverse covariance of a normal prior."""
         mean, covariance = self.normal  # type: ignore[misc]
         return Constants(mean, numpy.linalg.inv(covariance))
 
     @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:
-        """Return mean and covariance if the prior is normal, else None."""
+        """Return the mean and the covariance if the prior is normal, else None."""
         if self.joint is not None:
             return self.joint.mean, self.joint.cov
         if any(one.dist.name != "norm" for one in self.marginals):
@@ -120,7 +122,7 @@ class Prior:
 
 
 def prior_of(given: Any, dim: int) -> Any:
-    """Return a `Prior`; an object with `log_prob` is returned unchanged."""
+    """Return a `Prior` of the given distribution; an object with `log_prob` is returned unchanged."""
     if isinstance(given, Prior) or callable(getattr(given, "log_prob", None)):
         if getattr(given, "dim", dim) != dim:
             raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {given.dim}.")
@@ -143,7 +145,7 @@ def _frozen(one: object) -> Any:
 
 
 def _for_each(one: Any, dim: int) -> list[Any]:
-    """Return a distribution for each parameter, given one whose arguments may be arrays."""
+    """Return one distribution per parameter, given a distribution whose arguments may be arrays."""
     lengths = [len(numpy.ravel(value)) for value in (*one.args, *one.kwds.values()) if numpy.ndim(value)]
     count = max(lengths, default=dim)
     columns = [numpy.broadcast_to(value, (count,)) for value in one.args]
@@ -159,9 +161,9 @@ def _log_density(x: Array, one: Any) -> Array:
 @primitive
 def _slope(x: Array, one: Any) -> Array:
     """Return the derivative of a log density by central differences; NaN outside of the support."""
-    scale = float(one.ppf(0.75) - one.ppf(0.25))  # always finite, unlike the standard deviation
+    scale = float(one.ppf(0.75) - one.ppf(0.25))  # finite, even if the standard deviation is infinite
     low, high = one.support()
-    # Near an end of the support the log density may be steep.
+    # The step is limited near an end of the support, since the log density may be steep there.
     step = numpy.minimum(_STEP * scale, _MAX_END_FRACTION * numpy.minimum(x - low, high - x))
     after, before = x + step, x - step  # the divisor is the step after rounding
     with numpy.errstate(invalid="ignore", divide="ignore"):
