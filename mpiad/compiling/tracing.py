@@ -25,7 +25,7 @@ from mpiad.compiling.program import Program, Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
 
-# For each function, the programs confirmed by a second trace. Their number is limited, since constants may vary.
+# For each function, the programs confirmed by a second trace. The number of programs is limited, since constants may vary.
 _MAX_REPEATED = 16
 _repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 # Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
@@ -110,7 +110,7 @@ def output_numbers(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
 def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, ...] | None:
     """Return the first index at which `found` differs from `expected` by more than rounding, None if there is none.
 
-    `given`: the arguments from which they were computed, in the precision of the computation.
+    `given`: the arguments of the computation, in the precision of the computation.
     """
     if found.tobytes() == expected.tobytes():
         return None  # the usual case, for speed

@@ -86,7 +86,7 @@ def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
 
 def _extreme(sign: str) -> Callable[..., Value]:
     def extreme(build: BlockBuilder, *given: Value) -> Value:
-        # As in Python, the first one of equal values is returned.
+        # As in Python, the first of several equal values is returned.
         first, *others = _promoted(build, *given)
         for x in others:
             first = build.selected(compare(build, sign, x, first), x, first)
@@ -178,7 +178,7 @@ class Expressions:
             build.branch(build.truth(self.number(node)), yes, no)
 
     def _conditional(self, test: ast.expr, yes: ast.expr | Value, no: ast.expr | Value) -> Value:
-        """Return one of two values; only this one is computed."""
+        """Return one of two values; the other one isn't computed."""
         build = self._build
         blocks, after = (build.new_block(), build.new_block()), build.new_block()
         self.condition(test, *blocks)
@@ -354,8 +354,8 @@ def has_fma_instruction() -> bool:
 def prefers_512_bit_vectors() -> bool:
     """Return whether vectors of 64 bytes are faster than vectors of 32 bytes.
 
-    By default LLVM uses vectors of 32 bytes on Intel's processors, since older ones reduce their clock frequency for longer
-    vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
+    By default LLVM uses vectors of 32 bytes on Intel's processors, since older processors reduce their clock frequency for
+    longer vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
     """
     import llvmlite.binding as llvm
 
@@ -628,7 +628,7 @@ class _Function:
 
 
 def _link(name: str, arguments: Sequence[Argument]) -> str:
-    """Return a function that loads a kernel's arguments from a block, calls the kernel, and jumps to the next one."""
+    """Return a function that loads a kernel's arguments from a block, calls the kernel, and jumps to the next kernel."""
     kinds = [kind for dtype, ndim in arguments for kind in ([kind_of(dtype)] if ndim is None else ["ptr", *["i64"] * ndim])]
     lines = []
     for k, kind in enumerate(["ptr", "ptr", *kinds]):

@@ -33,7 +33,7 @@ def root_of(root: object, channel: Channel, call: str) -> int:
 
 
 def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
-    """Return a partner's rank, None for no partner; raise a ValueError if there is no such rank."""
+    """Return a partner's rank, or None for no partner; raise a ValueError if there is no such rank."""
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
     if rank is None or rank == PROC_NULL:
@@ -56,7 +56,7 @@ def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> 
 
 
 def reduction_of(op: Op, x: Array, call: str) -> Op:
-    """Return the reduction; raise a TypeError if `op` isn't one, or isn't defined for the dtype of x."""
+    """Return the reduction; raise a TypeError if `op` isn't a reduction, or isn't defined for the dtype of x."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         dtype = np.dtype(type(x) if isinstance(x, (int, float, complex)) else object)
@@ -75,7 +75,7 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
 
 
 def axis_of(axis: object, ndim: int, call: str) -> int | None:
-    """Return the axis as a nonnegative integer, None for none; raise if the array has no such axis."""
+    """Return the axis as a nonnegative integer, or None; raise if the array has no such axis."""
     if axis is None:
         return None
     index = _integer(axis, call, "axis", "None or an integer")
