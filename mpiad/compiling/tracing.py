@@ -45,16 +45,16 @@ def trace_program(
     """
     with np.errstate(all="ignore"):
         program = _traced(fun, arguments, outputs, groups)
-        known = _repeated.setdefault(identity_of(fun), set())
+        confirmed = _repeated.setdefault(identity_of(fun), set())
         # A program that differs only in the values of floats that the function reads needs no second trace.
         reads = without_floats(fingerprint_of(fun))
-        seen = program if reads is None else (reads, program.structure)
-        if seen not in known:
+        form = program if reads is None else (reads, program.structure)
+        if form not in confirmed:
             if _traced(fun, arguments, outputs, groups) != program:
                 raise Untraceable("it computed something else when it was called again", place_of(fun))
-            if len(known) >= _MAX_REPEATED:
-                known.clear()
-            known.add(seen)
+            if len(confirmed) >= _MAX_REPEATED:
+                confirmed.clear()
+            confirmed.add(form)
     return program
 
 

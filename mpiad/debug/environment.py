@@ -415,10 +415,10 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
 
 
 def _places(group: Channel) -> list[RankInfo]:
-    mine = rank_info(group.rank, world.local_rank())
-    count = {found.node: len(found.gpus) for found in group.data.allgather(mine) if found.gpus}.get(mine.node, 0)
-    gpu, gpus = device_of(mine.local_rank, count), mine.gpus if visible(count) else []
-    return group.data.allgather(mine._replace(gpu=gpu, gpus=gpus))
+    info = rank_info(group.rank, world.local_rank())
+    count = {found.node: len(found.gpus) for found in group.data.allgather(info) if found.gpus}.get(info.node, 0)
+    gpu, gpus = device_of(info.local_rank, count), info.gpus if visible(count) else []
+    return group.data.allgather(info._replace(gpu=gpu, gpus=gpus))
 
 
 def _lines(found: Environment) -> list[str]:

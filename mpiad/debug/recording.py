@@ -50,11 +50,11 @@ class Computation(NamedTuple):
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
     """Return the seconds of a rank's computation at each place, for the main thread only: other threads may be waiting."""
-    mine = [event for event in events if event.thread == 0]
+    main_events = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
-    for began, ended, place in gaps(recorder, mine):
+    for began, ended, place in gaps(recorder, main_events):
         found[place] += ended - began
-    for event, seconds in _inside_calls(mine):
+    for event, seconds in _inside_calls(main_events):
         # Computation inside a library function, such as a solve, is listed under the name of the function.
         named = f"inside {event.called}"
         found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds

@@ -355,18 +355,18 @@ def _gathered(recording: Recording) -> Report:
     # Only innermost communications are timed, since the time of an adjoint includes the operations inside it.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
-        mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
+        local_rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
         for event in recorded:
             if event.outermost and event.direction != "phase":
-                mine[_key(event)][0] += 1
+                local_rows[_key(event)][0] += 1
         for event, waited in zip(events, wait_times(events, clock, comm)):
             # The bytes of a request are counted at its start.
             nbytes = 0 if event.operation in ("mpi_wait", "mpi_waitall") else event.arguments.nbytes
-            row = mine[_key(event)]
+            row = local_rows[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
         # Each rank first sums over its events, so that it sends a few hundred rows instead of all events.
-        from_all = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
+        from_all = comm.allgather((dict(local_rows), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
     rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in from_all], [0.0] * _COLUMNS)]
     # Sorted by the wait, since waits can be avoided, but transfers may be necessary.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))

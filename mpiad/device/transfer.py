@@ -93,8 +93,8 @@ def _visible_gpu_count(cupy: ModuleType) -> int:
 
 
 def _check_ids(chosen: list[Any], ids: object, count: int, local: int) -> None:
-    wrong = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
-    if wrong or not chosen:
+    invalid = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
+    if invalid or not chosen:
         raise ValueError(f"select: ids must be numbers of GPUs, such as [0, 1], but got {ids!r}.")
     missing = [number for number in chosen if not 0 <= number < count]
     if missing:

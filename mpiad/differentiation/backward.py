@@ -120,7 +120,7 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return the result of `run_backward` for each set of seeds, and keep the record; all ranks pass equally many."""
+    """Return the results of `run_backward` for several sets of seeds, equally many on all ranks; keep the record."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     kept = tracing.__dict__.copy()

@@ -121,11 +121,11 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
     """Return this rank's array, its axis, and all ranks' lengths along it; collective. Errors raise on all ranks."""
-    array, place, wrong = np.zeros(0), None, None
+    array, place, own_error = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)
         place = axis_of(axis, array.ndim, call)
     except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`
-        wrong = error
+        own_error = error
     like = Spec(array.shape, array.dtype)
-    return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)
+    return array, place, settled(collectives.lengths_of_all, used, like, place, call, own_error)

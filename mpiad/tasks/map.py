@@ -227,9 +227,9 @@ class Scheduler:
         workers = [rank for rank in range(group.comm.size) if rank != group.comm.rank]
         self._batches: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
         self._resend: deque[_Packed] = deque()
-        self._taken, self._exhausted = 0, False
+        self._item_count, self._exhausted = 0, False
         self._seconds: float | None = None  # exponentially weighted mean of the time per batch
-        self._since_check = Backoff()
+        self._check_timer = Backoff()
         self.results: dict[int, Any] = {}
         self.failed: Failed | None = None
 
@@ -298,10 +298,10 @@ class Scheduler:
             except StopIteration:
                 self._exhausted = True
             except Exception as error:  # noqa: BLE001 - a generator is the user's code
-                self.failed = Failed(Failure.of(error), self._rank, self._taken)
+                self.failed = Failed(Failure.of(error), self._rank, self._item_count)
             else:
-                batch.append((self._taken, item))
-                self._taken += 1
+                batch.append((self._item_count, item))
+                self._item_count += 1
         return batch
 
     # ---- results
@@ -336,7 +336,7 @@ class Scheduler:
 
     def _show(self) -> None:
         if self._progress is not None:
-            self._progress.total = self._taken if self._exhausted else self._progress.total
+            self._progress.total = self._item_count if self._exhausted else self._progress.total
             self._progress.update(len(self.results) - self._progress.n)
 
     # ---- ranks that die
@@ -347,7 +347,7 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - raised again unless a process has died
             self._tolerate(error)
             return None
-        if message is None and self._since_check.seconds > _CHECK_EVERY:
+        if message is None and self._check_timer.seconds > _CHECK_EVERY:
             self._check_for_losses()
         return message
 
@@ -363,7 +363,7 @@ class Scheduler:
         self._check_for_losses()
 
     def _check_for_losses(self) -> None:
-        self._since_check.renew()
+        self._check_timer.renew()
         for rank in self._group.newly_lost():
             # No messages of the lost rank are expected, and other ranks get its batches.
             self._line.forget(rank)
@@ -453,20 +453,20 @@ def mpi_map(
 
 def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
     """Check the arguments on all ranks; return the root's items."""
-    wrong, given = None, iter(())
+    own_error, given = None, iter(())
     try:
         given = _checked(user_channel, fun, items, settings)
     except (TypeError, ValueError) as error:
-        wrong = error
+        own_error = error
     # This uses the group's communicator, since the user's communicator doesn't work after a process has died.
-    found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
+    found = group.comm.allgather((settings, None if own_error is None else (type(own_error), str(own_error))))
     for name, (other, problem) in zip(group.user_ranks, found):
         if problem is not None or other != found[0][0]:
             group.close()
             if problem is not None:
                 kind, text = problem
-                raise wrong or kind(f"{text} (raised on rank {name})")
-            raise wrong or ValueError(
+                raise own_error or kind(f"{text} (raised on rank {name})")
+            raise own_error or ValueError(
                 "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
                 f"{group.user_ranks[0]} gave {found[0][0]} and rank {name} gave {other}."
             )

@@ -96,10 +96,10 @@ def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
     """Return the given groups; groups for a number are made at the first call and cached with the communicator."""
     if isinstance(given, RankGroups):
         return given
-    known = _cached_groups.setdefault(channel(comm, _GROUPS_CALL), {})
-    if not isinstance(given, int) or given not in known:
-        known[given] = RankGroups(given, comm)
-    return known[given]
+    cached = _cached_groups.setdefault(channel(comm, _GROUPS_CALL), {})
+    if not isinstance(given, int) or given not in cached:
+        cached[given] = RankGroups(given, comm)
+    return cached[given]
 
 
 def _problem_with(count: object, size: int) -> Exception | None:
@@ -229,10 +229,10 @@ def _agreed_items(whole: Channel, items: Iterable[Any], fun: object, division: R
 def _next_items(counter: SharedCounter, group: Channel, total: int) -> Iterator[int]:
     """Yield the indices of the items that this rank's group takes from the counter."""
     while True:
-        taken = group.data.bcast(counter.take() if group.rank == 0 else None)
-        if taken >= total:
+        index = group.data.bcast(counter.take() if group.rank == 0 else None)
+        if index >= total:
             return
-        yield taken
+        yield index
 
 
 def _run(
@@ -262,17 +262,17 @@ def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
     """Evaluate an item on this rank's group; return this rank's term of its value, or the failure on all its ranks."""
-    own: BaseException | None = None
+    own_error: BaseException | None = None
 
     def stage() -> Any:
-        nonlocal own
+        nonlocal own_error
         try:
             value = fun(item, comm)
             problem = problem_with(value, weight, _CALL)
             if problem is not None:
                 raise problem.kind(problem.text)
         except (Exception, SystemExit) as error:
-            own = error
+            own_error = error
             raise
         # This rank's term of the sum is a double-precision number without axes, on the host.
         if not weight:
@@ -283,9 +283,9 @@ def _evaluated(
     try:
         return failures.run(stage), None
     except WorkerError as error:
-        if error is own:
+        if error is own_error:
             raise  # if waiting ranks can be interrupted, the failed rank raises at once
-        return None, _Failed(number, own)
+        return None, _Failed(number, own_error)
 
 
 def _agreed_error(whole: Channel, failed: _Failed | None) -> Exception | None:

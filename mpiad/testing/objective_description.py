@@ -115,8 +115,8 @@ def _values(traced: Traced, used: Channel) -> list:
     """Gather the values of all ranks; raise an error on all ranks if a value isn't a real number or None."""
     found = traced.build(traced.values)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
-    mine = None if found is None else float(found) if scalar else repr(found)[:60]
-    gathered = used.data.allgather((mine, traced.problem is not None))
+    local_value = None if found is None else float(found) if scalar else repr(found)[:60]
+    gathered = used.data.allgather((local_value, traced.problem is not None))
     if any(unfinished for _, unfinished in gathered):
         raise_everywhere(used, traced.problem)
     invalid = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(gathered) if isinstance(value, str)]

@@ -65,8 +65,8 @@ class _Line:
         """Return the inner product of a gradient with the direction, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
         # In autograd's convention dJ = Re Σ g v, without conjugation.
-        mine = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
-        return float(mine) if self.shared else sum(self.used.data.allgather(float(mine)))
+        local_product = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
+        return float(local_product) if self.shared else sum(self.used.data.allgather(float(local_product)))
 
 
 def check_grads(

@@ -310,13 +310,13 @@ class VI:
         self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), int(n_samples_per_epoch)
         self.gradient, self.schedule, self.seed, self.root, self.comm = gradient, schedule, seed, root, comm
         self.devices = devices
-        known = has_closed_form(posterior, self.prior)
-        if divergence == "closed" and not known:
+        has_formula = has_closed_form(posterior, self.prior)
+        if divergence == "closed" and not has_formula:
             raise ValueError(
                 "VI: divergence='closed' needs a Gaussian posterior and a normal prior, but got "
                 f"{type(posterior).__name__} and {prior!r:.60}."
             )
-        self.divergence = ("closed" if known else "draws") if divergence == "auto" else divergence
+        self.divergence = ("closed" if has_formula else "draws") if divergence == "auto" else divergence
 
     def run(
         self,
@@ -560,11 +560,11 @@ def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | N
         name = str(names[used.rank])
         if name == "cpu":
             return None
-        wrong = f"{call}: rank {used.rank} has no device {name!r}: "
+        prefix = f"{call}: rank {used.rank} has no device {name!r}: "
         found = re.fullmatch(r"cuda:(\d+)", name)
         if found is None:
-            raise ValueError(f"{wrong}valid names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
+            raise ValueError(f"{prefix}valid names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
         try:
             return select(int(found[1]))
         except (ImportError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{wrong}{error}") from error
+            raise ValueError(f"{prefix}{error}") from error

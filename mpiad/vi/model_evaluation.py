@@ -89,10 +89,10 @@ class Model:
 
     def evenly(self, theta: Array | None, dim: int, root: Rank, comm: Comm) -> Array | None:
         """Evaluate equal shares of the root's draws on all ranks, including the root; return all rows on the root."""
-        mine = mpi_scatter(theta, root, axis=0, comm=comm)
+        local_draws = mpi_scatter(theta, root, axis=0, comm=comm)
         with channel(comm, "VI.run").evaluating("a draw of VI"):
-            found = [self.row(point) for point in mine]
-        rows = np.array(found).reshape(len(mine), 2 + dim)
+            found = [self.row(point) for point in local_draws]
+        rows = np.array(found).reshape(len(local_draws), 2 + dim)
         gathered = mpi_gather(rows, root, axis=0, comm=comm)
         return gathered if mpi_rank(comm) == root else None
 

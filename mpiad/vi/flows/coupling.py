@@ -70,8 +70,8 @@ def length_of(part: slice) -> int:
 
 def joined(kept: Array, changed: Array, swap: bool) -> Array:
     """Concatenate the kept and the changed coordinates in their original order."""
-    both = (changed, kept) if swap and kept.shape[1] else (kept, changed)
-    return concatenate(both, axis=1)
+    parts = (changed, kept) if swap and kept.shape[1] else (kept, changed)
+    return concatenate(parts, axis=1)
 
 
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:

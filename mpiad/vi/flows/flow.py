@@ -67,8 +67,8 @@ class Flow:
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
         x, log_density = noise, -0.5 * np.sum(noise**2 + LOG_2PI, axis=1)
-        for layer, own in zip(self.layers, params["layers"]):
-            x, change = layer.forward(own, x)
+        for layer, layer_params in zip(self.layers, params["layers"]):
+            x, change = layer.forward(layer_params, x)
             log_density = log_density - change
         # The log density of the noise, minus the log determinants of all maps.
         return params["mean"] + np.exp(params["log_sd"]) * x, log_density - np.sum(params["log_sd"])
@@ -82,8 +82,8 @@ class Flow:
         """Return the noise that is mapped to the points, and log |det ∂noise/∂θ| at each point."""
         x = (theta - params["mean"]) * np.exp(-params["log_sd"])
         total = -np.sum(params["log_sd"])
-        for layer, own in zip(reversed(self.layers), reversed(list(params["layers"]))):
-            x, change = layer.inverse(own, x)
+        for layer, layer_params in zip(reversed(self.layers), reversed(list(params["layers"]))):
+            x, change = layer.inverse(layer_params, x)
             total = total + change
         return x, total
 
