@@ -31,7 +31,7 @@ class SplineCoupling:
     bins : int
         The number of bins of a spline.
     bound : float
-        The bins of a spline cover [-bound, bound]; outside of it the map is the identity.
+        The bins of a spline cover [-bound, bound]; outside of this interval the map is the identity.
     swap : bool
         Whether the first half is changed instead of the second.
     hidden : int
@@ -180,7 +180,7 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     # Not traced, since the bin of a point is constant almost everywhere.
     starts = stop_gradient(bottoms if of_values else lefts)
     points = stop_gradient(x)
-    # A point belongs to the last bin that starts at or before it; points below all bins belong to the first one.
+    # A point belongs to the last bin that starts at or before it; points below all bins belong to the first bin.
     reached = points[..., None] >= starts[..., 1:]
     first, none = numpy.ones_like(points[..., None], dtype=bool), numpy.zeros_like(points[..., None], dtype=bool)
     chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)
@@ -189,7 +189,7 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
 
 
 def _parts(numbers: Array, bound: float) -> Array:
-    """Return positive lengths that add up to 2·bound."""
+    """Return positive lengths whose sum is 2·bound."""
     exponentials = np.exp(numbers - np.max(numbers, axis=-1, keepdims=True))
     shares = exponentials / np.sum(exponentials, axis=-1, keepdims=True)
     return 2 * bound * (_MIN_BIN + (1 - _MIN_BIN * numbers.shape[-1]) * shares)
