@@ -170,7 +170,7 @@ def schedule_of(given: Any) -> CheckpointSchedule | None:
         raise ValueError(f"{call}: recorded must be an integer above zero, but got {schedule.recorded!r}.")
     if schedule.dtype not in (None, "float32"):
         raise ValueError(
-            f"{call}: states are stored in their original precision (dtype=None) or in single precision (dtype='float32'), but "
+            f"{call}: states are stored in their own precision (dtype=None) or in single precision (dtype='float32'), but "
             f"got dtype={schedule.dtype!r:.40}."
         )
     for name, switch in (("compress", schedule.compress), ("host", schedule.host)):
