@@ -1,4 +1,4 @@
-"""Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimization."""
+"""Differentiable MPI programs: communication, exact gradients of the whole distributed program, and optimization."""
 
 from importlib import import_module
 from os import environ, getcwd
@@ -58,7 +58,7 @@ __all__ = [
     "mpi_waitall", "reset", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
-# Imported at their first use, since they would double the library's own import time.
+# Imported at first use, since importing these packages would double the import time of the library.
 _PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
     "tasks", "testing", "timestepping", "vi",
@@ -82,7 +82,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
 
 
-# A relative path in MPIAD_TRACE belongs to this folder, and the program may change its working directory.
+# A relative path in MPIAD_TRACE is relative to this folder; the program may change its working directory later.
 _folder = getcwd() if environ.get("MPIAD_TRACE") else ""
 
 

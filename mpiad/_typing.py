@@ -15,17 +15,17 @@ Comm: TypeAlias = Any
 Op: TypeAlias = Any
 """An mpi4py reduction operation, such as `MPI.SUM`."""
 Request: TypeAlias = Any
-"""A request of mpi4py, or the wrapper of one in `transport.guarded`."""
+"""A request of mpi4py, or a wrapper of it in `transport.guarded`."""
 Status: TypeAlias = Any
-"""An mpi4py status that is filled in, or None."""
+"""An mpi4py status object that the call fills in, or None."""
 Buffer: TypeAlias = Any
-"""A buffer argument of mpi4py: an array, bytes, or a list of one of these and counts."""
+"""A buffer argument of mpi4py: an array, bytes, or a list of an array or bytes and counts."""
 Index: TypeAlias = Any
 """An index of an array: an integer, a slice, None, Ellipsis, an array, or a tuple of these."""
 Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
 Argnum: TypeAlias = int | tuple[int, ...]
-"""The position of the argument with respect to which a function is differentiated, or several positions."""
+"""The index of the argument with respect to which a function is differentiated, or a tuple of indices."""
 Axis: TypeAlias = int | tuple[int, ...] | None
 Function: TypeAlias = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""The folder for data that is kept for later processes of this user: compiled kernels, and notices already shown."""
+"""The folder for data that later processes of this user read: compiled kernels, and records of notices already shown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _log = logging.getLogger("mpiad")
 def cache_folder() -> Path | None:
     """Return the cache folder, created if necessary; None if nothing can be cached.
 
-    ``MPIAD_CACHE`` names the folder; 0 disables it. By default it is ``mpiad`` in the user's cache directory, or
-    ``mpiad-UID`` in the system's temporary directory for a user without a home directory. Since the folder contains
+    ``MPIAD_CACHE`` is the path of the folder; 0 disables caching. The default is ``mpiad`` in the user's cache directory,
+    or ``mpiad-UID`` in the system's temporary directory for a user without a home directory. Since the folder contains
     code, it isn't used if other users can write into it or replace it.
     """
     given = path("MPIAD_CACHE")
@@ -34,7 +34,7 @@ def cache_folder() -> Path | None:
         if exposed is None and os.access(folder, os.W_OK | os.X_OK):
             return folder
         reason = f"other users can write into {exposed}" if exposed else "this user can't write into it"
-    except (OSError, RuntimeError) as error:  # a RuntimeError if "~user" names an unknown user
+    except (OSError, RuntimeError) as error:  # a RuntimeError if "~user" is the home directory of an unknown user
         reason = str(error)
     _log.info("nothing is cached in %s: %s.", given or "the user's cache", reason)
     return None
@@ -52,13 +52,13 @@ def _default_folder() -> Path:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Return whether a folder or file belongs to this user, and other users can't write into it."""
+    """Return whether this user owns a folder or file, and other users can't write into it."""
     is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     return is_own and not (os.name == "posix" and status.st_mode & 0o022)
 
 
 def _is_exposed(parent: Path) -> bool:
-    """Return whether users other than this one and root can rename the entries of a folder."""
+    """Return whether users other than this user and root can rename the entries of a folder."""
     status = parent.lstat()
     if os.name != "posix":
         return False
@@ -69,12 +69,12 @@ def _is_exposed(parent: Path) -> bool:
 
 
 def first_time(name: str) -> bool:
-    """Return whether no process of this user has called this with the name before; True if nothing can be cached."""
+    """Return whether this is the first call with this name by any process of this user; True if nothing can be cached."""
     folder = cache_folder()
     if folder is None:
         return True
     try:
-        (folder / name).touch(exist_ok=False)  # of several concurrent processes, one succeeds
+        (folder / name).touch(exist_ok=False)  # only one of several concurrent processes succeeds
     except FileExistsError:
         return False
     except OSError as error:

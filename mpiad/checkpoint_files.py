@@ -1,8 +1,8 @@
-"""Files with the state of a long computation, which are written atomically and without pickling.
+"""Checkpoint files with the state of a long computation, written atomically and without pickling.
 
 A file has NumPy's npz format: arrays by name, and a JSON description of the problem to which the state belongs. It is
 written under a unique name in the same folder, flushed to the disk, and renamed. If the process is killed,
-either the old file or the new one remains. A file ends with a checksum of all other bytes, since NumPy reads some
+either the old file or the new file remains. A file ends with a checksum of all other bytes, since NumPy reads some
 damaged files without an error.
 """
 
@@ -34,7 +34,7 @@ _READ_SIZE = 1 << 20
 
 
 def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file, which replaces an existing one. If writing fails, raise an OSError; the existing file is unchanged."""
+    """Write a file, which replaces an existing file. If writing fails, raise an OSError; an existing file is unchanged."""
     part, file = begin(path)
     try:
         with file:
@@ -48,7 +48,7 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
             file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(part, path)  # the lock still prevents the removal of `part` as unfinished
+            os.replace(part, path)  # `part` is still locked, so other processes don't remove it as unfinished
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
@@ -57,13 +57,13 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
 
 def begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Open a new file with a unique name in the folder of `path`, locked if possible; raise as `require_regular`."""
+    """Open and lock a new file with a unique name in the folder of `path`; raise the errors of `require_regular`."""
     require_regular(path)
     _remove_unfinished(path.absolute())
     while True:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         file = open(part, "x+b")
-        # Before this process locked the file, another one may have removed it as unfinished.
+        # Before this process locked the file, another process may have removed it as unfinished.
         if _lock(file) is not False and part.exists():
             return part, file
         file.close()
@@ -84,7 +84,7 @@ def _lock(file: IO[bytes]) -> bool | None:
 
 @functools.cache  # once per path and process, since listing a large folder takes long
 def _remove_unfinished(path: Path) -> None:
-    """Remove unfinished files of killed processes; the lock of a file ended with its process."""
+    """Remove unfinished files of killed processes. Such files aren't locked, since a lock ends with its process."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.part"):
         # Another process may remove the file first.
         with contextlib.suppress(OSError), open(part, "r+b") as file:
@@ -102,12 +102,12 @@ def require_regular(path: Path) -> None:
 
 
 def data_of(part: Path) -> Path:
-    """Return the path of a second file, for libraries that can't write to the locked file `part`."""
+    """Return the path of the data file that belongs to `part`, for libraries that can't write to a locked file."""
     return part.with_name(f"{part.name}.data")
 
 
 def files_of_ranks(path: Path) -> list[Path]:
-    """Return the files that solves have written for a path, on any number of ranks, sorted by name."""
+    """Return the checkpoint files of all ranks for a path, sorted by name, from runs on any number of ranks."""
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*of*.?{glob.escape(path.suffix)}"))
 
 
@@ -118,19 +118,19 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None
 
 
 def _checksum(file: IO[bytes]) -> bytes:
-    """Return the checksum of all bytes before the stored checksum; leave the file at the stored checksum."""
+    """Return the checksum of all bytes before the stored checksum; leave the file's position at the stored checksum."""
     remaining, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
     file.seek(0)
     while remaining > 0:
-        piece = file.read(min(remaining, _READ_SIZE))
-        if not piece:  # another process has truncated the file
+        chunk = file.read(min(remaining, _READ_SIZE))
+        if not chunk:  # another process has truncated the file
             break
-        remaining, found = remaining - len(piece), zlib.crc32(piece, found)
+        remaining, found = remaining - len(chunk), zlib.crc32(chunk, found)
     return b"%08x" % found
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder to the disk; otherwise a crash of the machine could undo the renaming of files."""
+    """Flush a folder to the disk, since a crash of the machine could otherwise undo the renaming of files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -139,7 +139,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remedy(error: OSError, path: Path) -> str:
-    """Return a remedy for a file that couldn't be written."""
+    """Return advice for an error message, if the file `path` couldn't be written because of `error`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "Free space on the disk."
     if error.errno == errno.EFBIG:
@@ -148,13 +148,13 @@ def remedy(error: OSError, path: Path) -> str:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Return a file's description; raise a ValueError if it is damaged."""
+    """Return a file's description; raise a ValueError if the file is damaged or can't be read."""
     with _opened(path) as found:
         return _description(found)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return a file's description and its arrays by name; raise a ValueError if it is damaged."""
+    """Return a file's description and its arrays by name; raise a ValueError if the file is damaged or can't be read."""
     with _opened(path) as found:
         return _description(found), {name: found[name] for name in found.files if name != _DESCRIPTION}
 
@@ -184,7 +184,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def require_problem(path: Path, found: dict[str, Any], wanted: dict[str, Any], call: str) -> None:
-    """Raise a ValueError if a file's description (`found`) differs from the `wanted` one."""
+    """Raise a ValueError if a file's description, `found`, differs from the description `wanted` of this call."""
     differences = []
     for name in wanted:
         # Compared as JSON, which converts tuples to lists.

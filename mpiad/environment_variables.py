@@ -1,6 +1,6 @@
 """The environment variables that the library reads, and the meaning of their values.
 
-Functions ignore invalid values of the variables that they use; `check` raises an error for such values at the start.
+Functions ignore invalid values of the variables that they read; `check` raises an error for such values at the start.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
-# Variables and the types of their values.
+# The types of the variables' values.
 VARIABLES = {
     "MPIAD_ABORT": "switch", "MPIAD_CACHE": "path", "MPIAD_CUDA_AWARE": "switch", "MPIAD_DEBUG": "switch",
     "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_CHUNK": "number", "MPIAD_DEVICE_PINNED": "number",
@@ -31,7 +31,7 @@ def switch(name: str, default: _Default) -> bool | _Default:
 
 
 def path(name: str) -> str | None:
-    """Return a variable's path: "" if the variable is unset, None if it is off."""
+    """Return a variable's path: "" if the variable is unset, None if its value is 0, false, no or off."""
     given = os.environ.get(name, "")
     return None if given.lower() in _OFF else given
 

@@ -25,7 +25,7 @@ class CommunicatorError(ValueError):
 
 
 class UnfinishedMessagesError(RuntimeError):
-    """Report a communicator on which an exception left unfinished messages; `mpiad.reset` renews it."""
+    """Report a communicator on which an exception left unfinished messages; `mpiad.reset` makes it usable again."""
 
 
 class RequestError(RuntimeError):
@@ -73,7 +73,8 @@ class DeadlockError(RuntimeError):
     ranks : tuple of int
         The ranks that raise this error.
     cycle : tuple of int
-        A cycle of ranks: each waits for the next one. The first rank is repeated at the end. Empty without a cycle.
+        A cycle of ranks, each of which waits for the next rank. The first rank is repeated at the end. Empty if no cycle
+        was found.
     """
 
     def __init__(self, message: str, table: str = "", ranks: tuple[int, ...] = (), cycle: tuple[int, ...] = ()):
@@ -101,9 +102,9 @@ class ReplicationError(ValueError):
     Attributes
     ----------
     ranks : list of int
-        The ranks whose copies differ from those of most ranks, as ranks of the value's communicator.
+        The ranks whose values differ from the value on most ranks, as ranks of the communicator of the check.
     path : str
-        Path of the first leaf that differs on the first of `ranks`.
+        The path of the first leaf that differs, on the first rank of `ranks`.
     index : tuple of int
         Index of the first entry of this leaf that differs; empty for numbers, and if shapes or structures differ.
     absolute, relative : float
@@ -134,7 +135,7 @@ class ConvergenceError(RuntimeError):
     Attributes
     ----------
     history : list of float
-        Norm of the residual after each iteration, the initial one first.
+        Norms of the residual: first the initial residual, then the residual after each iteration.
 
     Examples
     --------
@@ -155,8 +156,8 @@ class ConvergenceError(RuntimeError):
 class NotFiniteError(ConvergenceError, ValueError):
     """Report a system that can't be solved, since a coefficient, a right-hand side or a product isn't finite.
 
-    If a trial point of `minimize` raises it, the step is shortened, as for every ConvergenceError. For example, the
-    exponential of a variable may overflow at a trial point.
+    If the objective raises it at a trial point of `minimize`, the step is shortened, as for every ConvergenceError. For
+    example, the exponential of a variable may overflow at a trial point.
 
     Examples
     --------
@@ -194,7 +195,7 @@ class RemoteError(RuntimeError):
     traceback : str
         The traceback on that rank, also shown at the end of the message; empty if the rank died.
     exit_code : int
-        Exit code of the job if this error isn't caught: that of `sys.exit` if `rank` called it, otherwise 1.
+        Exit code of the job if this error isn't caught: the code of `sys.exit` if `rank` called `sys.exit`, otherwise 1.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = "", exit_code: int = 1):
@@ -204,14 +205,14 @@ class RemoteError(RuntimeError):
 
 
 class WorkerError(RemoteError):
-    """Report an exception on one rank that ended `minimize`, `mpi_map` or `sum_over`, on all ranks of the call.
+    """Report, on all ranks, an exception that one rank raised in `minimize`, `mpi_map`, `sum_over` or a method of `VI`.
 
     Attributes
     ----------
     rank, traceback, exit_code
         As for `RemoteError`.
     index : int or None
-        Index of the failed item, in `mpi_map` and `sum_over`.
+        The index of the failed item, in `mpi_map` and `sum_over`.
 
     Examples
     --------

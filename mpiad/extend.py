@@ -1,9 +1,9 @@
 """Custom operators that communicate, and their derivatives.
 
-`custom_operator` makes a function an operator like the library's own. A call is one node of the tape: it is recorded on
-every rank even if no input is traced, and the reverse pass always visits it. The function gets plain arrays, and may use
-mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, `defadjoint` those of a linear one. Rules that
-consist of communicating operators can be differentiated again.
+`custom_operator` turns a function into an operator like the library's own operators. A call is one node of the tape: it is
+recorded on every rank even if no input is traced, and the reverse pass always visits the node. The function gets plain
+arrays, and may use mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, `defadjoint` those of a
+linear operator. Rules that consist of communicating operators can be differentiated again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def custom_operator(fun: Function) -> Communicating:
     Parameters
     ----------
     fun : callable
-        Function of positional arguments (arrays or other objects), and of keyword arguments, which are constants. It gets
-        plain arrays, and returns an array, a number or None.
+        A function of positional arguments (arrays or other objects), and of keyword arguments, which are constants. It is
+        called with plain arrays, and returns an array, a number or None.
 
     Returns
     -------
@@ -35,7 +35,7 @@ def custom_operator(fun: Function) -> Communicating:
 
     Ranks
     -----
-    All ranks that communicate in `fun` call the operator, and all of them run its adjoint.
+    All ranks that communicate in `fun` call the operator, and all these ranks run its adjoint.
 
     Adjoint
     -------
@@ -43,7 +43,7 @@ def custom_operator(fun: Function) -> Communicating:
 
     Examples
     --------
-    A sum over the ranks with mpi4py, which is its own transpose:
+    A sum over the ranks with mpi4py; this linear operator equals its transpose:
 
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defadjoint
@@ -63,6 +63,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     Parameters
     ----------
     operator : Communicating
+        A result of `custom_operator`.
     *makers : callable or None
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of the argument; None for an argument
         without a rule. All rules run on every rank, in this order, even for untraced arguments and zero `g`.
@@ -85,7 +86,8 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-        # All rules run in a fixed order: other ranks, which may trace other arguments, wait for the messages of each rule.
+        # All rules run in a fixed order, since other ranks, which may trace other arguments, wait for the messages of each
+        # rule.
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 
@@ -165,7 +167,7 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
         A result of `custom_operator`; a TypeError is raised for another object.
     rule : callable
         ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` are the tangents of the arguments,
-        None for those that aren't traced on this rank. The rule runs on every rank.
+        None for arguments that aren't traced on this rank. The rule runs on every rank.
 
     Examples
     --------
@@ -196,13 +198,14 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     operator : Communicating
         ``operator(x, *rest)``, linear in x; a TypeError is raised as in `defvjp`.
     adjoint : callable
-        ``adjoint(y, *rest)``: the transpose, over all ranks, without conjugation. There are no derivatives with respect to
-        `rest`.
+        ``adjoint(y, *rest)`` applies the transpose, over all ranks, without conjugation. There are no derivatives with
+        respect to `rest`.
 
     Returns
     -------
     Communicating
-        The adjoint as an operator, whose adjoint is `operator`. `mpiad.testing.check_adjoint` checks the pair.
+        The adjoint as an operator, whose adjoint is `operator`. `mpiad.testing.check_adjoint` checks that the two operators
+        are adjoint to each other.
 
     Examples
     --------

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _StandardError:
-    """Standard error that ignores failed writes: the computation continues if the process that reads it has ended."""
+    """Standard error that ignores failed writes, so that the computation continues if the reading process has ended."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -39,8 +39,8 @@ class _StandardError:
 
 
 def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
-    """Return a tqdm bar that counts from `done` to `total`, or without an end if `total` is None."""
-    from tqdm.auto import tqdm  # imported late, because this takes long
+    """Return a tqdm bar that counts from `done` to `total`, or without a limit if `total` is None."""
+    from tqdm.auto import tqdm  # imported late, because the import takes long
 
     stream, quiet = _StandardError(), sys.stderr is None
     # At most one update per second, since under mpiexec each update is a new line.

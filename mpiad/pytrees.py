@@ -2,7 +2,7 @@
 
 - Traversal: `flatten`, `map_leaves`, and `named_leaves` with the path of each leaf.
 - Checks of leaves: whether they are variables, unsupported, or on a device.
-- Concatenation of small arrays to one, and its division: for messages, copies to and from devices, and arithmetic.
+- Concatenation of small arrays to one array and its inverse, for messages, copies to and from devices, and arithmetic.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_d
 
 _LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)
-_MIN_LONG_SIZE = 1 << 13  # entries; shorter arrays are concatenated by `in_blocks`
-_BLOCK_SIZE = 1 << 14  # entries; the arrays and temporaries of a formula then fill a second-level cache
+_MIN_LONG_SIZE = 1 << 13  # entries; `in_blocks` concatenates shorter arrays
+_BLOCK_SIZE = 1 << 14  # entries, so that the arrays and temporaries of a formula fill a second-level cache
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
@@ -60,7 +60,7 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
     def build(new: object) -> dict:
-        # The leaves are in sorted order, but the result has the order of the keys in the user's dict.
+        # The leaves are sorted by key, but the keys of the result have the order of the user's dict.
         found = {key: part(new) for key, part in parts}
         return kind((key, found[key]) for key in keys)
 
@@ -82,7 +82,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
-    """Return paths and plain values of the leaves, such as ``("x['w'][0]", 1.0)``; an empty container is a leaf, too."""
+    """Return paths and plain values of the leaves, such as ``("x['w'][0]", 1.0)``; an empty container counts as a leaf."""
     if isinstance(tree, (dict, DictBox)):
         parts = [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
     elif isinstance(tree, (list, tuple, SequenceBox)):
@@ -117,12 +117,12 @@ def is_variable(leaf: Array) -> bool:
 
 
 def leaf_on_device(tree: Tree) -> Any:
-    """Return the first leaf that is on a device, None if all are on the host."""
+    """Return the first leaf that is on a device; None if all leaves are on the host."""
     return next(filter(is_device_array, flatten(tree)[0]), None)
 
 
 def places_by_kind(leaves: Sequence[Any], places: Iterable[int]) -> list[list[int]]:
-    """Return the indices `places` in groups of leaves with equal dtype and device, which can be concatenated."""
+    """Return the indices `places` in groups of leaves with equal dtypes and devices, which can be concatenated."""
     groups: dict[Any, list[int]] = {}
     for k in places:
         leaf = leaves[k]
@@ -141,7 +141,7 @@ def join(parts: Sequence[Array]) -> Array:
 
 
 def split(whole: Array, shapes: Iterable[Shape]) -> list[Any]:
-    """Split a flat array into consecutive parts of these shapes: views, or numbers for ()."""
+    """Split a flat array into consecutive parts of these shapes: views, or numbers for the shape ()."""
     parts, start = [], 0
     for shape in shapes:
         if shape:
@@ -178,11 +178,11 @@ def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayM
 
 
 def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], results: Sequence[int]) -> list[list[Any]]:
-    """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list for each result.
+    """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list of leaves for each result.
 
     ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. Small arrays are concatenated,
-    because a call of NumPy costs as much as a few thousand entries. Long arrays are processed in blocks, whose temporaries
-    stay in the cache.
+    because a call of NumPy takes as long as a few thousand entries. Long arrays are processed in blocks whose temporaries
+    fit into the cache.
 
     `columns`: for each pytree, its list of leaves. `results`: for each result, the index of the column with the same shapes
     and dtypes. The formula is applied if the leaf of the first column is a float or an array of floats; otherwise the
@@ -213,6 +213,6 @@ def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Se
         formula(*arrays)
         return outputs
     for start in range(0, len(inputs[0]), _BLOCK_SIZE):
-        piece = slice(start, start + _BLOCK_SIZE)
-        formula(*[array[piece] for array in arrays])
+        block = slice(start, start + _BLOCK_SIZE)
+        formula(*[array[block] for array in arrays])
     return outputs

@@ -73,7 +73,7 @@ def real_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def parts(x: Array) -> Array:
-    """Return a real view of a complex array, with real and imaginary parts in turn on the last axis; a real x itself."""
+    """Return a real view of a complex array, whose last axis alternates real and imaginary parts; a real x unchanged."""
     return x.view(real_dtype(x.dtype)) if is_complex(x) else x
 
 
@@ -83,7 +83,7 @@ def from_parts(x: Array, dtype: DTypeLike) -> Array:
 
 
 def row_parts(x: Array) -> Array:
-    """Return an array of shape (..., d, n); if it is complex, as real and imaginary rows in turn, shape (..., 2 d, n)."""
+    """Return an array of shape (..., d, n); a complex one as alternating real and imaginary rows, shape (..., 2 d, n)."""
     if not is_complex(x):
         return x
     return np.stack([x.real, x.imag], axis=-2).reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1])

@@ -36,7 +36,7 @@ except ImportError:  # on Windows, where each process compiles
 
 _SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"
 _MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
-# Seconds: the longest wait for a lock, since the process that has it may hang, and the interval between attempts.
+# Seconds: the longest wait for a lock, since the process that holds the lock may hang, and the interval between attempts.
 _LOCK_TIMEOUT, _POLL_INTERVAL = 10.0, 0.01
 
 
@@ -47,7 +47,7 @@ class Store:
         self.root = root
 
     def find(self, key: str) -> bytes | None:
-        """Return the content of an entry, None if it is missing or can't be trusted."""
+        """Return the content of an entry; None if the entry is missing or can't be trusted."""
         path = self._path(key)
         try:
             with open(path, "rb", opener=_own_file) as file:
@@ -67,7 +67,7 @@ class Store:
             yield
         finally:
             if lock is not None:
-                # The file is removed before it is unlocked; a waiting process detects this, and creates a new one.
+                # The file is removed before it is unlocked; a waiting process detects this, and creates a new file.
                 Path(lock.name).unlink(missing_ok=True)
                 lock.close()
 
@@ -83,7 +83,7 @@ class Store:
                 if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                     os.utime(path)
                     return lock
-            except FileNotFoundError:  # another process has removed the file: try again with a new one
+            except FileNotFoundError:  # another process has removed the file: try again with a new file
                 pass
             except OSError as error:
                 if not isinstance(error, BlockingIOError):  # the file system has no locks
@@ -156,7 +156,7 @@ _log = logging.getLogger("mpiad")
 _COMPILER = ("translation.py", "block_builder.py", "arguments.py", "machine_code.py")
 
 _lock = threading.RLock()
-# The least recently used kernels are dropped; otherwise functions that change at each call would fill the memory.
+# The least recently used kernels are removed, since functions that change at each call would otherwise fill the memory.
 _MAX_LOADED = 256
 # Kernels by text, name, signature and fast-math flags. A lookup is fast, since a string caches its hash.
 _loaded: dict[tuple[str, str, str, str], Kernel] = {}
@@ -166,8 +166,8 @@ class Kernel(NamedTuple):
     """A compiled function."""
 
     function: Callable[..., None]  # releases the GIL; see `machine_code.function_of`
-    seconds: float  # the time in which this process compiled or loaded it
-    origin: str  # "compiled", or "disk" if it was loaded from there
+    seconds: float  # the time in which this process compiled or loaded the kernel
+    origin: str  # "compiled", or "disk" if the kernel was loaded from the disk
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
@@ -177,7 +177,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     compiles it, and the others wait for its file; without a cache folder, each process compiles it. Compiling and loading
     are logged: at level INFO if `call`, the name of a public function, is given, else at level DEBUG.
     """
-    # If two threads need a kernel, the second one waits for the first.
+    # If two threads need a kernel, the second thread waits for the first.
     with _lock:
         known = text, name, signature, fast
         if known not in _loaded:
@@ -208,12 +208,12 @@ def forget() -> None:
 
 
 def _loaded_or_compiled(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
-    """Return a function and its origin; if it isn't on disk, one process compiles it, and the others wait."""
+    """Return a function and its origin; if it isn't on disk, one process compiles it while the others wait."""
     kept = store()
     if kept is None:
         return function_of(code(), signature), "compiled"
     with kept.locked(key):
-        # While this process waited for the lock, another one may have compiled the kernel.
+        # While this process waited for the lock, another process may have compiled the kernel.
         found = _from_disk(key, text, signature)
         if found is None:
             made = code()

@@ -18,8 +18,9 @@ from mpiad.compiling.symbols import Symbol, choose
 
 # The partial derivatives of each operation, written with symbols.
 #
-# At kinks and ties they equal autograd's: the derivative of the absolute value at 0 is 0, and equal arguments of a maximum
-# have equal derivatives. Gradients therefore agree with those of the vectorized implementation, which uses autograd.
+# At kinks and ties they equal those of autograd: the derivative of the absolute value at 0 is 0, and equal arguments of a
+# maximum have equal derivatives. Gradients therefore agree with those of the vectorized implementation, which uses
+# autograd.
 
 # A partial derivative: a factor, None for zero, or a linear function if a product with a factor could be 0 · ∞.
 Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
@@ -167,7 +168,7 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
     new, found = copy_program(builder, program), {}
     size, one = max(new, default=-1) + 1, Symbol(builder, builder.constant(1.0))
     for j, place in enumerate(_inputs(program, wanted)):
-        # The other inputs have no tangents. Zero tangents would remain in products, since 0 · x may be NaN.
+        # The other inputs have no tangents, since zero tangents would remain in products: 0 · x may be NaN.
         tangents = {builder.input(*place): one}
         _push(builder, size, tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}

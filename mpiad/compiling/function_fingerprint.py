@@ -26,7 +26,7 @@ _FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
 def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
-    """Return a function's fingerprint, None if it can't be determined.
+    """Return a function's fingerprint; None if the fingerprint can't be determined.
 
     `given`: further values that enter the fingerprint, such as descriptions of the arguments.
     """

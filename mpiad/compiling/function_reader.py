@@ -1,8 +1,8 @@
-"""`FunctionReader`: a walk over all objects that a function reads besides its arguments.
+"""`FunctionReader`: a traversal of all objects that a function reads besides its arguments.
 
 The names of these objects are found in the function's bytecode: global variables, variables of enclosing functions,
-defaults, and recursively those of the functions that it calls. The reader follows only those attributes of the user's
-modules, classes and objects that the code names, such as `rate` in `settings.rate`. Some libraries are assumed constant. A
+defaults, and recursively those of the called functions. The reader follows only those attributes of the user's modules,
+classes and objects that the code names, such as `rate` in `settings.rate`. Some libraries are assumed to be constant. A
 function can't be followed if it reads anything else, for example properties, iterators, random numbers, or an object of a
 user's class that it passes to another function.
 
@@ -49,7 +49,7 @@ class Unknown(Exception):
 
 
 class FunctionReader:
-    """A walk over the objects that a function reads; subclasses record them."""
+    """A traversal of the objects that a function reads; subclasses record the objects."""
 
     constant_modules = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "collections"})
 

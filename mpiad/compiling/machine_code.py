@@ -3,9 +3,9 @@
 A kernel takes numbers and contiguous arrays, allocates nothing and raises nothing, so its object file refers only to the C
 library. A number is passed by value, an array as the address of its first entry and its lengths.
 
-A linked kernel takes one argument: the address of a block of 8-byte words in memory. The first two words are the
-addresses of the next kernel's function and block (0 if there is none), and the others are the kernel's own arguments. One
-call from Python thus runs a chain of kernels.
+A linked kernel takes one argument: the address of a block of 8-byte words in memory. The first two words are the addresses
+of the next kernel's function and block (0 if there is none), and the other words are the arguments of this kernel. One call
+from Python thus runs a chain of kernels.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     if not file.startswith(_OBJECT_FILES) or not are_in_c_library(outside):
         raise OSError("the file isn't machine code, or calls functions that the C library doesn't have")
     _target()
-    # Each engine gets its own target, since an engine destroys its target with itself.
+    # Each engine gets a new target, since the target is destroyed together with the engine.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
     try:
         engine.add_object_file(llvm.ObjectFileRef.from_data(file))

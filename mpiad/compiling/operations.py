@@ -17,12 +17,12 @@ import numpy as np
 class Operation(NamedTuple):
     """An operation.
 
-    - `function`: the NumPy function with the same value.
-    - `text`: in the kernel language, with {0}, {1}, {2} for the arguments, and {zero}, {one} for the constants 0 and 1;
+    - `function`: the NumPy function with the same value. - `text`: the operation in the kernel language, with {0}, {1}, {2}
+    for the arguments, and {zero}, {one} for the constants 0 and 1;
       empty if the operation is replaced by other operations (see `source.lowered`).
     - `boolean`: whether the value is boolean.
     - `commutes`: whether the arguments may be exchanged.
-    - `simple`: whether it is a cheap vector instruction, not a call of a library.
+    - `simple`: whether the operation is a cheap vector instruction, not a call of a library.
     """
 
     arity: int
@@ -57,7 +57,7 @@ OPERATIONS: dict[str, Operation] = {
     "negative": Operation(1, np.negative, "-{0}"),
     "absolute": Operation(1, np.absolute, "abs({0})"),
     "sqrt": Operation(1, np.sqrt, "math.sqrt({0})"),
-    # As in NumPy, and unlike Python and C, maximum and minimum are NaN if either argument is.
+    # As in NumPy, and unlike Python and C, maximum and minimum are NaN if either argument is NaN.
     "maximum": _chosen("({0} > {1}) | ({0} != {0})", np.maximum),
     "minimum": _chosen("({0} < {1}) | ({0} != {0})", np.minimum),
     "fmax": _chosen("({0} > {1}) | ({1} != {1})", np.fmax),

@@ -2,7 +2,7 @@
 
 A program is a list of instructions without branches or loops. Each instruction computes one scalar, real or boolean, from
 the scalars of preceding instructions. Its index in the list is called the number of its value. Inputs and constants are
-instructions, too. Inputs belong to groups (such as state and parameters), whose names and sizes the caller chooses.
+also instructions. Inputs belong to groups (such as state and parameters), whose names and sizes the caller chooses.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def _interpolated(
 
     def one(x: Symbol) -> Symbol:
         result = choose(x < places[0], low, values[0])
-        # The last `choose` with a true condition decides; it is that of the interval that contains x.
+        # The last `choose` with a true condition decides, which is the one for the interval that contains x.
         for place, value, slope in zip(places, values, slopes):
             result = choose(x >= place, slope * (x - place) + value, result)
         result = choose(x == places[-1], values[-1], choose(x > places[-1], high, result))
@@ -387,7 +387,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> Shape:
-        """The lengths of its axes."""
+        """The lengths of the axes."""
         return self.numbers.shape
 
     @property
@@ -444,7 +444,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
-        # np.array([u[0], u[1]]) calls this method; it can't be intercepted in another way.
+        # np.array([u[0], u[1]]) calls this method, and can't be intercepted differently.
         if dtype is not None and np.dtype(dtype) != object:
             self.builder.refuse(
                 f"it puts traced values into an array of {np.dtype(dtype)}: return a list of the components, or begin with "
@@ -461,7 +461,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
             return result
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
-        # Written in place, so views get the new values. The arguments of the traced function are read-only.
+        # Values are written in place, so that views get the new values. The arguments of the traced function are read-only.
         out[0].numbers[...] = result.numbers
         return out[0]
 

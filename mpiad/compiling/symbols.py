@@ -1,7 +1,7 @@
 """Scalars, real or complex, that record the operations applied to them.
 
 Object arrays of symbols support NumPy's operations (a sum, a matrix product, ``np.sin``), which are recorded element by
-element. Symbols have no values, so the trace fails if a function asks for one.
+element. Symbols have no values, so the trace fails if a function needs the value of a symbol.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _is_zero(x: Symbol) -> bool:
 
 
 def _times(x: Symbol, y: Symbol) -> Symbol:
-    """Return the product of real values; 0 if a factor is a constant zero, even if the other one is infinite or NaN."""
+    """Return the product of real values; 0 if a factor is a constant zero, even if the other is infinite or NaN."""
     return x if _is_zero(x) else y if _is_zero(y) else x * y
 
 
@@ -133,8 +133,8 @@ def _logarithm(base: float) -> Callable[[Symbol], Symbol]:
 def _sqrt(z: Symbol) -> Symbol:
     a, b = z.real, z.imag
     right = a >= 0.0
-    # The smaller part is computed from the larger one, without cancellation. Absolute values of a and b aren't used, since
-    # they have no derivative at 0.
+    # The smaller part is computed from the larger part, without cancellation. Absolute values of a and b aren't used,
+    # since the absolute value has no derivative at 0.
     larger = ((right.chosen(a, -a) + _modulus(z)) * 0.5).sqrt()
     smaller = b / (2.0 * (larger == 0.0).chosen(1.0, larger))
     sign = _one(z).real.call("copysign", b)
@@ -218,23 +218,23 @@ class Symbol:
 
     @property
     def is_boolean(self) -> bool:
-        """Whether its value is boolean."""
+        """Whether the value is boolean."""
         return self.builder.is_boolean(self.number)
 
     @property
     def is_complex(self) -> bool:
-        """Whether it is a pair of a real and an imaginary part."""
+        """Whether the symbol is a pair of a real and an imaginary part."""
         return self.builder.parts(self.number) is not None
 
     @property
     def real(self) -> Symbol:
-        """Its real part."""
+        """The real part."""
         parts = self.builder.parts(self.number)
         return self.as_number() if parts is None else Symbol(self.builder, parts[0])
 
     @property
     def imag(self) -> Symbol:
-        """Its imaginary part."""
+        """The imaginary part."""
         parts = self.builder.parts(self.number)
         return Symbol(self.builder, self.builder.constant(0.0) if parts is None else parts[1])
 

@@ -25,7 +25,7 @@ from mpiad.compiling.program import Program, Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
 
-# For each function, the programs confirmed by a second trace. Their number is limited, since constants may vary.
+# For each function, the programs confirmed by a second trace. The number of programs is limited, since constants may vary.
 _MAX_REPEATED = 16
 _repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 # Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
@@ -45,16 +45,16 @@ def trace_program(
     """
     with np.errstate(all="ignore"):
         program = _traced(fun, arguments, outputs, groups)
-        known = _repeated.setdefault(identity_of(fun), set())
+        confirmed = _repeated.setdefault(identity_of(fun), set())
         # A program that differs only in the values of floats that the function reads needs no second trace.
         reads = without_floats(fingerprint_of(fun))
-        seen = program if reads is None else (reads, program.structure)
-        if seen not in known:
+        form = program if reads is None else (reads, program.structure)
+        if form not in confirmed:
             if _traced(fun, arguments, outputs, groups) != program:
                 raise Untraceable("it computed something else when it was called again", place_of(fun))
-            if len(known) >= _MAX_REPEATED:
-                known.clear()
-            known.add(seen)
+            if len(confirmed) >= _MAX_REPEATED:
+                confirmed.clear()
+            confirmed.add(form)
     return program
 
 
@@ -110,7 +110,7 @@ def output_numbers(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
 def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, ...] | None:
     """Return the first index at which `found` differs from `expected` by more than rounding, None if there is none.
 
-    `given`: the arguments from which they were computed, in the precision of the computation.
+    `given`: the arguments of the computation, in the precision of the computation.
     """
     if found.tobytes() == expected.tobytes():
         return None  # the usual case, for speed

@@ -86,7 +86,7 @@ def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
 
 def _extreme(sign: str) -> Callable[..., Value]:
     def extreme(build: BlockBuilder, *given: Value) -> Value:
-        # As in Python, the first one of equal values is returned.
+        # As in Python, the first of several equal values is returned.
         first, *others = _promoted(build, *given)
         for x in others:
             first = build.selected(compare(build, sign, x, first), x, first)
@@ -178,7 +178,7 @@ class Expressions:
             build.branch(build.truth(self.number(node)), yes, no)
 
     def _conditional(self, test: ast.expr, yes: ast.expr | Value, no: ast.expr | Value) -> Value:
-        """Return one of two values; only this one is computed."""
+        """Return one of two values; the other one isn't computed."""
         build = self._build
         blocks, after = (build.new_block(), build.new_block()), build.new_block()
         self.condition(test, *blocks)
@@ -354,8 +354,8 @@ def has_fma_instruction() -> bool:
 def prefers_512_bit_vectors() -> bool:
     """Return whether vectors of 64 bytes are faster than vectors of 32 bytes.
 
-    By default LLVM uses vectors of 32 bytes on Intel's processors, since older ones reduce their clock frequency for longer
-    vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
+    By default LLVM uses vectors of 32 bytes on Intel's processors, since older processors reduce their clock frequency for
+    longer vectors. This hardly applies to processors with 16-bit floating-point arithmetic, from 2023 on.
     """
     import llvmlite.binding as llvm
 
@@ -612,23 +612,23 @@ class _Function:
         again, body, more, after = (build.new_block() for _ in range(4))
         build.jump(again)
         build.enter(again)
-        now = build.value(INTEGER, f"load i64, ptr {counter}")
-        build.branch(compare(build, ">" if step.startswith("-") else "<", now, stop), body, after)
+        current = build.value(INTEGER, f"load i64, ptr {counter}")
+        build.branch(compare(build, ">" if step.startswith("-") else "<", current, stop), body, after)
         build.enter(body)
-        self._variables.write(node.target.id, now)
+        self._variables.write(node.target.id, current)
         inside = build.new_block()
         build.jump(inside)
         self._loop_body(node.body, inside, more, after)
         build.jump(more)
         build.enter(more)
-        next = build.name(f"add nsw i64 {now.text}, {step}")
+        next = build.name(f"add nsw i64 {current.text}, {step}")
         build.do(f"store i64 {next}, ptr {counter}")
         build.jump(again)
         build.enter(after)
 
 
 def _link(name: str, arguments: Sequence[Argument]) -> str:
-    """Return a function that loads a kernel's arguments from a block, calls the kernel, and jumps to the next one."""
+    """Return a function that loads a kernel's arguments from a block, calls the kernel, and jumps to the next kernel."""
     kinds = [kind for dtype, ndim in arguments for kind in ([kind_of(dtype)] if ndim is None else ["ptr", *["i64"] * ndim])]
     lines = []
     for k, kind in enumerate(["ptr", "ptr", *kinds]):

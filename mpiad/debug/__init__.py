@@ -1,4 +1,4 @@
-"""Debugging tools: checks that ranks agree, and reports of their environment and communication."""
+"""Debugging tools: checks that ranks agree, and reports on the environment and the communication of all ranks."""
 
 from mpiad.debug.checked import assert_replicated, checked
 from mpiad.debug.environment import Environment, environment

@@ -1,4 +1,4 @@
-"""`checked` compares the ranks' calls in a part of the program; `assert_replicated` compares their copies of a value."""
+"""`checked` compares the calls of all ranks in a part of the program, and `assert_replicated` the copies of a value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from mpiad.transport.replication import require_replicated
 
 @contextmanager
 def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[None]:
-    """Compare the ranks' calls before each communication in a part of the program.
+    """Compare the calls of the ranks before each communication in a part of the program.
 
     Parameters
     ----------
     call_sites : bool
-        Whether the ranks must make a collective call without a root from the same line.
+        Whether all ranks must make a collective call without a root from the same line.
     timeout : float, optional
-        Seconds that a wait may take; 0 for no limit. By default the value of ``MPIAD_TIMEOUT``, else 300.
+        The number of seconds that a wait may take; 0 for no limit. By default the value of ``MPIAD_TIMEOUT``, or 300 if it
+        isn't set.
 
     Raises
     ------
@@ -36,30 +37,30 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
 
     Ranks
     -----
-    All ranks of the world enter and leave the block, after the same communication on each rank.
+    All ranks of the world enter and leave the block, after the same communication calls on each rank.
 
     Examples
     --------
-    >>> with mpiad.debug.checked():  # mismatches raise in here
+    >>> with mpiad.debug.checked():  # mismatches raise inside this block
     ...     J, gradient = mpiad.value_and_grad(mpiad.mpi_allreduce)(1.0)
     """
     channel(None, "checked")  # raises before the start and after the end of MPI
-    before = watch_settings.present()
-    limit = before.timeout or DEBUG_TIMEOUT if timeout is None else watch_settings.seconds_of(timeout, "checked: timeout")
+    previous = watch_settings.present()
+    limit = previous.timeout or DEBUG_TIMEOUT if timeout is None else watch_settings.seconds_of(timeout, "checked: timeout")
     try:
         switch.apply(Settings(True, limit, call_sites))
         yield
     finally:
-        switch.restore(before)
+        switch.restore(previous)
 
 
 def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
-    """Raise on all ranks if their copies of a value differ.
+    """Raise on all ranks if the ranks' copies of a value differ.
 
     Parameters
     ----------
     x : pytree of arrays, numbers and strings
-        The plain values of traced arrays are compared.
+        This rank's copy of the value. For traced arrays the plain values are compared.
     comm : mpi4py intracommunicator, optional
     name : str
         The name of the value in the message.
@@ -67,18 +68,18 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     Raises
     ------
     ReplicationError
-        If the copies differ. The message names the ranks whose copies differ from those of most ranks, and the path, index
-        and size of the first difference, or the different shapes, dtypes or structures. It is a ValueError.
+        If the copies differ. The message names the ranks whose copies differ from the copy on most ranks, and the path,
+        index and size of the first difference, or the different shapes, dtypes or structures. The error is a ValueError.
     TypeError
         On all ranks, if any rank has a leaf that isn't a number, a string, or an array of these.
 
     Ranks
     -----
-    All ranks of `comm` call it. If the copies are equal, it costs a hash of x and one reduction of 40 bytes.
+    All ranks of `comm` call it. If the copies are equal, the cost is a hash of x and one reduction of 40 bytes.
 
     Notes
     -----
-    Equal means equal in every bit: ``-0.0`` differs from ``0.0``, and a NaN equals only a NaN of the same bits. Lists and
+    Equal means equal in every bit: ``-0.0`` differs from ``0.0``, and a NaN equals only a NaN with the same bits. Lists and
     tuples are equivalent, and the order of a dict's keys doesn't matter.
 
     Examples

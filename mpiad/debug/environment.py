@@ -1,6 +1,6 @@
-"""`environment`: the machine and libraries of a program, errors in the way it was started, and a test of a gradient.
+"""`environment`: the machine and libraries of a program, mistakes in starting the program, and a test of a gradient.
 
-``python -m mpiad`` prints one report for all ranks. This program has a time limit, and the same exit code on all ranks.
+``python -m mpiad`` prints one report for all ranks. It has a time limit, and its exit code is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class RankInfo(NamedTuple):
     local_rank: Rank  # among the ranks of its node
     node: str
     cores: tuple[int, ...]  # the numbers of the cores on which the process may run
-    quota: float  # a container's limit of CPU time, as a number of cores; infinity without a limit
+    quota: float  # a container's limit of CPU time, as a number of cores; infinity if there is no limit
     threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
     huge_pages: str  # whether the arrays of the process are in huge pages
-    gpus: list[str]  # names of all GPUs of the node; empty on all ranks but the first of the node
-    gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible ones
+    gpus: list[str]  # names of all GPUs of the node; empty except on the first rank of the node
+    gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible GPUs
     python: str  # path of the interpreter
     versions: dict[str, str]  # versions of Python, the packages, and the optional packages that are installed
 
 
 def rank_info(rank: Rank, local_rank: Rank) -> RankInfo:
     """Return the description of this process."""
-    # One process per node queries its GPUs.
+    # Only one process per node queries the GPUs of the node.
     gpus = gpus_of_node() if local_rank == 0 else []
     quota = float("inf")
     with contextlib.suppress(OSError, ValueError):
@@ -94,9 +94,9 @@ _MEASUREMENT_SECONDS = 0.15  # duration of each measurement
 class Speed(NamedTuple):
     """The measured speed of messages."""
 
-    latency: float  # seconds that 8 bytes take from rank 0 to rank 1
-    bandwidth: float  # bytes per second, from a message of 4 MB between these ranks
-    allreduce: float  # seconds that a reduction of 8 bytes over all ranks takes
+    latency: float  # seconds for 8 bytes from rank 0 to rank 1
+    bandwidth: float  # bytes per second, for a message of 4 MB between these ranks
+    allreduce: float  # seconds for a reduction of 8 bytes over all ranks
 
     def __str__(self) -> str:
         return (
@@ -106,10 +106,10 @@ class Speed(NamedTuple):
 
 
 def speed_of(channel: Channel) -> Speed | None:
-    """Measure the messages of a communicator; collective. The result is the same on all ranks, None for a single rank."""
+    """Measure the messages of a communicator; collective. The result is the same on all ranks; None for a single rank."""
     if channel.size == 1:
         return None
-    # A duplicate, so that its messages can't match receives of the program.
+    # A duplicate, so that the messages of the measurement can't match receives of the program.
     comm = make_communicator(channel.user.Dup)
     try:
         small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE_MESSAGE // 8))
@@ -120,7 +120,7 @@ def speed_of(channel: Channel) -> Speed | None:
 
 
 def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
-    """Return the shortest time of several repetitions; rank 0 determines their number from a first measurement."""
+    """Return the shortest time of several repetitions, whose number rank 0 determines in a first measurement."""
     start = perf_counter()
     for _ in range(3):
         exchange(comm, array)
@@ -194,8 +194,8 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
-    # x of this rank occurs in its own sine, in the factor of the next rank's sine, and in `squares`; x of the last rank
-    # also occurs in `last`.
+    # x of this rank occurs in the sine of this rank, in the factor of the next rank's sine, and in `squares`; x of the last
+    # rank also occurs in `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
@@ -205,10 +205,10 @@ _FAMILY_NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 
 class Mistake(NamedTuple):
-    """A mistake in the way a program was started, which causes errors or slowness."""
+    """A mistake in starting a program, which causes errors or slowness."""
 
-    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": the program
-    # may fail when it is started in another way, for example with more ranks.
+    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": the program may fail if
+    # it is started differently, for example with more ranks.
     severity: str
     text: str  # description and remedy
 
@@ -232,7 +232,7 @@ def launch_mistakes(library: Library, found: Launcher, size: int) -> list[Mistak
         mistakes.append(Mistake("warning", text))
     if library.threads == "single":
         text = (
-            "MPI was initialized without thread support: minimize can't detect ranks that wait for a failed one. "
+            "MPI was initialized without thread support: minimize can't detect ranks that wait for a failed rank. "
             "Leave mpi4py.rc.threads at True, or call MPI.Init_thread(MPI.THREAD_MULTIPLE)."
         )
         mistakes.append(Mistake("warning", text))
@@ -281,7 +281,7 @@ def _openmpi_mistakes(cores: int, environment: Mapping[str, str]) -> list[Mistak
 
 def _family_of_mpiexec(program: str) -> str:
     try:
-        # The version text identifies the MPI implementation: the program has the same name in all, and may be a link.
+        # The version text identifies the MPI implementation: the program has the same name in all MPIs, and may be a link.
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -300,7 +300,7 @@ def placement_mistakes(places: list[RankInfo]) -> list[Mistake]:
 
 def _node_mistake(ranks: list[RankInfo]) -> str:
     cores = len({core for place in ranks for core in place.cores})
-    # A container's limit of CPU time doesn't change the set of cores that its processes may use.
+    # The processes of a container may use all cores in spite of a limit of CPU time, so the limit is considered separately.
     usable = min(cores, ranks[0].quota)
     threads = sum(max(place.threads.values(), default=1) for place in ranks)
     listed = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
@@ -313,7 +313,7 @@ def _node_mistake(ranks: list[RankInfo]) -> str:
         share = max(int(usable) // len(ranks), 1)
         return (
             f"the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {listed}. "
-            f"Set OMP_NUM_THREADS={share} (or leave it unset: mpiad then limits them itself)."
+            f"Set OMP_NUM_THREADS={share} (or leave it unset: mpiad then limits the threads itself)."
         )
     bound_cores = [place.cores for place in ranks if len(place.cores) < cores]
     if len(bound_cores) != len(set(bound_cores)):
@@ -339,7 +339,7 @@ def version_mistakes(places: list[RankInfo]) -> list[Mistake]:
 
 
 class Environment(NamedTuple):
-    """Machine and libraries of a program; `str` of it is the report of ``python -m mpiad``.
+    """The machine and libraries of a program; ``str(environment())`` is the report of ``python -m mpiad``.
 
     Attributes
     ----------
@@ -348,13 +348,13 @@ class Environment(NamedTuple):
     launcher : Launcher
         The program that started the processes.
     places : list of RankInfo
-        Node, cores, GPU and versions of each rank.
+        The node, cores, GPU and package versions of each rank.
     speed : Speed or None
-        Latency and bandwidth; None with one rank.
+        Latency and bandwidth of messages; None for a single rank.
     selftest : SelfTest
-        A gradient against its closed form.
+        The errors of a value and gradient compared with closed forms.
     mistakes : list of Mistake
-        Errors and causes of slowness, with remedies.
+        Mistakes that cause errors or slowness, with remedies.
     """
 
     library: Library
@@ -379,11 +379,11 @@ def environment(comm: Comm = None) -> Environment:
     Returns
     -------
     Environment
-        The same on all ranks. ``print(environment())`` prints the report of ``python -m mpiad``.
+        The description, the same on all ranks. ``print(environment())`` prints the report of ``python -m mpiad``.
 
     Ranks
     -----
-    All ranks of `comm` call it. It takes about a second.
+    All ranks of `comm` call it. The call takes about a second.
 
     Examples
     --------
@@ -410,15 +410,15 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
     # If no launcher started the program, check the `mpiexec` in the search path.
     if not found.name:
         mistakes += mpiexec_mistakes(loaded, len(places[0].cores))
-    # All ranks get rank 0's result, because they need the same exit code.
+    # All ranks get rank 0's result, because the exit code must be the same on all ranks.
     return Environment(*group.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
 
 
 def _places(group: Channel) -> list[RankInfo]:
-    mine = rank_info(group.rank, world.local_rank())
-    count = {found.node: len(found.gpus) for found in group.data.allgather(mine) if found.gpus}.get(mine.node, 0)
-    gpu, gpus = device_of(mine.local_rank, count), mine.gpus if visible(count) else []
-    return group.data.allgather(mine._replace(gpu=gpu, gpus=gpus))
+    info = rank_info(group.rank, world.local_rank())
+    count = {found.node: len(found.gpus) for found in group.data.allgather(info) if found.gpus}.get(info.node, 0)
+    gpu, gpus = device_of(info.local_rank, count), info.gpus if visible(count) else []
+    return group.data.allgather(info._replace(gpu=gpu, gpus=gpus))
 
 
 def _lines(found: Environment) -> list[str]:
@@ -488,11 +488,11 @@ def main(limit: float = _REPORT_TIMEOUT) -> int:
     def abort() -> None:
         sys.stderr.write(
             f"mpiad: not finished after {limit:g} s: process {launcher().rank} of {launcher().size} waits for others while "
-            f"{stages[-1]}. The others run another program, or their messages don't arrive (a firewall, another network "
-            "interface on each node).\n"
+            f"{stages[-1]}. The others run another program, or their messages don't arrive (a firewall, different network "
+            "interfaces on the nodes).\n"
         )
         sys.stderr.flush()
-        # In this thread sys.exit would end the thread only, and MPI_Finalize would wait for the other ranks.
+        # sys.exit would end only this thread, and MPI_Finalize would wait for the other ranks.
         os._exit(1)
 
     timer = threading.Timer(limit, abort)
@@ -500,7 +500,7 @@ def main(limit: float = _REPORT_TIMEOUT) -> int:
     timer.start()
     found = _inspect(channel(None, "python -m mpiad"), stages.append)
     timer.cancel()
-    # Each process may be rank 0 of its own world; then only the launcher's rank distinguishes the processes.
+    # If each process is rank 0 of a separate world, only the launcher's rank distinguishes the processes.
     if found.places[0].rank == 0 and launcher().rank == 0:
         sys.stdout.write(f"{found}\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The recorder of a rank's communications and phases, with their start and end times."""
+"""The recorder of a rank's communication calls and phases, with start and end times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
 # While a recorder is active, the functions that run forward and backward passes are replaced by functions that also report
-# the passes to the recorders; `transport.calls` reports operations. Without a recorder there is no overhead.
+# the passes to the active recorders; `transport.calls` reports operations. Without a recorder there is no overhead.
 
 _active: list[Recorder] = []
-# The originals of the functions that recording replaces.
+# The original functions, which recording replaces.
 _original_sweep, _original_enter, _original_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 
@@ -68,29 +68,29 @@ _WAITS = ("mpi_wait", "mpi_waitall")
 
 
 class Message(NamedTuple):
-    """A message between two ranks; except for `outgoing`, its fields are the same on sender and receiver."""
+    """A message between two ranks; all fields except `outgoing` are the same on the sender and the receiver."""
 
     outgoing: bool
     communicator: str
     source: int  # `source`, `dest`: ranks in the world
     dest: int
     tag: int  # the user's tag
-    number: int  # counts the messages between these ranks with this tag
+    number: int  # index of the message among those between these ranks with this tag
     reverse: bool  # whether an adjoint sent it
 
 
 class Event(NamedTuple):
-    """A communication or a phase."""
+    """A communication call or a phase of a derivative."""
 
     thread: int  # number of the thread; 0 is the main thread
     began: float  # `began`, `ended`: times of this rank's `time.perf_counter()`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
-    called: str  # like `name`, but for the library function that the user called: "adjoint of exchange"
-    operation: str  # the operation executed, which an adjoint may replace by another one; "" for a phase
+    called: str  # like `name`, but of the library function that the user called: "adjoint of exchange"
+    operation: str  # the executed operation, which in an adjoint may be another operation; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
-    innermost: bool  # whether no other communication ran inside it
-    outermost: bool  # whether it didn't run inside another communication
+    innermost: bool  # whether no other communication ran inside this event
+    outermost: bool  # whether this event didn't run inside another communication
     site: str  # the line of the user's program
     forward_site: str  # for an adjoint, the line of the forward call; else ""
     arguments: Arguments
@@ -98,7 +98,7 @@ class Event(NamedTuple):
 
 
 class _Stacks(threading.local):
-    """The open events of each thread; each is a list: key, start time, whether it contains a communication, name."""
+    """The open events of each thread; an event is a list: key, start time, whether it contains a communication, name."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -106,7 +106,7 @@ class _Stacks(threading.local):
 
 
 class Recorder:
-    """Records events between `start` and `stop`, with their times."""
+    """Records the events between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._records: list[tuple] = []
@@ -116,7 +116,7 @@ class Recorder:
         self._stacks, self._lock = _Stacks(), threading.Lock()
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         # Number 0 is for the thread that starts the recording, usually the main thread.
         self._number()
         self.start_time = perf_counter()
@@ -144,7 +144,7 @@ class Recorder:
     def began(self, call: Call) -> None:
         """Open a communication."""
         opened = self._stacks.open
-        # All open events contain this one, so they aren't innermost.
+        # All open events contain the new event, so they aren't innermost.
         for entry in opened:
             entry[2] = True
         opened.append([call, call.began, False, ""])
@@ -157,7 +157,7 @@ class Recorder:
             self._store((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:
-        """Open a phase, "forward" or "backward"; `key` identifies it in `phase_ended`."""
+        """Open a phase, "forward" or "backward"; `key` identifies the phase in `phase_ended`."""
         self._stacks.open.append([key, perf_counter(), False, name])
 
     def phase_ended(self, key: object) -> None:
@@ -173,13 +173,13 @@ class Recorder:
             self.dropped += 1
 
     def _close(self, key: object) -> list[Any] | None:
-        """Close an event, and inner events left open by an exception; return the event, or None if it isn't open."""
+        """Close an event, and inner events that an exception left open; return the event, or None if it isn't open."""
         opened = self._stacks.open
-        for place in range(len(opened) - 1, -1, -1):
-            if opened[place][0] is key:
-                found = opened[place]
-                del opened[place:]
-                return found
+        for index in range(len(opened) - 1, -1, -1):
+            if opened[index][0] is key:
+                entry = opened[index]
+                del opened[index:]
+                return entry
         return None
 
     def _number(self) -> int:

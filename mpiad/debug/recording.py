@@ -1,4 +1,4 @@
-"""Recordings of the communication of all ranks, in a block of the program or in the whole program."""
+"""Recordings of the communication of all ranks, during a block of the program or the whole program."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ _START, _END = "start of the recording", "end of the recording"
 class Place(NamedTuple):
     """The code between two communications, or inside a library function that communicates several times."""
 
-    phase: str  # {"forward", "backward", "outside"}: the pass of a derivative; "outside" of derivatives
+    phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or "outside" of derivatives
     # `after`, `until`: the lines of the communications before and after the code; for an adjoint the line of its forward
-    # call. In a loop around one communication the two are equal. Inside a library function both are its name.
+    # call. The two are equal in a loop around one communication. Inside a library function both contain the function's
+    # name.
     after: str
     until: str
 
 
 class Computation(NamedTuple):
-    """The seconds that each rank computes at one place of the program."""
+    """The time of each rank's computation at one place of the program."""
 
     place: Place
     seconds: np.ndarray  # shape (number of ranks,)
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
-    """Return a rank's seconds of computation at each place, for the main thread only: other threads may be waiting."""
-    mine = [event for event in events if event.thread == 0]
+    """Return the seconds of a rank's computation at each place, for the main thread only: other threads may be waiting."""
+    main_events = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
-    for began, ended, place in gaps(recorder, mine):
+    for began, ended, place in gaps(recorder, main_events):
         found[place] += ended - began
-    for event, seconds in _inside_calls(mine):
+    for event, seconds in _inside_calls(main_events):
         # Computation inside a library function, such as a solve, is listed under the name of the function.
         named = f"inside {event.called}"
         found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
@@ -61,7 +62,7 @@ def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
 
 
 def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
-    """Yield start, end and place of the intervals between a thread's communications, divided if a phase begins or ends."""
+    """Yield start, end and place of the intervals between a thread's communications and the starts and ends of phases."""
     phases: list[str] = []
     pending: list[tuple[float, float, str]] = []  # start, end and phase of intervals since the last communication
     at, after = recorder.start_time, _START
@@ -90,7 +91,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield (time, order, mark); a mark is a communication, the name of a phase that begins, or "" if a phase ends."""
+    """Yield (time, order, mark); a mark is a communication, the name of a starting phase, or "" at the end of a phase."""
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name
@@ -100,7 +101,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 
 
 def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:
-    """Yield the outermost communications that contain others, and their durations without the innermost communications."""
+    """Yield the outermost communications that contain others, and their durations without innermost communications."""
     inner = 0.0
     for event in events:  # sorted by end time: inner events come first
         if event.direction == "phase":
@@ -113,22 +114,22 @@ def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:
             inner = 0.0
 
 
-# One clock for all ranks: the offset of each rank's clock from rank 0's is measured at the start and at the end.
+# One clock for all ranks: the offset of each rank's clock from rank 0's clock is measured at the start and at the end.
 #
 # A round trip consists of a message and a reply. The message bounds the offset from below, and the reply from above.
 # The fastest round trip gives the best estimate between the bounds. On a busy machine most round trips are slow, since
-# a process waits for a core; some are slow in the message, some in the reply. Therefore the bounds of several round
+# a process waits for a core, either in the message or in the reply. Therefore the bounds of several round
 # trips are combined until they stop improving. Processes on one machine share a clock, so zero is used if the bounds
 # allow it. Between the two measurements the offset is assumed to change linearly (clock drift).
 
-_ROUND_TRIPS, _MAX_ROUND_TRIPS = 10, 200  # number of round trips between two checks of the bounds, and at most
+_ROUND_TRIPS, _MAX_ROUND_TRIPS = 10, 200  # number of round trips between two checks of the bounds, and its maximum in all
 
 
 class Reading(NamedTuple):
-    """A measurement of the offset between this rank's clock and rank 0's."""
+    """A measurement of the offset between this rank's clock and rank 0's clock."""
 
     time: float  # on this rank's clock
-    difference: float  # rank 0's time minus this rank's
+    difference: float  # rank 0's time minus this rank's time
 
 
 class Clock:
@@ -145,7 +146,7 @@ class Clock:
 
 
 def read_clock(comm: Comm) -> Reading:
-    """Compare this rank's clock with rank 0's; collective."""
+    """Compare this rank's clock with rank 0's clock; collective."""
     if comm.rank == 0:
         # The ranks take turns, since simultaneous messages would delay each other.
         for rank in range(1, comm.size):
@@ -161,11 +162,11 @@ def read_clock(comm: Comm) -> Reading:
 
 
 def _difference(comm: Comm, rank: int) -> float:
-    """Return the offset of rank 0's clock from another rank's."""
+    """Return the offset of rank 0's clock from the clock of another rank."""
     request, theirs = np.ones(2), np.empty(1)
     low, high, fastest = -np.inf, np.inf, (np.inf, 0.0)
     for count in range(_ROUND_TRIPS, _MAX_ROUND_TRIPS + 1, _ROUND_TRIPS):
-        before = high - low
+        width = high - low
         for _ in range(_ROUND_TRIPS):
             start = perf_counter()
             comm.Send(request, rank)
@@ -173,14 +174,14 @@ def _difference(comm: Comm, rank: int) -> float:
             end = perf_counter()
             low, high = max(low, start - theirs[0]), min(high, end - theirs[0])
             fastest = min(fastest, (end - start, (start + end) / 2 - float(theirs[0])))
-        if count > _ROUND_TRIPS and high - low > 0.9 * before:
+        if count > _ROUND_TRIPS and high - low > 0.9 * width:
             break
     return 0.0 if low <= 0 <= high else float(np.clip(fastest[1], low, high))
 
 
 # The trace file: the events of all ranks, written atomically in Chrome's trace event format, which Perfetto reads.
 #
-# Each rank is a process in this format, and its events are "complete" events. Times are integer nanoseconds on one
+# In this format each rank is a process, and its events are "complete" events. Times are integer nanoseconds on one
 # clock, so that nested events remain nested after rounding. The time between two communications is an event
 # "computation".
 
@@ -222,7 +223,7 @@ def _write_atomically(path: Path, header: str, pieces: Iterator[str]) -> str | N
             os.replace(temporary, path)  # before closing the file, which releases the lock taken by `begin`
     except (OSError, ValueError) as write_error:
         for _ in pieces:
-            pass  # received although they can't be written, since the senders wait
+            pass  # pieces are received although they can't be written, since the senders wait
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         return str(write_error)
@@ -243,7 +244,7 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
 
 
 def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[float], float], zero: float) -> Iterator[str]:
-    """Yield a rank's events as JSON texts; times are on the common clock, counted from its time `zero`."""
+    """Yield a rank's events as JSON texts; times are relative to the time `zero` of the common clock."""
 
     def tick(time: float) -> int:
         return round(1e9 * (clock(time) - zero))
@@ -255,7 +256,7 @@ def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[floa
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
         # An outer event must precede its inner events, which begin later or end earlier. If both times are equal, the
-        # event that was recorded later is the outer one.
+        # event that was recorded later is the outer event.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
         for start, end, event in spans:
@@ -287,14 +288,14 @@ def _trace_fields(event: Event) -> tuple[str, str, dict[str, Any]]:
     args |= {name: getattr(given, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
     args["dtype"] = None if given.dtype is None else str(given.dtype)
     args |= {"shape": given.shape and list(given.shape), "bytes": given.nbytes}
-    # An adjoint executes other operations, and each of these inner events is named after its own operation.
+    # An adjoint executes other operations; each of these inner events is named after its operation.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
 
 
 def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
     # Perfetto draws an arrow between two events with the same id. Sender and receiver compute the id from the fields of
-    # the message. Python's hash of texts isn't used, since it differs between processes.
+    # the message. Python's hash of strings isn't used, since it differs between processes.
     number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
     found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
     found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
@@ -305,7 +306,7 @@ _log = logging.getLogger("mpiad")
 
 
 class Recording:
-    """The events of all ranks from the call of the constructor, which is collective, to `stop`."""
+    """The events of all ranks between the constructor, which is collective, and `stop`."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -321,7 +322,7 @@ class Recording:
 
     @contextmanager
     def compared(self) -> Iterator[tuple[Comm, Clock]]:
-        """Enter a context that provides a clock common to all ranks, and a communicator to exchange events; collective."""
+        """Enter a context with a communicator to exchange events, and a clock that is common to all ranks; collective."""
         with _own_communicator() as comm:
             yield comm, Clock(self._first, read_clock(comm))
 
@@ -333,7 +334,7 @@ class Recording:
     def write_part(self, path: Path) -> Path:
         """After a failure, write this rank's events to a file next to `path`; return the file's path."""
         self.stop()
-        # Reading the clock again would need the other ranks, so the reading of the start is also used for the end.
+        # Reading the clock again would require the other ranks, so the reading at the start is also used for the end.
         clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
         events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.start_time))
         error = _write_atomically(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
@@ -344,20 +345,20 @@ class Recording:
 
 @contextmanager
 def _own_communicator() -> Iterator[Comm]:
-    """Enter a context with a duplicate of the world, for messages apart from the program's own; collective."""
+    """Enter a context with a duplicate of the world, so that messages don't match those of the program; collective."""
     group = channel(None, "mpiad.debug")
     # In debug mode this barrier detects ranks that don't call this function; Dup has no such check.
     group.data.Barrier()
     comm = group.user.Dup()
     yield comm
-    comm.Free()  # collective, so it isn't called after an exception
+    comm.Free()  # collective, so it mustn't be called after an exception
 
 
 _latest: Recording | None = None
 
 
 def latest() -> Recording | None:
-    """Return the active recording, or the last one if none is active."""
+    """Return the active recording, or the last recording if none is active; None if there was none."""
     return _latest
 
 
@@ -388,8 +389,8 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
     Parameters
     ----------
     path : path
-        Name of the file, which rank 0 writes atomically. A rank that leaves the block by an exception writes its own events
-        to this path with ``.rank`` and its number appended.
+        Path of the file, which rank 0 writes atomically. A rank that leaves the block with an exception writes its events
+        to a separate file, whose path ends with ``.rank`` and the rank's number.
 
     Raises
     ------
@@ -432,7 +433,7 @@ def _recording() -> Iterator[Recording]:
 def record_program(folder: str) -> None:
     """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective.
 
-    `folder`: the folder to which a relative path on this rank belongs.
+    `folder`: the folder on this rank to which a relative path refers.
     """
     global _latest
     with _own_communicator() as comm:

@@ -17,10 +17,10 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.tracing import restoring_state
 
-# The time that a rank waits in each communication for other ranks to begin theirs.
+# The time that a rank waits in each communication for other ranks to begin the communication.
 #
-# MPI doesn't show how long a call waits, but the time at which each rank began the call is known. A receiver waits
-# until its sender begins to send. A rank that receives data from all ranks waits until the last of them begins, and a
+# MPI doesn't report how long a call waits, but the time at which each rank began the call is known. A receiver waits
+# until its sender begins to send. A rank that receives data from all ranks waits until the last rank begins, and a
 # rank that receives data from the root waits until the root begins. This time, limited to the duration of the call,
 # counts as wait; the rest of the duration counts as transfer. Sends and the starts of nonblocking operations don't
 # wait. The completion of a nonblocking send or reduction counts entirely as wait, since the rank does nothing else.
@@ -33,7 +33,7 @@ _FROM_ROOT, _TO_ROOT = ("mpi_bcast", "mpi_scatter"), ("mpi_sum", "mpi_reduce", "
 
 
 class _Collective(NamedTuple):
-    """One collective call; these values identify the call, and are the same on all its ranks."""
+    """The identity of a collective call, which is the same on all ranks of the call."""
 
     communicator: str
     operation: str
@@ -53,19 +53,19 @@ def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]
     """Return the seconds that this rank waited in each of these innermost communications; collective over the world."""
     sent = _sends(events, clock, comm)
     arrivals = _arrivals(events, clock, comm.rank)
-    # The first rank of each communicator compares its arrivals, so no rank needs memory for those of all communicators.
+    # The first rank of each communicator compares the arrivals of this communicator, so that no rank needs memory for all.
     latest = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
     return [_wait(event, sent, latest.get(k), clock) for k, event in enumerate(events)]
 
 
 def _wait(event: Event, sent: dict[Message, float], others: float | None, clock: Clock) -> float:
-    lasted = event.ended - event.began
+    duration = event.ended - event.began
     awaited = [sent[message] for message in event.messages if message in sent]
     if others is not None:
         awaited.append(others)
     if awaited:
-        return min(max(max(awaited) - clock(event.began), 0.0), lasted)
-    return lasted if event.operation in _COMPLETIONS and not event.messages else 0.0
+        return min(max(max(awaited) - clock(event.began), 0.0), duration)
+    return duration if event.operation in _COMPLETIONS and not event.messages else 0.0
 
 
 def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, float]:
@@ -88,7 +88,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
             continue
         kind = (given.communicator or "", name)
         root = None if given.root is None else given.members[given.root]
-        # All ranks of a communicator call its collectives in the same order, so equal counts mean the same call.
+        # All ranks of a communicator call its collectives in the same order, so equal counts identify the same call.
         found[k] = _Arrival(_Collective(*kind, counts[kind]), rank, clock(event.began), root)
         counts[kind] += 1
     return found
@@ -120,9 +120,9 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
     return max(began.values())
 
 
-# Thresholds of advice: shares of the time, and ratios.
+# Thresholds for advice: fractions of the time, and ratios.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
-_SMALL_MESSAGE = 10_000  # bytes; smaller messages take about as long as empty ones
+_SMALL_MESSAGE = 10_000  # bytes; smaller messages take about as long as empty messages
 
 
 class Totals(NamedTuple):
@@ -155,7 +155,7 @@ def _waits(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]
     if ratio < _UNEVEN:
         yield (
             f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for "
-            "about equal times: the late rank varies. Bind each rank to a core of its own (check with "
+            "about equal times: the late rank varies. Bind each rank to a separate core (check with "
             "`python -m mpiad`)."
         )
         return
@@ -229,17 +229,17 @@ class Row(NamedTuple):
     Attributes
     ----------
     operation : str
-        The library function that the program calls: ``"mpi_bcast"``, ``"exchange"``, ``"adjoint of exchange"``.
+        The library function that the program calls, for example ``"mpi_bcast"``, ``"exchange"``, ``"adjoint of exchange"``.
     site : str
         The line of the forward call.
     calls : array of int, shape (P,)
-        Number of calls of the function; several independent communications in one call count separately.
+        The number of calls of the function; several independent communications in one call are counted separately.
     messages : array of int, shape (P,)
-        Number of point-to-point messages that these calls sent and received.
+        The number of point-to-point messages that these calls sent and received.
     nbytes : array of int, shape (P,)
-        Bytes of the arrays that were passed to these calls, or that they received.
+        The number of bytes of the arrays that were passed to these calls or received in them.
     seconds : array, shape (P,)
-        Time inside the calls.
+        The time inside the calls.
     waited : array, shape (P,)
         The part of `seconds` in which a rank waited for other ranks to begin their calls.
 
@@ -274,13 +274,14 @@ class Report(NamedTuple):
     Attributes
     ----------
     rows : list of Row
-        Sorted by total wait, longest first.
+        The rows in descending order of the total wait.
     elapsed : array, shape (P,)
-        Seconds that each rank recorded.
+        The duration of the recording on each rank, in seconds.
     dropped : int
-        Number of communications that weren't recorded, since there were too many.
-    computing : list of Stretch
-        Computation between two lines, longest first: `place` (`phase`, `after`, `until`), and the ranks' `seconds`.
+        The number of communications that weren't recorded, since there were too many.
+    computing : list of Computation
+        The computations between two lines, in descending order of the total time, with the attributes `place` (`phase`,
+        `after`, `until`) and `seconds`, an array with an entry per rank.
 
     Examples
     --------
@@ -307,17 +308,17 @@ class Report(NamedTuple):
 
 
 def report(file: IO[str] | None = None) -> Report:
-    """Print communication and computation, by line of the program and by rank, with advice.
+    """Print the communication and computation, by line of the program and by rank, with advice.
 
     Parameters
     ----------
     file : file, optional
-        Output file on rank 0, which prints the report; standard output by default.
+        The output file on rank 0, which prints the report; standard output by default.
 
     Returns
     -------
     Report
-        The same on all ranks.
+        The report, the same on all ranks.
 
     Ranks
     -----
@@ -325,7 +326,7 @@ def report(file: IO[str] | None = None) -> Report:
 
     Notes
     -----
-    The report covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`), otherwise the last one.
+    The report covers the active recording (of ``MPIAD_TRACE``, `recorded` or `traced`), or otherwise the last recording.
 
     Examples
     --------
@@ -354,20 +355,20 @@ def _gathered(recording: Recording) -> Report:
     # Only innermost communications are timed, since the time of an adjoint includes the operations inside it.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
-        mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
+        local_rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
         for event in recorded:
             if event.outermost and event.direction != "phase":
-                mine[_key(event)][0] += 1
+                local_rows[_key(event)][0] += 1
         for event, waited in zip(events, wait_times(events, clock, comm)):
             # The bytes of a request are counted at its start.
             nbytes = 0 if event.operation in ("mpi_wait", "mpi_waitall") else event.arguments.nbytes
-            row = mine[_key(event)]
+            row = local_rows[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
-        # Each rank adds up its events first, and sends a few hundred rows instead of all events.
-        from_all = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
+        # Each rank first sums over its events, so that it sends a few hundred rows instead of all events.
+        from_all = comm.allgather((dict(local_rows), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
     rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in from_all], [0.0] * _COLUMNS)]
-    # Sorted by waits, since waits can be avoided, but transfers may be necessary.
+    # Sorted by the wait, since waits can be avoided, but transfers may be necessary.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
     computing = [Computation(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in from_all], 0.0)]
     computing.sort(key=lambda each: -each.seconds.sum())
@@ -380,7 +381,7 @@ def _key(event: Event) -> tuple[str, str]:
 
 
 def _by_rank(parts: list[dict], default: object) -> list[tuple[Any, np.ndarray]]:
-    """Return, for each key that any rank has, an array of the ranks' values; `default` for ranks without the key."""
+    """Return an array with an entry per rank for each key that any rank has; `default` for ranks without the key."""
     # A dict, because the order of a set differs between ranks.
     keys = dict.fromkeys(key for part in parts for key in part)
     return [(key, np.array([part.get(key, default) for part in parts])) for key in keys]
@@ -429,7 +430,7 @@ def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
     return lines
 
 
-_MAX_ROWS = 8  # rows of computation; further ones are summed in one row
+_MAX_ROWS = 8  # rows of computation; the remaining rows are summed in one row
 
 
 def _computation(found: Report) -> list[tuple[str, ...]]:

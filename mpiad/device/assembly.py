@@ -29,7 +29,7 @@ def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
     start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
     cut = (*lead, slice(start, start + pieces[argnum - 1].shape[axis]))
-    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real array among complex ones
+    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real array among complex arrays
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 
@@ -50,12 +50,12 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     arrays : sequence of array
         Host arrays, or arrays on one device; they may be traced.
     axis : int or None
-        Axis to join along; for None, the arrays are flattened first.
+        Axis along which the arrays are joined; for None, the arrays are flattened first.
 
     Raises
     ------
     TypeError
-        If some are on the host and others on a device.
+        If some arrays are on the host and others on a device.
 
     Ranks
     -----
@@ -71,7 +71,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     if device is None:
         return anp.concatenate(arrays, axis)
     _require_one_device(arrays, device, "concatenate")
-    # As in NumPy, the result is a new array even if there is only one.
+    # As in NumPy, the result is a new array even if only one array is given.
     return joined(axis, *arrays)
 
 
@@ -87,9 +87,9 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     Raises
     ------
     TypeError
-        If some are on the host and others on a device.
+        If some arrays are on the host and others on a device.
     ValueError
-        If shapes differ.
+        If the shapes differ.
     """
     arrays = list(arrays)
     device = _device_in(arrays)
@@ -98,7 +98,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     _require_one_device(arrays, device, "stack")
     shapes = {piece.shape for piece in arrays}
     if len(shapes) > 1:
-        raise ValueError(f"stack: all arrays must have one shape, but got {sorted(shapes)}.")
+        raise ValueError(f"stack: all arrays must have the same shape, but got {sorted(shapes)}.")
     # The index None inserts the new axis: all array libraries support it, and autograd differentiates it.
     lead = (slice(None),) * (axis % (len(arrays[0].shape) + 1))
     return joined(len(lead), *[piece[(*lead, None)] for piece in arrays])
@@ -125,7 +125,7 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
 
     Adjoint
     -------
-    The cotangent of an element is its entry of the cotangent of the result.
+    The cotangent of an element is the corresponding entry of the result's cotangent.
     """
     found = _device_in(values)
     if found is None:
@@ -142,7 +142,7 @@ def _from_nested(values: Tree, arrays: ArrayModule) -> Any:
     if isinstance(values, (list, tuple, SequenceBox)):
         return stack([_from_nested(values[i], arrays) for i in range(len(values))])
     if arrays_of(getval(values)) is None and np.ndim(getval(values)) == 0:
-        # The product with a traced number is traced, too.
+        # The product with a traced number is also traced.
         return values * arrays.full((), 1, np.result_type(getval(values)))
     return values[...]
 

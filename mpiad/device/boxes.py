@@ -24,8 +24,8 @@ def cast(x: Array, dtype: np.dtype) -> Array:
 
 
 def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
-    own = x.dtype
-    return lambda g: cast(anp.real(g) if anp.iscomplexobj(g) and own.kind != "c" else g, own)
+    original = x.dtype
+    return lambda g: cast(anp.real(g) if anp.iscomplexobj(g) and original.kind != "c" else g, original)
 
 
 defvjp(cast, _cast_vjp)
@@ -71,7 +71,7 @@ class DeviceSpace(ArrayVSpace):
                 yield vector
 
     def randn(self) -> Any:
-        """Return normally distributed numbers, drawn by NumPy so that its seed determines them."""
+        """Return normally distributed numbers from NumPy's generator, so that NumPy's seed determines them."""
         noise = np.random.randn(*self.shape)  # noqa: NPY002
         if self.iscomplex:
             noise = noise + 1j * np.random.randn(*self.shape)  # noqa: NPY002

@@ -1,7 +1,8 @@
 """autograd.numpy for host and device arrays: ``import mpiad.device.numpy as np``.
 
-This module has all names of autograd.numpy. Most of its functions support device arrays, since NumPy dispatches them to the
-array's library. The functions below replace those that would fail. For host arrays, they call autograd's functions.
+This module has all names of autograd.numpy. Most of its functions support device arrays, since NumPy dispatches the calls
+to the array's library. The functions below replace functions that would fail. For host arrays they call autograd's
+functions.
 """
 
 from __future__ import annotations
@@ -51,5 +52,5 @@ def column_stack(arrays: Sequence[Array]) -> Array:
 
 
 def append(start: Array, values: Array, axis: int | None = None) -> Array:
-    """Join two arrays along an axis; flatten them first if the axis is None."""
+    """Join two arrays along an axis; if the axis is None, flatten both arrays first."""
     return concatenate([start, values], axis)

@@ -24,18 +24,18 @@ _chosen: list[int] = []
 def select(ids: Sequence[int] | int | None = None) -> int:
     """Make one of the node's GPUs the current device of this rank.
 
-    Call it once, before the first array is copied to a device.
+    Call this function once, before the first array is copied to a device.
 
     Parameters
     ----------
     ids : int or sequence of int, optional
-        A number is the GPU of this rank. The GPUs of a sequence are assigned to the ranks of this node in rank order,
-        cyclically if there are fewer GPUs than ranks. Default: all GPUs that are visible to CUDA.
+        The index of this rank's GPU, or a sequence of indices. The GPUs of a sequence are assigned to the ranks of this
+        node in rank order, cyclically if there are fewer GPUs than ranks. By default all GPUs that are visible to CUDA.
 
     Returns
     -------
     int
-        CUDA's number of the selected GPU among the GPUs that are visible to this process.
+        CUDA's index of the selected GPU among the GPUs that are visible to this process.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
     Ranks
     -----
-    Each rank for itself, without communication. Only the first use of the library in a program is collective.
+    Each rank calls it independently, without communication. Only the first use of the library in a program is collective.
     """
     cupy = _import_cupy("select")
     count = _visible_gpu_count(cupy)
@@ -93,14 +93,14 @@ def _visible_gpu_count(cupy: ModuleType) -> int:
 
 
 def _check_ids(chosen: list[Any], ids: object, count: int, local: int) -> None:
-    wrong = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
-    if wrong or not chosen:
+    invalid = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
+    if invalid or not chosen:
         raise ValueError(f"select: ids must be numbers of GPUs, such as [0, 1], but got {ids!r}.")
     missing = [number for number in chosen if not 0 <= number < count]
     if missing:
         raise ValueError(
             f"select: ids={ids!r} names GPU {missing[0]}, but this process (local rank {local}) sees {count}: 0 to "
-            f"{count - 1}. CUDA_VISIBLE_DEVICES renumbers them from 0."
+            f"{count - 1}. CUDA_VISIBLE_DEVICES renumbers the GPUs from 0."
         )
 
 
@@ -136,9 +136,9 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     x : array, number or pytree of them
         Host arrays, which may be traced. Arrays already on a device, strings and None are returned unchanged.
     device : int, optional
-        Number of the GPU; by default the current one, which `select` chooses.
+        The index of the GPU; by default the current GPU, which `select` chooses.
     like : device array, optional
-        An array with the type and the device that the result should have.
+        A device array; the result has the same type and is on the same device.
 
     Returns
     -------

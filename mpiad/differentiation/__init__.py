@@ -1,4 +1,4 @@
-"""The ordered tape, and the derivatives taken with it."""
+"""The ordered tape, and the functions that compute derivatives with it."""
 
 from mpiad.differentiation.gradient import grad, value_and_grad
 from mpiad.differentiation.jacobian import jacobian

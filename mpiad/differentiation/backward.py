@@ -1,8 +1,8 @@
 """The reverse pass, which visits the nodes of a record, including all communications, from the last to the first.
 
-The *total* of a node is the sum of its cotangents so far. The first cotangent is kept by reference, since it may be shared
-with other nodes, or be a read-only view. The second one makes the total a new array, which is *owned*: later cotangents
-are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
+The *total* of a node is the sum of its cotangents so far. The first cotangent is stored by reference, since it may be
+shared with other nodes, or be a read-only view. With the second cotangent the total becomes a new array, which is *owned*:
+later cotangents are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
 
 Several passes over one record can run at the same time; each is a *lane*. All lanes run the adjoint of a communication
 before any lane continues. Therefore all ranks communicate in the same order.
@@ -86,8 +86,8 @@ def run_backward(
 ) -> list:
     """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
 
-    `seeds`: pairs of a result's position and its cotangent. Unless `keep` is set, the pass frees the record's memory.
-    ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
+    `seeds`: pairs of a result's position and the result's cotangent. Unless `keep` is set, the pass frees the record's
+    memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
     totals = _seeded(recording, seeds)
     kept = tracing.__dict__.copy()
@@ -131,7 +131,7 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return the result of `run_backward` for each set of seeds, and keep the record; all ranks pass as many sets."""
+    """Return the results of `run_backward` for several sets of seeds, equally many on all ranks; keep the record."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     kept = tracing.__dict__.copy()

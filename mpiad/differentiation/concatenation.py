@@ -17,7 +17,7 @@ from mpiad.transport import Spec
 
 
 class Concatenation:
-    """A vector of flattened arrays, with a dtype that represents all of them exactly; on a device if any array is."""
+    """A vector of flattened arrays, with a dtype that represents all arrays exactly; on a device if any array is."""
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)

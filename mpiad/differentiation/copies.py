@@ -1,7 +1,7 @@
 """Checks that a shared variable and the objective are the same on all ranks.
 
-The checks run under ``MPIAD_DEBUG=1`` only, since each takes an additional reduction. If the copies of a variable differ,
-for example after initialization with different random seeds, the gradient is wrong for all copies.
+The checks run only under ``MPIAD_DEBUG=1``, since each check takes an additional reduction. If the copies of a variable
+differ, for example after initialization with different random seeds, the gradient is wrong for all copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BROADCAST = "Broadcast the variable once before the first step, and make the sa
 
 
 def require_equal_copies(variables: Variables, channel: Channel, call: str) -> None:
-    """Raise a ReplicationError on all ranks if their copies of a shared argument differ, under ``MPIAD_DEBUG=1``."""
+    """Under ``MPIAD_DEBUG=1``, raise a ReplicationError on all ranks if the copies of a shared argument differ."""
     if watch_settings.debug():
         claim = f"{call}: shared=True says that all ranks hold the same variable x"
         leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
@@ -27,7 +27,7 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
-    """Raise on all ranks if J differs between ranks, under ``MPIAD_DEBUG=1``: ranks could then take different branches."""
+    """Under ``MPIAD_DEBUG=1``, raise on all ranks if J differs between ranks, which could then take different branches."""
     if watch_settings.debug():
         claim = f"{call}: J must be the same on all ranks"
         advice = (

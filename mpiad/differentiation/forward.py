@@ -178,7 +178,7 @@ class Bundle:
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Call a function of a list; return the results, and for each result a list of tangents, one per direction."""
+        """Call a function of a list; return the results, and for each result a list with one tangent per direction."""
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
         found = [self.parts(value) for value in out]
         none = [None] * len(tangents[0])

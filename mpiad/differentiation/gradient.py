@@ -126,7 +126,7 @@ def _evaluator(
             require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value = traced.build(traced.values)
-        # Checked before the reverse pass, so no rank starts that pass if a rank's number is invalid.
+        # J is checked before the reverse pass, so that no rank starts this pass if a rank's number is invalid.
         problem = traced.problem or problem_with(value, weight, call)
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
@@ -179,7 +179,7 @@ def _writable(g: Array, leaf: Array) -> Array:
 
 
 def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
-    """Add up the gradients of all ranks, in one message per dtype."""
+    """Sum the gradients of all ranks, with one message per dtype."""
     specs = [spec_like(g) for g in gradients]
     out = list(gradients)
     # The leaves, and therefore the messages, have the same order on all ranks.

@@ -101,8 +101,8 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
             problem = problem or Problem(TypeError, f"the function returned {type(value).__name__}")
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")
-    mine = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
-    found, copies = zip(*used.data.allgather((mine, shapes_text(shapes))))
+    local_spec = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
+    found, copies = zip(*used.data.allgather((local_spec, shapes_text(shapes))))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
     if any(problem and problem.kind is RequestError for problem, *_ in found):
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))

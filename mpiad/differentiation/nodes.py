@@ -5,8 +5,8 @@ the function, or else autograd's. It refers to its inputs by their positions on 
 keeps after the trace would keep the whole record in memory.
 
 When a trace has ended, its values are constants. But a later trace may have the same number, and an operation may then have
-inputs of both. Therefore the nodes of a trace become `DetachedNode` at its end. The constructor of this type creates a node
-of the type of an input that is still traced.
+inputs from both traces. Therefore the nodes of a trace become `DetachedNode` at its end. The constructor of this type
+creates a node of the type of an input that is still traced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OrderedNode(VJPNode):
     """A step of a program in reverse mode.
 
     - `index`, `inputs`: positions of the node and of its traced inputs on the tape. (`parents` is for plain autograd.)
-    - `pull`: the function that maps the node's cotangent to those of its inputs; None for variables.
+    - `pull`: the function that maps the node's cotangent to the cotangents of its inputs; None for variables.
     - `like`: for a communication the spec of its result (`Spec(None, None)` if there is no array); None for local steps.
     """
 
@@ -67,7 +67,7 @@ class OrderedNode(VJPNode):
     def on_tape(
         cls, tape: Any, inputs: tuple[int, ...] = (), pull: Function | None = None, like: Spec | None = None
     ) -> OrderedNode:
-        """Make a node, by default that of a variable, and append it to the tape."""
+        """Make a node, by default the node of a variable, and append it to the tape."""
         node = cls.__new__(cls)
         node.tape, node.inputs, node.pull, node.like = tape, inputs, pull, like
         node.index = len(tape.record)
@@ -106,7 +106,7 @@ class DetachedNode(OrderedNode):
         return _CONSTANT
 
     def __init__(self, *args: Any):
-        """Do nothing: Python also calls this for `_CONSTANT`."""
+        """Do nothing; Python calls this method also for `_CONSTANT`."""
 
 
 _CONSTANT: Any = object.__new__(DetachedNode)

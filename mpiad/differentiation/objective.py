@@ -111,7 +111,7 @@ class _Buffers(threading.local):
 
     def __init__(self) -> None:
         self.sent, self.shared = np.zeros(2), np.zeros(2)
-        # MPI adds one complex number faster than two real ones.
+        # MPI adds one complex number faster than two real numbers.
         self.messages = self.sent.view(complex), self.shared.view(complex)
 
 
@@ -186,7 +186,7 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
 
 
 def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
-    """Raise the problem of the lowest rank that has one, on all ranks; all ranks call this, with their problem or None."""
+    """Raise the problem of the lowest rank that has a problem, on all ranks; all ranks call this function."""
     own = None if problem is None else (problem.kind.__name__, problem.text)
     found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(own)) if theirs]
     rank, (kind, text) = found[0]
@@ -196,7 +196,7 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
 
 
 def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
-    """Return the transpose of a sum with the result on all ranks: the sum of all ranks' cotangents."""
+    """Return the transpose of a sum whose result is on all ranks: the sum of all ranks' cotangents."""
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 

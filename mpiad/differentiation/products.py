@@ -59,8 +59,8 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
     Returns
     -------
     callable
-        ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)`` returns x̄_r on every rank: the product with the transposed Jacobian of the
-        whole program, from all ranks' results to all ranks' arguments. ȳ_r has the structure of the value. `vjp` may be
+        ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)`` returns x̄_r on every rank: the product with the transposed Jacobian of
+        the whole program, from all ranks' results to all ranks' arguments. ȳ_r has the structure of the value. `vjp` may be
         called repeatedly; with ``batch=True`` it takes several cotangents along a first axis, as `Linearization.vjp` does.
 
     Raises
@@ -142,7 +142,7 @@ def _shaped(g: Array, value: Array, call: str) -> Array:
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:
         got = spec_like(g).shape
-        raise TypeError(f"{call}: expected shape {spec.shape}, that of the value or argument, but got {got}.")
+        raise TypeError(f"{call}: expected shape {spec.shape}, like the value or argument, but got {got}.")
     return conform(g, *spec)
 
 
@@ -215,7 +215,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
 
     Ranks
     -----
-    All ranks that communicate in `fun`, each with its own `x` and `v`.
+    All ranks that communicate in `fun` call it, each with its own `x` and `v`.
 
     Examples
     --------
@@ -230,7 +230,7 @@ def hvp(
 ) -> Callable[..., Any]:
     """Make the function that evaluates the product of the Hessian of the objective with a direction.
 
-    It computes a tangent of the gradient (forward over reverse), at about twice the cost of the gradient.
+    The function computes a tangent of the gradient (forward over reverse), at about twice the cost of the gradient.
 
     Parameters
     ----------
@@ -299,13 +299,14 @@ class Linearization:
         w : pytree of arrays
             Same structure as the value; with `batch` each array has an additional first axis, for several cotangents.
         batch : bool
-            Whether `w` holds several cotangents. Together they take less time than separate calls, but more memory:
-            `solve_elliptic` solves for all at once, and a halo exchange or sum over ranks sends one message for all.
+            Whether `w` holds several cotangents. One call for several takes less time than separate calls, but
+            more memory: `solve_elliptic` solves for all cotangents at once, and a halo exchange or a sum over ranks sends
+            one message for all.
 
         Returns
         -------
         pytree of arrays
-            Same structure as the argument; with `batch` each array has an additional first axis, too.
+            Same structure as the argument; with `batch` each array also has an additional first axis.
 
         Raises
         ------
@@ -437,7 +438,7 @@ def make_hvp(
     -------
     callable
         ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards, with two linear
-        solves for each linear solve in `fun`. `hvp` keeps no record and needs four.
+        solves for each linear solve in `fun`. `hvp` keeps no record and needs four solves.
 
     Raises
     ------
@@ -476,8 +477,8 @@ def make_hvp(
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            # Copies of a shared variable have one direction, and their products are added. The 0 is the cotangent of the
-            # objective: an integer, so it has no axis for directions.
+            # Copies of a shared variable have one direction, and the products of all copies are added. The 0 is the
+            # cotangent of the objective: an integer, so it has no axis for directions.
             return completed(pull((0, v), batch=batch))
 
         return SecondOrder(value, completed(gradient), product)

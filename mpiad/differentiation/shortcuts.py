@@ -1,7 +1,7 @@
 """Traced arrays whose operators create their node directly, for speed.
 
 The right-hand side of an ODE is traced at each stage of each step, and for a few thousand trajectories the overhead of its
-operators dominates. Autograd's operators search the arguments for traced ones twice per operation. If both operands are
+operators dominates. Autograd's operators search for traced arguments twice per operation. If both operands are
 numbers or arrays of one of our traces, no search is needed, and the operators here create the node at once. All other
 cases use autograd's operators, with the same results.
 """
@@ -34,7 +34,7 @@ class _Box(ArrayBox):
     __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the elements; Python's default would also try the index after the last one."""
+        """Return an iterator over the elements; Python's default would also try the index after the last element."""
         return iter([self[i] for i in range(len(self._value))])
 
 
@@ -67,7 +67,7 @@ def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...
 
 
 def _operator(rule: Callable, fun: Function, ufunc: Function, swapped: bool) -> Callable:
-    """Return a binary operator; with `swapped` the box is the second operand."""
+    """Return a binary operator; if `swapped`, the traced array is the second operand."""
     argnums = (1,) if swapped else (0,)
 
     def method(self: Any, other: Array) -> Any:

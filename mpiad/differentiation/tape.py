@@ -3,9 +3,9 @@
 While a trace is open, its nodes and its tape refer to each other. At the end the tape drops its reference to the nodes;
 otherwise this reference cycle would keep the memory allocated.
 
-An inner trace must have a higher number than the outer one, even if one of them is plain autograd's. Therefore the numbers
-come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an exception. This
-module resets it, but never below the number of a trace that another thread has open.
+An inner trace must have a higher number than the outer trace, even if one of the two is a trace of plain autograd.
+Therefore the numbers come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an
+exception. This module resets it, but never below the number of a trace that another thread has open.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LibraryTape(Tape):
         self.outer: Tape | None = tracing.tape
         self.around: LibraryTape | None = tracing.tapes
         self.outer_channels = tracing.channels
-        tracing.tapes = self  # first, so an interrupt in this function also ends the trace
+        tracing.tapes = self  # first, so that an interrupt in this function also ends the trace
         _open_number(self)
         tracing.tape, tracing.channels = self, self.channels
         return self
@@ -70,7 +70,7 @@ class LibraryTape(Tape):
         self.end_values()
         self.outer = self.outer_channels = None  # frees the enclosing tapes
         if outer is not None and self.channels:
-            # The enclosing trace runs these communications backwards too.
+            # The enclosing trace also runs these communications backwards.
             outer.channels |= self.channels
         elif self.channels and outer_channels is not None:
             outer_channels.update([(channel, False) for channel, _ in self.channels])

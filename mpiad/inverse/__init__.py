@@ -1,4 +1,4 @@
-"""Inverse problems on a grid that is divided among ranks: priors, and the uncertainty of solutions."""
+"""Inverse problems on a grid that is divided among ranks: priors, regularization, and the uncertainty of solutions."""
 
 from mpiad.inverse.bilaplacian import Bilaplacian
 from mpiad.inverse.gaussian_prior import GaussianPrior

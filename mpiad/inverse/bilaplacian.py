@@ -1,4 +1,4 @@
-"""A Matérn field whose inverse covariance is the square of an elliptic operator, so samples and products take solves."""
+"""A Matérn field whose inverse covariance is the square of an elliptic operator; samples and products require solves."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, inverse_diagonal, own_block
+from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, checked_block, inverse_diagonal
 from mpiad.linalg import Multigrid
 
 
 class Bilaplacian(GaussianPrior):
-    """The Gaussian field with covariance D A⁻² D, A = 1 - ∇·(Θ∇)/κ², without flux through the sides.
+    """The Gaussian field with covariance D A⁻² D and A = 1 - ∇·(Θ∇)/κ², without flux through the sides.
 
     Θ is the diagonal matrix of the squared factors `anisotropy`. A⁻² is the covariance of the Matérn family with
     smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) / correlation length. Near the sides of the domain, the variance of
     A⁻² is up to 2ᵈ times as large as inside. The diagonal matrix D corrects this: the discrete field has the given
-    standard deviation in every cell, without a margin around the domain.
+    standard deviation in every cell, and the domain needs no margin.
 
     Parameters
     ----------
@@ -30,6 +30,7 @@ class Bilaplacian(GaussianPrior):
     anisotropy : sequence of float, optional
         Factors of the correlation length along each dimension.
     mean : float or array of shape local_shape
+        The mean of each cell.
     spacing : float or sequence of float
         Distance between cells, or one distance per dimension.
     rtol : float
@@ -71,7 +72,7 @@ class Bilaplacian(GaussianPrior):
         self.mean, deviation = agreed_fields(domain, fields, numbers, "inverse.Bilaplacian")
         self.domain, self._rtol, ndim = domain, float(rtol), len(domain.shape)
         ratios = np.ones(ndim) if anisotropy is None else np.asarray(anisotropy, dtype=float)
-        # The diagonal of Θ holds the squared ratios, so spacings divided by the ratios give an isotropic operator.
+        # Since the diagonal of Θ contains the squared ratios, the operator is isotropic for spacings divided by the ratios.
         steps = np.broadcast_to(np.asarray(spacing, dtype=float), ndim) / ratios
         diffusion = float(correlation_length) ** 2 / (8.0 * (2.0 - ndim / 2.0))  # 1 / κ²
         self._levels = Multigrid(domain, diffusion, 1.0, spacing=tuple(steps), boundary="neumann", centred=True)
@@ -84,12 +85,12 @@ class Bilaplacian(GaussianPrior):
 
     def solve(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with untraced blocks (..., *local_shape), by two solves; collective."""
-        g = own_block(self.domain, g, "inverse.Bilaplacian.solve", several=True)
+        g = checked_block(self.domain, g, "inverse.Bilaplacian.solve", several=True)
         return self._scale * self._inverse(self._inverse(self._scale * g))
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Apply a symmetric positive definite approximation of the covariance to r, by two V-cycles; collective."""
-        r = own_block(self.domain, r, "inverse.Bilaplacian.precondition")
+        r = checked_block(self.domain, r, "inverse.Bilaplacian.precondition")
         return self._scale * self._levels(self._levels(self._scale * r))
 
     def sqrt(self, xi: LocalArray) -> LocalArray:

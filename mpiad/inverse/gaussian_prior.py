@@ -1,8 +1,8 @@
 """The base class of Gaussian priors, the checks of their arguments, and their pointwise variances.
 
-Variances are diagonals of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. They are computed without a solve, from the heat
-kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per dimension, and the diagonal of each
-factor is a sum over the cosine modes of its dimension. With t = eˢ the trapezoidal rule converges geometrically.
+Variances are the diagonal entries of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. They are computed without a solve, from
+the heat kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per dimension, and the diagonal
+of each factor is a sum over the cosine modes of its dimension. With t = eˢ the trapezoidal rule converges geometrically.
 
 References
 ----------
@@ -25,9 +25,9 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
 _STEP = 0.2  # step in s, for an error below 1e-12
-# The first t is _FIRST_TIME / (largest eigenvalue of A); for smaller t, e^(-tA) is replaced by the identity.
+# The first t is _FIRST_TIME / (largest eigenvalue of A). For smaller t, e^(-tA) is replaced by the identity.
 _FIRST_TIME = 1e-8
-# The last t is _LAST_TIME / (smallest eigenvalue of A); for larger t, the integrand is negligible.
+# The last t is _LAST_TIME / (smallest eigenvalue of A). For larger t, the integrand is negligible.
 _LAST_TIME = 40.0
 
 
@@ -40,9 +40,9 @@ class GaussianPrior:
     mean : array of shape local_shape
         This rank's block of the mean.
     variance : array of shape local_shape
-        Variance of each cell.
+        The variance of each cell.
     noise : tuple of int
-        Lengths of the leading axes of the argument of `sqrt`.
+        The shape of the leading axes of the argument of `sqrt`.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class GaussianPrior:
         raise NotImplementedError
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Apply a symmetric positive definite approximation of the covariance, a V-cycle per elliptic solve; collective."""
+        """Apply a symmetric positive definite approximation of the covariance, by V-cycles, not solves; collective."""
         raise NotImplementedError
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
@@ -84,7 +84,7 @@ class GaussianPrior:
         Returns
         -------
         scalar
-            The same on all ranks.
+            The cost, the same on all ranks.
 
         Ranks
         -----
@@ -107,25 +107,25 @@ class GaussianPrior:
         return self.mean + self.sqrt(self.domain.normal(seed, self.noise))
 
 
-def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
-    """Return the block, or raise a ValueError on all ranks if its shape is wrong; `several`: leading axes are allowed."""
+def checked_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
+    """Return the block; raise a ValueError on all ranks if its shape is wrong. `several`: allow leading axes."""
     with raising_together(channel(domain.comm, call)):
         shape = np.shape(block)
         if (shape[-len(domain.shape) :] if several else shape) != domain.local_shape:
             raise ValueError(
                 f"{call}: expected this rank's block of a field on a grid of {domain.shape} cells, of shape "
-                f"{domain.local_shape}, but got one of shape {shape}."
+                f"{domain.local_shape}, but got a block of shape {shape}."
             )
     return block
 
 
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
-    """Return `fields` as blocks; raise an error on all ranks if an argument is invalid; collective."""
+    """Return the fields as blocks; raise a TypeError or ValueError on all ranks if an argument is invalid; collective."""
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
     group, found = channel(domain.comm, call), []
     with raising_together(group):
-        # Numbers, or sequences of one number per dimension, are positive and the same on all ranks.
+        # Numbers, and sequences with one number per dimension, must be positive and the same on all ranks.
         for name, value in numbers.items():
             several = isinstance(value, (Sequence, np.ndarray))
             if several and len(value) != len(domain.shape):
@@ -136,7 +136,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
             for each in value if several else [value]:
                 if not _is_positive(each):
                     raise ValueError(f"{call}: {name} must be a positive number, but got {each!r:.60}.")
-        # Fields are numbers or blocks; all but the first, the mean, are positive.
+        # Fields are numbers or blocks. All fields except the first, the mean, must be positive.
         for k, (name, value) in enumerate(fields.items()):
             block = np.asarray(stop_gradient(value), dtype=float)
             if block.shape not in ((), domain.local_shape):
@@ -160,7 +160,7 @@ def _is_positive(value: Any) -> bool:
 
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
     """Return this rank's block of the diagonal of A⁻ᵖ, for A = c - Σ a_i ∂²_i without flux at the sides, and `power` p."""
-    # c > 0, p = 1 or 2. The coefficients `a`, of shape (d,), include the factors 1 / spacing².
+    # c > 0 and p is 1 or 2. The coefficients `a`, of shape (d,), include the factors 1 / spacing².
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_FIRST_TIME / largest), math.log(_LAST_TIME / c), _STEP)
     times = np.exp(s)
@@ -176,7 +176,7 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
 
 
 def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
-    """Return Σ_t row[t] factors[0][i, t] factors[1][j, t] for all cells i, j, or the same with one factor or none."""
+    """Return Σ_t row[t] factors[0][i, t] factors[1][j, t] for all cells i, j; there may also be one factor or no factor."""
     if not factors:
         return np.asarray(row.sum())
     if len(factors) == 1:
@@ -185,7 +185,7 @@ def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
 
 
 def _diagonal(n: int, cells: slice, rate: float, periodic: bool, times: np.ndarray) -> np.ndarray:
-    """Return the diagonal of one dimension's factor of e^(-tA), without e^(-tc), shape (cells, times)."""
+    """Return the diagonal of one dimension's factor of e^(-tA), without e^(-tc), of shape (cells, times)."""
     k, i = np.arange(n), np.arange(cells.start, cells.stop)
     decay = np.exp(-np.outer(rate * (2.0 - 2.0 * np.cos((2.0 if periodic else 1.0) * math.pi * k / n)), times))
     if periodic:

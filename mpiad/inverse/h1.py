@@ -1,4 +1,4 @@
-"""A prior that penalizes gradients. Its samples are rougher than those of `Bilaplacian`, and a product takes one solve."""
+"""A prior that penalizes gradients. Its samples are rougher than those of `Bilaplacian`, and products require one solve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, inverse_diagonal, own_block
+from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, checked_block, inverse_diagonal
 from mpiad.linalg import Multigrid
 
 
@@ -17,7 +17,7 @@ class H1(GaussianPrior):
     """The Gaussian field whose cost is half the integral of a |∇(m - mean)|² + c (m - mean)².
 
     In two and more dimensions the variance of a cell grows without bound as the mesh is refined. So this prior is useful
-    for regularization, but not for uncertainties: use `Bilaplacian` for those.
+    for regularization, but not for uncertainties; for these, use `Bilaplacian`.
 
     Parameters
     ----------
@@ -25,6 +25,7 @@ class H1(GaussianPrior):
     gradient, value : float
         The positive coefficients a and c. A small c makes the cost positive definite, and has little other effect.
     mean : float or array of shape local_shape
+        The mean of each cell.
     spacing : float or sequence of float
         Distance between cells, or one distance per dimension.
     rtol : float
@@ -67,12 +68,12 @@ class H1(GaussianPrior):
 
     def solve(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with untraced blocks (..., *local_shape), by one solve; collective."""
-        g = own_block(self.domain, g, "inverse.H1.solve", several=True)
+        g = checked_block(self.domain, g, "inverse.H1.solve", several=True)
         return self._levels.solve(g, rtol=self._rtol) / self._volume
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Apply a symmetric positive definite approximation of the covariance to r, by one V-cycle; collective."""
-        return self._levels(own_block(self.domain, r, "inverse.H1.precondition")) / self._volume
+        return self._levels(checked_block(self.domain, r, "inverse.H1.precondition")) / self._volume
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ for noise ξ of shape (d + 1, *local_shape), where S Sᵀ is the covariance, by one solve; collective."""
@@ -81,10 +82,10 @@ class H1(GaussianPrior):
         padded = self._levels.domain.exchange(xi[:-1], "zero", corners=False)
         total = math.sqrt(self._value) * xi[-1]
         for axis, rate in enumerate(self._rates):
-            before = [slice(1, -1)] * len(self._rates)
-            before[axis] = slice(0, -2)
-            after = xi[axis].copy()
+            previous = [slice(1, -1)] * len(self._rates)
+            previous[axis] = slice(0, -2)
+            here = xi[axis].copy()
             if self.domain.neighbours[axis][1] is None:  # no face beyond the last cell
-                after[(slice(None),) * axis + (slice(-1, None),)] = 0.0
-            total = total + math.sqrt(rate) * (padded[(axis, *before)] - after)
+                here[(slice(None),) * axis + (slice(-1, None),)] = 0.0
+            total = total + math.sqrt(rate) * (padded[(axis, *previous)] - here)
         return self._levels.solve(total, rtol=self._rtol) / math.sqrt(self._volume)

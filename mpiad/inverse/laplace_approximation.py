@@ -1,8 +1,8 @@
 """The Laplace approximation: a Gaussian around the most probable field, from leading eigenpairs of the misfit's Hessian.
 
 Let H be the Hessian of the data misfit and R the inverse covariance of the prior. With the eigenpairs H u = λ R u,
-uᵀ R u = 1, the covariance of the posterior is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Terms with small λ are omitted: they belong to
-directions that the data don't determine.
+uᵀ R u = 1, the covariance of the posterior is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Terms with small λ are omitted, since the data don't
+determine their directions u.
 
 References
 ----------
@@ -20,23 +20,24 @@ from collections.abc import Callable
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
+from mpiad.inverse.gaussian_prior import GaussianPrior, checked_block
 from mpiad.linalg.randomized_eigenpairs import ritz_pairs
 
-# Tolerances for negative Ritz values: absolute (the prior's Hessian has eigenvalues 1), and relative to the largest one.
+# Tolerances for negative Ritz values: absolute (the prior's Hessian has eigenvalues 1), and relative to the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
 
 
 class Posterior:
-    """The Gaussian that `laplace_approximation` returns.
+    """The Gaussian distribution that `laplace_approximation` returns.
 
     Attributes
     ----------
     mean : array of shape local_shape
         The most probable field.
     prior : GaussianPrior
+        The prior, with the inverse covariance R.
     values : array, shape (k,)
-        The eigenvalues λ, the largest first.
+        The eigenvalues λ in descending order.
     vectors : array, shape (k, *local_shape)
         The eigenvectors u, with uᵀ R u = 1.
 
@@ -57,7 +58,7 @@ class Posterior:
 
     @property
     def variance(self) -> LocalArray:
-        """Return the variance of each cell, shape local_shape."""
+        """Return the variance of each cell, of shape local_shape."""
         return self.prior.variance - self._combined(self.values / (1.0 + self.values), self.vectors**2)
 
     def apply(self, g: LocalArray) -> LocalArray:
@@ -73,11 +74,11 @@ class Posterior:
 
     def information_gain(self) -> float:
         """Return the Kullback-Leibler divergence KL(posterior‖prior) in nats; collective."""
-        trace = np.sum(np.log1p(self.values) - self.values / (1.0 + self.values))
-        return float(0.5 * trace + self.prior.cost(self.mean))
+        terms = np.sum(np.log1p(self.values) - self.values / (1.0 + self.values))
+        return float(0.5 * terms + self.prior.cost(self.mean))
 
     def predict(self, fun: Callable[[LocalArray], LocalArray], draws: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of a function of samples with seeds `seed`, `seed + 1`, ...; collective."""
+        """Return mean and standard deviation of `fun` at samples with the seeds `seed`, `seed + 1`, ...; collective."""
         found = np.stack([np.asarray(fun(self.sample(seed + k))) for k in range(draws)])
         return found.mean(axis=0), found.std(axis=0, ddof=1)
 
@@ -102,12 +103,13 @@ def laplace_approximation(
     m : array of shape local_shape
         This rank's block of the most probable field.
     prior : GaussianPrior
+        The prior, whose cost isn't part of H.
     k : int
         The number of eigenpairs. H is applied 2 (k + oversample) times.
     oversample : int
-        Number of random directions in addition to k, as in `mpiad.linalg.eigsh`.
+        The number of random directions in addition to k, as in `mpiad.linalg.eigsh`.
     seed : int
-        Seed of the random directions, which don't depend on the number of ranks.
+        Seed of the random directions. The directions don't depend on the number of ranks.
     batch : bool
         Whether `product` takes several fields at once, along a first axis, as in `mpiad.linalg.eigsh`.
 
@@ -123,12 +125,12 @@ def laplace_approximation(
     Warns
     -----
     RuntimeWarning
-        If the last eigenvalue exceeds 1, so that k pairs don't contain all information of the data. If a Ritz value is
-        negative beyond rounding, because `product` has the wrong sign or is indefinite; it is replaced by 0.
+        If the last eigenvalue exceeds 1, since k pairs then may not contain all information of the data; or if a Ritz value
+        is negative beyond rounding, since `product` then has the wrong sign or is indefinite. The value is replaced by 0.
 
     Ranks
     -----
-    All ranks of the prior's domain call it, and the methods of the result.
+    All ranks of the prior's domain call it and the methods of the result.
 
     Examples
     --------
@@ -141,13 +143,13 @@ def laplace_approximation(
     >>> print(posterior.values.shape, domain.max(np.where(measured, posterior.variance, 0.0)) < 0.011)
     (4,) True
     """
-    own_block(prior.domain, m, "laplace_approximation")
+    checked_block(prior.domain, m, "laplace_approximation")
     directions = prior.domain.normal(seed, (k + oversample,))
     pairs, least = ritz_pairs(product, m, k, prior.apply, prior.solve, oversample, directions, batch, prior.domain.comm)
     if least < -max(_ZERO, _ROUNDING * pairs.values[0]):
         text = (
             f"laplace_approximation: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's "
-            "inner product. Negative ones are replaced by zero, as if there were no data in these directions. If all are "
+            "inner product. Negative values are replaced by zero, as if there were no data in these directions. If all are "
             "negative, product has the wrong sign: it must be the product with the Hessian of the negative log-likelihood. "
             "Otherwise the Hessian is indefinite at m: use the Gauss-Newton product, JᵀJ."
         )
@@ -156,7 +158,7 @@ def laplace_approximation(
         text = (
             f"laplace_approximation: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}. "
             "The data determine directions with eigenvalues above 1 more than the prior does, and some may be missing. "
-            "The variance is too large: raise k."
+            "The computed variance is too large: increase k."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

@@ -22,7 +22,7 @@ class TotalVariation:
     weight : float
         The factor a.
     smoothing : float
-        The parameter ε; for slopes below it the penalty is nearly quadratic.
+        The parameter ε. For slopes smaller than ε the penalty is nearly quadratic.
     spacing : float or sequence of float
         Distance between cells, or one distance per dimension.
 
@@ -61,6 +61,8 @@ class TotalVariation:
     def cost(self, m: LocalArray) -> ReplicatedArray:
         """Return the integral. The gradient is computed by forward differences, which are zero at the last cells.
 
+        Along a periodic dimension the last cell has the first cell as its neighbor.
+
         Parameters
         ----------
         m : array of shape local_shape
@@ -68,7 +70,7 @@ class TotalVariation:
         Returns
         -------
         scalar
-            The same on all ranks.
+            The integral, the same on all ranks.
 
         Ranks
         -----
@@ -81,7 +83,7 @@ class TotalVariation:
         padded, ndim = self._grid.exchange(m, "edge", corners=False), len(self._steps)
         square = self.smoothing**2
         for axis, step in enumerate(self._steps):
-            beyond = tuple(slice(2, None) if other == axis else slice(1, -1) for other in range(ndim))
-            square = square + ((padded[beyond] - m) / step) ** 2
+            forward = tuple(slice(2, None) if other == axis else slice(1, -1) for other in range(ndim))
+            square = square + ((padded[forward] - m) / step) ** 2
         volume = self.weight * math.prod(self._steps)
         return volume * self.domain.sum(anp.sqrt(square) - self.smoothing)

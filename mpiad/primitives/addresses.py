@@ -28,7 +28,7 @@ def point_to_point(comm: Comm, call: str) -> Channel:
 
 
 def address_to(x: Array, dest: object, tag: object, comm: Comm, call: str) -> Envelope | None:
-    """Return the address of a message with `x` to `dest`, None for no partner."""
+    """Return the address of a message with `x` to `dest`; None if there is no receiver."""
     require_sendable(getval(x), call)
     used = point_to_point(comm, call)
     peer, tag = partner_of(dest, used, call, "dest"), tag_of(tag, used, call)
@@ -38,7 +38,7 @@ def address_to(x: Array, dest: object, tag: object, comm: Comm, call: str) -> En
 def addresses(
     x: Array, dest: object, source: object, tag: object, comm: Comm, call: str
 ) -> tuple[Envelope | None, Envelope | None]:
-    """Return the addresses of a message with `x` to `dest` and of one from `source`, None for no partner."""
+    """Return the addresses of a message with `x` to `dest` and of a message from `source`; None if there is no partner."""
     require_sendable(getval(x), call)
     used = point_to_point(comm, call)
     receiver, sender = partner_of(dest, used, call, "dest"), partner_of(source, used, call, "source")
@@ -50,7 +50,7 @@ def addresses(
 
 
 def address_from(source: object, tag: object, comm: Comm, call: str, wildcard: bool = False) -> Envelope | None:
-    """Return the address of a message from `source`, None for no partner."""
+    """Return the address of a message from `source`; None if there is no sender."""
     used = point_to_point(comm, call)
     peer, tag = partner_of(source, used, call, "source", wildcard), tag_of(tag, used, call, wildcard)
     return None if peer is None else Envelope(used, peer, tag, False)

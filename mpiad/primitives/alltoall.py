@@ -24,14 +24,14 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`; its block s is rank s's block for this rank.
+        Same shape and dtype as `x`; block s is the block that rank s has for this rank.
 
     Raises
     ------
     TypeError
         If `x` can't be sent.
     ValueError
-        If its first axis isn't the number of ranks.
+        If the length of the first axis of `x` isn't the number of ranks.
 
     Ranks
     -----

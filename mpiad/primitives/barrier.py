@@ -1,4 +1,4 @@
-"""`mpi_barrier`: wait for all ranks, in the reverse pass too."""
+"""`mpi_barrier`: wait for all ranks, also in the reverse pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mpi_barrier(comm: Comm = None) -> None:
 
     Adjoint
     -------
-    No cotangents; the reverse pass waits for all ranks at this call, too.
+    There are no cotangents, but the reverse pass also waits for all ranks at this call.
 
     Examples
     --------
@@ -33,7 +33,7 @@ def _forward(x: None, p: Channel) -> None:
 
 
 def _adjoint(ans: None, x: None, p: Channel) -> Any:
-    """Return a barrier, which separates the adjoints of the steps before and after this one."""
+    """Return a barrier, which separates the adjoints of the steps before and after the forward barrier."""
     return lambda g: communicate(BARRIER, None, p)
 
 

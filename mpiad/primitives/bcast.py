@@ -26,7 +26,8 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     -------
     array
         A new array with the shape and dtype of the root's `x`, equal on all ranks. The result is
-        on the host or device of this rank's `x`. If `x` is None, it is on the host or on a device, like the root's `x`.
+        on the host or device of this rank's `x`. If `x` is None, the result is on the host or on a device, like the root's
+        `x`.
 
     Raises
     ------
@@ -41,7 +42,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
 
     Adjoint
     -------
-    The cotangent of the root's `x` is the sum of all ranks' cotangents; that of a template is zero.
+    The cotangent of the root's `x` is the sum of all ranks' cotangents; the cotangent of a template is zero.
 
     Examples
     --------

@@ -63,7 +63,7 @@ class Dividing(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Parameters of a sum over the ranks before this one, or after it with `backwards`; `exclusive`: without this rank."""
+    """Parameters of a sum over the ranks before this rank, or with `backwards` after it; `exclusive`: without this rank."""
 
     channel: Channel
     exclusive: bool

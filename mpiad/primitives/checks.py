@@ -33,7 +33,7 @@ def root_of(root: object, channel: Channel, call: str) -> int:
 
 
 def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
-    """Return a partner's rank, None for no partner; raise a ValueError if there is no such rank."""
+    """Return a partner's rank, or None for no partner; raise a ValueError if there is no such rank."""
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
     if rank is None or rank == PROC_NULL:
@@ -56,7 +56,7 @@ def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> 
 
 
 def reduction_of(op: Op, x: Array, call: str) -> Op:
-    """Return the reduction; raise a TypeError if `op` isn't one, or isn't defined for the dtype of x."""
+    """Return the reduction; raise a TypeError if `op` isn't a reduction, or isn't defined for the dtype of x."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         dtype = np.dtype(type(x) if isinstance(x, (int, float, complex)) else object)
@@ -75,7 +75,7 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
 
 
 def axis_of(axis: object, ndim: int, call: str) -> int | None:
-    """Return the axis as a nonnegative integer, None for none; raise if the array has no such axis."""
+    """Return the axis as a nonnegative integer, or None; raise if the array has no such axis."""
     if axis is None:
         return None
     index = _integer(axis, call, "axis", "None or an integer")
@@ -121,11 +121,11 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
     """Return this rank's array, its axis, and all ranks' lengths along it; collective. Errors raise on all ranks."""
-    array, place, wrong = np.zeros(0), None, None
+    array, place, own_error = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)
         place = axis_of(axis, array.ndim, call)
     except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`
-        wrong = error
+        own_error = error
     like = Spec(array.shape, array.dtype)
-    return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)
+    return array, place, settled(collectives.lengths_of_all, used, like, place, call, own_error)

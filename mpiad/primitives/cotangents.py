@@ -1,4 +1,4 @@
-"""Cotangents and tangents in the shape and dtype, and on the device, of their primal values."""
+"""Conversion of cotangents and tangents to the shape, dtype and device of their primal values."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Communicating(Recorded):
         self.in_place: InPlace | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the operator, and record it on the current tape and the enclosing ones."""
+        """Apply the operator, and record it on the current tape and the enclosing tapes."""
         next(communications)
         return apply(self, tracing.tape, args, kwargs)
 
@@ -113,7 +113,7 @@ class Communicating(Recorded):
                     calls.end(call)
 
     def vjp(self, ans: Array, args: tuple, params: dict[str, Any], argnums: Sequence[int], level: int) -> Callable:
-        """Return the function that maps the cotangent of the result to those of its traced arguments."""
+        """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
         if self.backward is None:
             raise NotImplementedError(f"{self.__name__} has no adjoint: define one with mpiad.extend.defvjp.")
         rule, batched_adjoint = self.backward(ans, args, params), self.batched_adjoint

@@ -25,7 +25,7 @@ def mpi_exchange(
     ----------
     x : array or number
     dest, source : int
-        The receiver of this rank's x, and the sender of its result; None or `MPI.PROC_NULL` (as returned by
+        The receiver of this rank's x, and the sender of this rank's result; None or `MPI.PROC_NULL` (as returned by
         `Cart.Shift`) for no partner.
     like : array or number, optional
         Template with the shape and dtype of the received array; `x` by default.
@@ -47,11 +47,11 @@ def mpi_exchange(
 
     Ranks
     -----
-    This rank calls it; `dest` must receive from this rank, and `source` must send to this rank.
+    The ranks that exchange call it: `dest` must receive from this rank, and `source` must send to this rank.
 
     Adjoint
     -------
-    The reversed exchange: the cotangent of the result is sent to `source`, and that of x is received from `dest`.
+    The reversed exchange: the cotangent of the result is sent to `source`, and the cotangent of x is received from `dest`.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def mpi_exchange(
 
 def _forward(x: Array, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
-    # Send and receive are active at the same time; otherwise a ring of ranks would deadlock.
+    # Send and receive are active at the same time, since otherwise a ring of ranks would deadlock.
     if p.dest is not None and p.source is not None:
         return swap(array, p.dest, p.spec, p.source, "mpi_exchange")
     if p.dest is not None:

@@ -1,4 +1,4 @@
-"""`mpi_iallreduce`: start to add up the arrays of all ranks."""
+"""`mpi_iallreduce`: start to sum the arrays of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpiad.transport.collectives import start_allreduce
 
 
 def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
-    """Start to add up the arrays of all ranks, with the sum on all ranks.
+    """Start to sum the arrays of all ranks, with the result on all ranks.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     Returns
     -------
     Request
-        Its `mpi_wait` returns the sum.
+        A request; `mpi_wait` returns the sum.
 
     Raises
     ------

@@ -31,7 +31,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Returns
     -------
     Request
-        Its `mpi_wait` returns the array sent, or zeros if there is no sender.
+        A request; `mpi_wait` returns the array sent, or zeros if there is no sender.
 
     Raises
     ------

@@ -33,7 +33,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     Returns
     -------
     Request
-        Its `mpi_wait` returns the values sent.
+        A request; `mpi_wait` returns the values sent.
 
     Raises
     ------

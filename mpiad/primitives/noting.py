@@ -1,4 +1,4 @@
-"""Recording of calls of operations, with the user's line, while a debugging tool requests it (see `transport.calls`)."""
+"""Recording of operations' calls, with the user's line, while a debugging tool requests this (see `transport.calls`)."""
 
 from __future__ import annotations
 

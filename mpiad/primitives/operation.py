@@ -48,7 +48,7 @@ class Tape(Protocol):
 
 
 class VectorizedVjp:
-    """An adjoint that takes several cotangents, stacked along a first axis, and returns as many for each argument."""
+    """An adjoint that takes several cotangents, stacked along a first axis, and returns that number for each argument."""
 
     __slots__ = ("_pull",)
 
@@ -107,7 +107,7 @@ class Recorded:
 
     - `batched_adjoint`: whether the adjoint takes and returns several cotangents, along leading axes.
     - `point_to_point`: whether two ranks communicate; such operations raise under plain autograd.
-    - `params`: all arguments but the arrays.
+    - `params`: all arguments except the arrays.
     """
 
     batched_adjoint = point_to_point = False
@@ -123,7 +123,7 @@ class Recorded:
         raise NotImplementedError
 
     def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
-        """Return the function that maps the cotangent of the result to those of its traced arguments."""
+        """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
         raise NotImplementedError
 
     def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
@@ -193,7 +193,7 @@ note_rules(Operation)
 
 
 def communicate(operation: Operation, x: Array, params: object) -> Any:
-    """Apply an operation, and record it on the current tape and the enclosing ones."""
+    """Apply an operation, and record it on the current tape and the enclosing tapes."""
     next(communications)
     tape = tracing.tape
     # The channels of point-to-point calls are recorded in `addresses`.
@@ -206,7 +206,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
 
 
 def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> Any:
-    """Apply an operator to arguments that may be traced, and record it on a tape and the enclosing ones."""
+    """Apply an operator to arguments that may be traced, and record it on a tape and the enclosing tapes."""
     # Inner traces have higher numbers.
     number = level = -1 if tape is None else tape.number
     argnums: list[int] = []
@@ -234,7 +234,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
 def _apply_above(
     operator: Recorded, tape: Tape | None, args: tuple, params: Any, argnums: list[int], parents: list[Any], level: int
 ) -> Any:
-    """Apply an operator to values of a trace with a higher number: of plain autograd, or of ours but ended."""
+    """Apply an operator to values of a trace with a higher number: a trace of plain autograd, or an ended trace of ours."""
     for parent in parents:
         refuse_suspended(parent, operator.__name__)
     ans = apply(operator, tape, args, params)
@@ -266,7 +266,7 @@ def refuse_suspended(node: object, call: str) -> None:
 
 
 def differentiable(ans: Array) -> bool:
-    """Return whether a result has derivatives: False for an array of integers, or a request for one."""
+    """Return whether a result has derivatives: False for an array of integers, or a request for such an array."""
     dtype = getattr(ans, "dtype", None)
     if dtype is None:
         spec = getattr(ans, "spec", None)

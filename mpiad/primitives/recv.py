@@ -24,7 +24,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     source : int
         The sender; `MPI.ANY_SOURCE` for any sender, None or `MPI.PROC_NULL` for no sender.
     tag : int
-        `MPI.ANY_TAG` for any.
+        The tag of the message; `MPI.ANY_TAG` for any tag.
     comm : mpi4py intracommunicator, optional
         Its first use must be a collective call, for example `mpi_init(comm)`.
 

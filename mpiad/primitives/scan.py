@@ -1,4 +1,4 @@
-"""`mpi_scan`, `mpi_exscan`: sums over the ranks before this one."""
+"""`mpi_scan`, `mpi_exscan`: sums over the ranks up to this rank, including or excluding this rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpiad.transport import SUM, channel, collectives
 
 
 def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Add up the arrays of this rank and of the ranks before it.
+    """Sum the arrays of this rank and of the ranks before it.
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`: the sum over ranks 0 to this one.
+        Same shape and dtype as `x`: the sum over rank 0 to this rank.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
 
 def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Add up the arrays of the ranks before this one; zeros on rank 0. For the parameters see `mpi_scan`.
+    """Sum the arrays of the ranks before this rank; zeros on rank 0. For the parameters see `mpi_scan`.
 
     Ranks
     -----
@@ -54,7 +54,7 @@ def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
     Adjoint
     -------
-    The sum of the cotangents of the ranks after this one; zeros on the last rank.
+    The sum of the cotangents of the ranks after this rank; zeros on the last rank.
 
     Examples
     --------

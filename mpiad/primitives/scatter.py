@@ -44,7 +44,7 @@ def mpi_scatter(
     TypeError
         On all ranks, if the root's `x` can't be sent.
     ValueError
-        If there is no such root; on all ranks, if the root's `x` can't be divided in this way.
+        If there is no such root. On all ranks, if the root's `x` can't be divided by `axis` and `counts`.
 
     Ranks
     -----

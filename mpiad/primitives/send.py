@@ -1,4 +1,4 @@
-"""`mpi_send`: send an array to another rank, without waiting for it."""
+"""`mpi_send`: send an array to another rank, without waiting for the receiver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
 
     Adjoint
     -------
-    ``x̄ = ȳ +`` the cotangent received from `dest`.
+    The cotangent of `x` is the sum of the result's cotangent and the cotangent received from `dest`.
 
     Examples
     --------

@@ -19,7 +19,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     x : array or number
         The array to send on `source`, and the template of the received array on `dest`.
     dest, source : int
-        The pair of ranks. In MPI's Sendrecv, each rank names its own neighbors; for this use `mpi_exchange`.
+        The pair of ranks. If each rank has different neighbors, as in MPI's Sendrecv, use `mpi_exchange`.
     tag : int
     comm : mpi4py intracommunicator, optional
 
@@ -42,7 +42,8 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
 
     Adjoint
     -------
-    The cotangent of the result on `dest` is added to that of `x` on `source`; the cotangent of `x` on `dest` is zero.
+    The cotangent of the result on `dest` is added to the cotangent of `x` on `source`; the cotangent of `x` on `dest` is
+    zero.
 
     Examples
     --------
@@ -55,7 +56,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     # In the first call only: a program that mistakes this function for MPI's Sendrecv does so in every call.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    # On all ranks, not only on the pair: under plain autograd all ranks raise then, so none waits for another.
+    # On all ranks, not only on the pair: under plain autograd all ranks then raise, so no rank waits for another.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
     if receiver == sender or receiver is None or sender is None:

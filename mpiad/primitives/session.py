@@ -30,8 +30,8 @@ def mpi_init(comm: Comm = None) -> None:
 
     Ranks
     -----
-    All ranks of `comm` call it; the first call of all returns when all ranks of the world have started the library. A
-    second call does nothing.
+    All ranks of `comm` call it. The first call in a program returns when all ranks of the world have started the library.
+    Further calls for the same communicator do nothing.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def mpi_finalize() -> None:
 
     Ranks
     -----
-    All ranks of the world call it. A second call does nothing.
+    All ranks of the world call it. Further calls do nothing.
     """
     world.finalize()
 
@@ -109,7 +109,7 @@ def mpi_size(comm: Comm = None) -> int:
 
 
 def mpi_local_rank() -> Rank:
-    """Return this process's number among the ranks of its node, which determines its GPU.
+    """Return this process's rank among the ranks of its node, which determines the GPU of the process.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def reset(comm: Comm = None) -> None:
 
 
 def stop_gradient(x: Array) -> Any:
-    """Return the plain value of a traced value; it is a constant in all derivatives.
+    """Return the plain value of a traced value, which is a constant in all derivatives.
 
     Parameters
     ----------

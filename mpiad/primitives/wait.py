@@ -39,7 +39,8 @@ def mpi_wait(request: Request) -> Array:
 
     Adjoint
     -------
-    The adjoint starts to communicate the cotangent; the adjoint of the call that started the request completes this.
+    The adjoint starts to communicate the cotangent; the adjoint of the call that started the request completes this
+    communication.
 
     Examples
     --------
@@ -51,7 +52,7 @@ def mpi_wait(request: Request) -> Array:
 
 
 def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
-    """Complete several requests with `mpi_wait`, and return their values, in their order.
+    """Complete several requests with `mpi_wait`; return the values in the order of the requests.
 
     Adjoint
     -------
@@ -80,7 +81,7 @@ def _forward(x: None, request: Request) -> Any:
 
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the function that starts to communicate the cotangent; the adjoint of the start completes this."""
+    """Return the function that starts to communicate the cotangent; the start's adjoint completes the communication."""
     cell, return_address = request.cell(level), request.envelope and request.envelope.back()
     # The adjoint must not refer to the request, which would keep the value in memory until the reverse pass.
     kind, spec = request.call, request.spec

@@ -28,34 +28,34 @@ from mpiad.transport.polling import Backoff, wait_for_message
 from mpiad.transport.recovery import ranks_within, recover, recoverable
 from mpiad.transport.tracing import restoring_state
 
-TASK, RESULT, STOP, STOPPED = range(1, 5)  # kinds of messages; a worker replies to STOP by STOPPED
+TASK, RESULT, STOP, STOPPED = range(1, 5)  # kinds of messages; a worker replies to STOP with STOPPED
 
 Batch = list[tuple[int, Any]]
-"""Items with their indices."""
+"""A list of pairs of an item's index and the item."""
 
 
 class Failed(NamedTuple):
-    """An exception at an item."""
+    """An exception that was raised while an item was evaluated."""
 
     failure: Failure
     rank: Rank
     index: int
 
     def error(self) -> WorkerError:
-        """Return the exception for a failed item, which all ranks raise, or which is stored among the results."""
+        """Return the WorkerError that all ranks raise, or that is stored among the results."""
         text = f"mpi_map: rank {self.rank} raised {self.failure.summary} at item {self.index}."
         return WorkerError(text, self.rank, self.failure.trace, self.index, self.failure.exit_code)
 
 
 class Ended(NamedTuple):
-    """An evaluated batch: results or failures by index, and its duration."""
+    """An evaluated batch: results or failures with their indices, and the duration of the evaluation."""
 
     results: list[tuple[int, Any]]
     seconds: float
 
 
 class Outcome(NamedTuple):
-    """The end of a map: the failure that all ranks raise, or the results if all ranks get them."""
+    """The outcome of a map: the failure that all ranks raise, or the results on the ranks that get them."""
 
     failed: Failed | None
     results: list[Any] | None
@@ -67,12 +67,12 @@ def evaluated(fun: Function, batch: Batch, keep_failures: bool, rank: Rank) -> E
     start = time.perf_counter()
     for index, item in batch:
         try:
-            # Communication of `fun` isn't recorded, since it would be on the tape of this rank only.
+            # Communication in `fun` isn't recorded, since only the tape of this rank would contain it.
             with restoring_state(), suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
-        # SystemExit is caught, too, since other ranks wait for this one.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
+        # SystemExit is also caught, since other ranks wait for this rank.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again on all ranks
             result = Failed(Failure.of(error), rank, index)
         results.append((index, result))
         if isinstance(result, Failed) and not keep_failures:
@@ -96,14 +96,14 @@ def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank)
     while True:
         outcome = _collect(line, root, waiting)
         if outcome is not None:
-            break  # if another rank has failed, batches may be left
+            break  # if another rank has failed, batches may remain
         batch = waiting.popleft()
         if has_failed:
-            continue  # no further evaluations until the root's STOP
+            continue  # after a failure, batches are discarded until the root sends STOP
         ended = evaluated(fun, batch, keep_failures, rank)
         has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
         line.post(root, RESULT, _packed(ended, rank))
-    # The root waits for this message, so that none is active when the communicator is freed.
+    # The root waits for this message, so that no message is active when the communicator is freed.
     line.post(root, STOPPED, PackedObject.of(None))
     patience = Backoff()
     while not line.is_quiet():
@@ -112,7 +112,7 @@ def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank)
 
 
 def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
-    """Receive all messages that have arrived, at least one if no batch is left; return the outcome after STOP."""
+    """Receive all messages that have arrived, at least one if `waiting` is empty; return the outcome, if it has arrived."""
     while True:
         message = line.take(root)
         if message is None:
@@ -126,11 +126,11 @@ def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
 
 
 def _packed(ended: Ended, rank: Rank) -> PackedObject:
-    """Pack the results, with failures in place of results that can't be packed."""
+    """Pack the results; results that can't be packed are replaced by failures."""
     try:
         return PackedObject.of(ended)
     except Exception:  # noqa: BLE001 - pickle may raise anything
-        # Each result is packed separately: if one can't be pickled, only its own item fails.
+        # Each result is packed separately: if a result can't be pickled, only the item of this result fails.
         results = list(ended.results)
         for k, (index, result) in enumerate(results):
             try:
@@ -144,19 +144,19 @@ _log = logging.getLogger("mpiad")
 
 
 class WorkerGroup:
-    """The ranks of one map, with a communicator of their own, without ranks whose processes have died."""
+    """The ranks of one map, without ranks whose processes have died, and a communicator of these ranks."""
 
     def __init__(self, user_channel: Channel):
         self._used = user_channel
         self._survives = FAULT_TOLERANT and user_channel.size > 1
         self.comm = self._assembled()
-        self.names = ranks_within(user_channel, self.comm)
+        self.user_ranks = ranks_within(user_channel, self.comm)
         self.line = Line(self.comm, user_channel)
-        self._known: set[Rank] = set()
+        self._reported: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # While no process is known to be lost, a loss in `derive` is found by recovery. The communicator then has the
-        # surviving ranks, as in all later calls.
+        # If no loss of a process is known yet, a loss in `derive` is found by recovery. The communicator then consists of
+        # the surviving ranks, as in all later calls.
         user_channel = self._used
         if self._survives and not user_channel.lost:
             try:
@@ -166,27 +166,27 @@ class WorkerGroup:
                     raise
         return user_channel.derive(survivors=bool(user_channel.lost))
 
-    def place_of(self, root: Rank) -> Rank:
-        """Return the rank in `comm` of a rank of the user's communicator; raise a RemoteError if its process has died."""
-        if root not in self.names:
+    def rank_of_root(self, root: Rank) -> Rank:
+        """Return the root's rank in `comm`; raise a RemoteError if the root's process has died."""
+        if root not in self.user_ranks:
             raise RemoteError(f"mpi_map: the process of the root, rank {root}, has died.", root)
-        return self.names.index(root)
+        return self.user_ranks.index(root)
 
     def newly_lost(self) -> list[Rank]:
         """Return the ranks in `comm` that have died since the last call, and log them."""
         if not self._survives:
             return []
-        found = [rank for rank in lost_ranks(self.comm) if rank not in self._known]
+        found = [rank for rank in lost_ranks(self.comm) if rank not in self._reported]
         if found:
-            self._known.update(found)
+            self._reported.update(found)
             # Without this, each receive from any rank would fail again because of the same loss.
             self.comm.Ack_failed()
         for rank in found:
-            _log.warning("mpi_map: the process of rank %d has died; other ranks take its items.", self.names[rank])
+            _log.warning("mpi_map: the process of rank %d has died; other ranks evaluate its items.", self.user_ranks[rank])
         return found
 
     def close(self) -> None:
-        """End the map; collective over the remaining ranks."""
+        """Free the communicator, and record which ranks have died; collective over the remaining ranks."""
         if not self._survives:
             self._used.drop(self.comm)
             return
@@ -199,53 +199,53 @@ class WorkerGroup:
             self._used.lose(sorted(set(range(self._used.size)) - set(alive)))
 
 
-# The root sends batches and receives results. It evaluates items itself only if there is no other rank.
+# The root sends batches and receives results. It evaluates items only if there is no other rank.
 #
-# A rank gets its next batch when it returns a result. If batches are short, each rank has one more batch in its queue,
-# so that it needn't wait for the root. If they are long, another rank might evaluate a queued batch earlier.
+# A rank gets its next batch when it returns a result. If batches are short, each rank has an additional batch in its queue,
+# so that it needn't wait for the root. Long batches aren't queued, since another rank might evaluate them earlier.
 
 _SHORT = 0.02  # seconds; much longer than a message to the root and its reply
 _CHECK_EVERY = 0.05  # seconds between checks for lost ranks
 
 
 class _Packed(NamedTuple):
-    """A batch that was sent; stored until its results arrive, because its rank may die."""
+    """A batch that was sent; stored until its results arrive, because the rank that evaluates it may die."""
 
     indices: list[int]
     parcel: PackedObject
 
 
 class Scheduler:
-    """One map, on the root."""
+    """The root's part of one map: it sends batches, receives results, and finds ranks that have died."""
 
     def __init__(
         self, group: WorkerGroup, items: Iterator[Any], fun: Function, batch: int, keep_failures: bool, progress: Any
     ):
         self._group, self._line, self._fun = group, group.line, fun
         self._items, self._batch, self._keep_failures, self._progress = items, batch, keep_failures, progress
-        self._rank = group.names[group.comm.rank]
+        self._rank = group.user_ranks[group.comm.rank]
         workers = [rank for rank in range(group.comm.size) if rank != group.comm.rank]
         self._batches: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
         self._resend: deque[_Packed] = deque()
-        self._taken, self._exhausted = 0, False
-        self._seconds: float | None = None  # running mean of the time per batch
-        self._since_check = Backoff()
+        self._item_count, self._exhausted = 0, False
+        self._seconds: float | None = None  # exponentially weighted mean of the time per batch
+        self._check_timer = Backoff()
         self.results: dict[int, Any] = {}
         self.failed: Failed | None = None
 
     def run(self) -> None:
-        """Evaluate all items on the workers, up to the first failure unless exceptions are returned."""
+        """Evaluate all items on the workers, up to the first failure unless `keep_failures` is set."""
         while self.failed is None:
             self._send_batches()
             if self._exhausted and not self._resend and not any(self._batches.values()):
                 self._show()
                 return
             if not self._batches:
-                # The root evaluates items itself. Batches in `_resend` were sent to a rank that died, so they are packed.
+                # The root evaluates items. Batches in `_resend` are packed, since they were sent to a rank that died.
                 batch = self._resend.popleft().parcel.opened() if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
-            elif self.failed is None:  # otherwise no batch may be active, because the iteration over the items raised
+            elif self.failed is None:  # after an exception of the iteration over the items, no batch may be active
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
@@ -255,7 +255,7 @@ class Scheduler:
         for rank in list(self._batches):
             self._post(rank, STOP, parcel)
         while self._batches:
-            # Late results, of batches that were active when the map failed, are received and ignored.
+            # Results of batches that were active when the map failed are received and ignored.
             self._await(STOPPED)
         while not self._line.is_quiet():
             self._check_for_losses()
@@ -266,10 +266,10 @@ class Scheduler:
     def _send_batches(self) -> None:
         most_batches = 2 if self._seconds is not None and self._seconds < _SHORT else 1
         # First the ranks without a batch get one, then, if `most_batches` is 2, the ranks with one batch.
-        for full in range(most_batches):
+        for number in range(most_batches):
             for rank in list(self._batches):
-                # A dead rank may have been removed since the list was made.
-                if len(self._batches.get(rank, ())) == full:
+                # A dead rank may have been removed from `_batches` since the list was made.
+                if len(self._batches.get(rank, ())) == number:
                     packed = self._next()
                     if packed is None:
                         return
@@ -298,18 +298,18 @@ class Scheduler:
             except StopIteration:
                 self._exhausted = True
             except Exception as error:  # noqa: BLE001 - a generator is the user's code
-                self.failed = Failed(Failure.of(error), self._rank, self._taken)
+                self.failed = Failed(Failure.of(error), self._rank, self._item_count)
             else:
-                batch.append((self._taken, item))
-                self._taken += 1
+                batch.append((self._item_count, item))
+                self._item_count += 1
         return batch
 
     # ---- results
 
     def _await(self, kind: int) -> None:
-        """Receive one message, or find that a rank has died; polling, because MPI's wait would occupy a core."""
-        before = len(self._batches)
-        wait_for_message(lambda: self._receive(kind) or len(self._batches) < before, self._line.comm)
+        """Wait until a message is received or a rank has died; poll, because MPI's wait would occupy a core."""
+        count = len(self._batches)
+        wait_for_message(lambda: self._receive(kind) or len(self._batches) < count, self._line.comm)
 
     def _receive(self, kind: int) -> bool:
         """Receive one message; return whether there was one."""
@@ -318,15 +318,15 @@ class Scheduler:
             return False
         if message.kind == STOPPED:
             self._batches.pop(message.source, None)
-        # A rank evaluates its batches in order, so this result belongs to the oldest one.
+        # A rank evaluates its batches in order, so this result belongs to the oldest batch.
         elif kind == RESULT and message.source in self._batches:
             self._batches[message.source].popleft()
             self._store(message.content)
         return True
 
     def _store(self, ended: Ended) -> None:
-        share = ended.seconds if self._seconds is None else 0.5 * (self._seconds + ended.seconds)
-        self._seconds = share
+        mean = ended.seconds if self._seconds is None else 0.5 * (self._seconds + ended.seconds)
+        self._seconds = mean
         for index, result in ended.results:
             if isinstance(result, Failed) and not self._keep_failures:
                 self.failed = self.failed or result
@@ -336,7 +336,7 @@ class Scheduler:
 
     def _show(self) -> None:
         if self._progress is not None:
-            self._progress.total = self._taken if self._exhausted else self._progress.total
+            self._progress.total = self._item_count if self._exhausted else self._progress.total
             self._progress.update(len(self.results) - self._progress.n)
 
     # ---- ranks that die
@@ -347,7 +347,7 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - raised again unless a process has died
             self._tolerate(error)
             return None
-        if message is None and self._since_check.seconds > _CHECK_EVERY:
+        if message is None and self._check_timer.seconds > _CHECK_EVERY:
             self._check_for_losses()
         return message
 
@@ -363,9 +363,9 @@ class Scheduler:
         self._check_for_losses()
 
     def _check_for_losses(self) -> None:
-        self._since_check.renew()
+        self._check_timer.renew()
         for rank in self._group.newly_lost():
-            # Messages of the lost rank aren't awaited, and other ranks get its batches.
+            # No messages of the lost rank are expected, and other ranks get its batches.
             self._line.forget(rank)
             self._resend.extend(self._batches.pop(rank, ()))
 
@@ -381,43 +381,45 @@ def mpi_map(
     batch: int = 1,
     progress: bool = False,
 ) -> list[Any] | None:
-    """Evaluate a function of each item, distributed dynamically to free ranks; return results in the order of the items.
+    """Evaluate a function of each item, dynamically on free ranks; return the results in the order of the items.
 
     Parameters
     ----------
     fun : callable
-        ``fun(item)`` is called once for each item, on one rank. Communication on `comm` inside it raises a
+        ``fun(item)`` is called once for each item, on one rank. Communication on `comm` inside `fun` raises a
         CommunicatorError; use MPI.COMM_SELF instead. The root evaluates items only if there is no other rank.
     items : iterable
-        Used on the root only. It may be a generator of unknown length; items are taken from it when they are sent. Items
+        Used on the root only. A generator of unknown length is allowed; items are taken from it when they are sent. Items
         and results must support pickling; arrays of 64 KiB or more are sent without pickling.
     root : int
+        The rank that has the items and gets the results.
     comm : mpi4py intracommunicator, optional
     everywhere : bool
-        Whether all ranks get the results, not only the root.
+        Whether all ranks get the results, instead of only the root.
     return_exceptions : bool
         Whether an exception in `fun` is stored among the results, as a WorkerError, instead of ending the map.
     batch : int
-        The number of items per message, for functions that take microseconds.
+        The number of items per message. Use more than one for functions that take microseconds.
     progress : bool
-        Whether the root shows on standard error the number of completed items, and if `items` has a length, the time
-        left.
+        Whether the root shows on standard error the number of completed items and, if `items` has a length, the
+        remaining time.
 
     Returns
     -------
     list or None
-        The results, on the root; None on the others unless `everywhere`.
+        The results on the root, and with `everywhere` on all ranks; otherwise None.
 
     Raises
     ------
     WorkerError
-        On all ranks, if `fun` raises on any rank, or the iteration over `items` raises on the root. The error has that
-        rank, the traceback and the item's `index`. Items that have been started are finished first; no others are started.
+        On all ranks, if `fun` raises on any rank (unless `return_exceptions`), or the iteration over `items` raises on the
+        root. The error has the attributes `rank`, `traceback` and the item's `index`. Items that have been started are
+        finished first; no further items are started.
     TypeError, ValueError
-        On all ranks, if an argument is invalid on any of them.
+        On all ranks, if an argument is invalid on any rank, or differs between ranks.
     RemoteError
-        On all remaining ranks, if the root's process dies and the MPI library survives it. If the process of another rank
-        dies, the others evaluate its items.
+        On all remaining ranks, if the root's process dies and the MPI library survives this failure. If the process of
+        another rank dies, the remaining ranks evaluate its items.
 
     Ranks
     -----
@@ -425,7 +427,7 @@ def mpi_map(
 
     Adjoint
     -------
-    None: items are plain values, and results constants in every trace.
+    None: items must be plain values, and the results are constants in every trace.
 
     Examples
     --------
@@ -451,22 +453,22 @@ def mpi_map(
 
 def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
     """Check the arguments on all ranks; return the root's items."""
-    wrong, given = None, iter(())
+    own_error, given = None, iter(())
     try:
         given = _checked(user_channel, fun, items, settings)
     except (TypeError, ValueError) as error:
-        wrong = error
-    # The user's communicator doesn't work after a process has died, so this is the group's.
-    found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
-    for name, (other, problem) in zip(group.names, found):
+        own_error = error
+    # This uses the group's communicator, since the user's communicator doesn't work after a process has died.
+    found = group.comm.allgather((settings, None if own_error is None else (type(own_error), str(own_error))))
+    for name, (other, problem) in zip(group.user_ranks, found):
         if problem is not None or other != found[0][0]:
             group.close()
             if problem is not None:
                 kind, text = problem
-                raise wrong or kind(f"{text} (raised on rank {name})")
-            raise wrong or ValueError(
+                raise own_error or kind(f"{text} (raised on rank {name})")
+            raise own_error or ValueError(
                 "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
-                f"{group.names[0]} gave {found[0][0]} and rank {name} gave {other}."
+                f"{group.user_ranks[0]} gave {found[0][0]} and rank {name} gave {other}."
             )
     return given
 
@@ -485,12 +487,12 @@ def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tupl
     except TypeError:
         got = f"{type(items).__name__} {items!r:.60}"
         raise TypeError(f"mpi_map: items must be iterable on the root, but got {got}.") from None
-    except Exception as error:  # noqa: BLE001 - their `__iter__` is the user's code
+    except Exception as error:  # noqa: BLE001 - `items.__iter__` is the user's code
         return _raising(error)
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return an iterator that raises at its first item, when all ranks are in the map, so that all of them raise."""
+    """Return an iterator that raises at its first item: then all ranks are in the map, and raise together."""
     yield from ()
     raise error
 
@@ -500,9 +502,9 @@ def _run(
 ) -> Outcome:
     # Exceptions of `fun` and of `items` are part of the outcome: all ranks must call `close` before they raise.
     root, everywhere, keep_failures, batch = settings
-    place = group.place_of(root)
+    root_in_group = group.rank_of_root(root)
     if user_channel.rank != root:
-        return work(group.line, place, fun, keep_failures, user_channel.rank)
+        return work(group.line, root_in_group, fun, keep_failures, user_channel.rank)
     bar = progress_bar("items", _count(items)) if progress else None
     scheduler = Scheduler(group, items, fun, batch, keep_failures, bar)
     scheduler.run()

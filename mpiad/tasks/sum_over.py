@@ -1,7 +1,7 @@
 """`sum_over`: a differentiable sum of a function over items, which are distributed to groups of ranks.
 
 Each group records its items on the current tapes, as in a direct call of the function. At the end one reduction
-collects the values of all items, which are added in the order of the items, whichever group has computed them.
+collects the values of all items, which are added in the order of the items, independently of the groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpiad.transport.shared_counter import SharedCounter
 from mpiad.transport.user_failures import StageFailures
 
 _GROUPS_CALL = "tasks.RankGroups"
-_kept: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDictionary()
+_cached_groups: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDictionary()
 
 
 class RankGroups:
@@ -39,29 +39,30 @@ class RankGroups:
     Parameters
     ----------
     count : int
-        The number of groups: a divisor of the number of ranks.
+        The number of groups, a divisor of the number of ranks.
     comm : mpi4py intracommunicator, optional
 
     Attributes
     ----------
     count : int
+        The number of groups.
     index : int
-        The number of this rank's group.
+        The index of this rank's group, from 0.
     comm : mpi4py intracommunicator
         The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
-        The ranks that have the same position in their groups as this rank. If a variable is divided among all ranks,
-        ``mpi_allgather(piece, axis=0, comm=groups.across)`` joins their pieces: the ranks of each group then hold the whole
-        variable together.
+        The ranks with the same rank in their groups as this rank. If a variable is divided among all ranks,
+        ``mpi_allgather(piece, axis=0, comm=groups.across)`` concatenates pieces such that the ranks of each group together
+        hold the whole variable.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if `count` doesn't divide their number or isn't the same on all of them.
+        On all ranks, if `count` doesn't divide the number of ranks, or differs between ranks.
 
     Ranks
     -----
-    All ranks of `comm` call the constructor. Its communicators exist until `free` is called.
+    All ranks of `comm` call the constructor. The communicators exist until `free` is called on all ranks.
 
     Examples
     --------
@@ -74,16 +75,16 @@ class RankGroups:
         whole = channel(comm, _GROUPS_CALL)
         require_alike(whole, _problem_with(count, whole.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
-        self.index, place = divmod(whole.rank, whole.size // self.count)
-        # Split from the user's communicator, since the user's functions get the result. The library's duplicate may be a
-        # wrapper of `transport.guarded`.
-        self.comm: Any = make_communicator(whole.user.Split, self.index, place)
-        self.across: Any = make_communicator(whole.user.Split, place, self.index)
+        self.index, rank_in_group = divmod(whole.rank, whole.size // self.count)
+        # Split from the user's communicator, since the user's functions get the results. The library's duplicate of it may
+        # be a wrapper of `transport.guarded`.
+        self.comm: Any = make_communicator(whole.user.Split, self.index, rank_in_group)
+        self.across: Any = make_communicator(whole.user.Split, rank_in_group, self.index)
         for division in (self.comm, self.across):
-            channel(division, _GROUPS_CALL)  # prepares the communicator for point-to-point messages, too
+            channel(division, _GROUPS_CALL)  # also prepares the communicator for point-to-point messages
 
     def free(self) -> None:
-        """Free the communicators, after the last gradient through them; collective."""
+        """Free the communicators; call it after the last gradient of communication on them; collective."""
         self.comm.Free()
         self.across.Free()
 
@@ -92,13 +93,13 @@ class RankGroups:
 
 
 def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
-    """Return the user's groups; groups for a number are made at the first call and cached with the communicator."""
+    """Return the given groups; groups for a number are made at the first call and cached with the communicator."""
     if isinstance(given, RankGroups):
         return given
-    known = _kept.setdefault(channel(comm, _GROUPS_CALL), {})
-    if not isinstance(given, int) or given not in known:
-        known[given] = RankGroups(given, comm)
-    return known[given]
+    cached = _cached_groups.setdefault(channel(comm, _GROUPS_CALL), {})
+    if not isinstance(given, int) or given not in cached:
+        cached[given] = RankGroups(given, comm)
+    return cached[given]
 
 
 def _problem_with(count: object, size: int) -> Exception | None:
@@ -123,7 +124,7 @@ _REASON = (
 
 
 class _Failed(NamedTuple):
-    """An item that failed in this rank's group, and the exception if it was raised on this rank."""
+    """The index of an item that failed in this rank's group, and the exception if this rank raised it."""
 
     item: int
     error: BaseException | None
@@ -138,22 +139,23 @@ def sum_over(
     objective: str = "root",
     comm: Comm = None,
 ) -> Scalar:
-    """Sum a function over items, each of which is evaluated by one group of ranks: shots, load cases, wells.
+    """Sum a function over items, such as shots, load cases or wells; one group of ranks evaluates each item.
 
     Parameters
     ----------
     items : sequence
-        The items; the same number of them on all ranks.
+        The items. Their number must be the same on all ranks.
     fun : callable
         ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and communicate on the group's
         communicator `comm`, for example in a `Domain`; communication among all ranks in `fun` raises a
-        CommunicatorError. It may use traced values of the enclosing function.
+        CommunicatorError. `fun` may use traced values of the enclosing function.
     groups : RankGroups or int
-        The groups, or their number. With a number, groups are made at the first call and cached with the communicator.
+        The groups, or the number of groups. For a number, the groups are made at the first call and cached with `comm`.
     schedule : str
-        ``"static"``: of G groups, group g takes the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes the
-        next item when it has finished one, which is faster if items take very different times. The result is the same.
-        A compiled function always uses the static schedule.
+        ``"static"``: for G groups, group g evaluates the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes
+        the next item when it has finished an item, which is faster if items take very different times. The result is the
+        same. The static
+        schedule is always used in a compiled function, and if MPI doesn't support calls from several threads.
     objective : str
         The value of an item, as in `value_and_grad`. "root": the number that the group's first rank returns. "sum" or
         "mean": the sum or the mean of the numbers that all ranks of the group return.
@@ -163,17 +165,17 @@ def sum_over(
     Returns
     -------
     float
-        The sum in the order of the items, on all ranks. It doesn't depend on the number of groups, not even by rounding,
-        unless the results of `fun` do.
+        The sum in the order of the items, on all ranks. If the results of `fun` don't depend on the number of groups, the
+        sum doesn't either, not even by rounding.
 
     Raises
     ------
     WorkerError
-        On all ranks, if `fun` raises on any rank. The error has that rank, the traceback and the item's `index`. If `fun`
-        raised a ConvergenceError, all ranks raise one, so that `minimize` shortens its step. With a dynamic schedule no
-        items are started afterwards.
+        On all ranks, if `fun` raises on any rank. The error has the attributes `rank`, `traceback` and the item's `index`.
+        If `fun` raised a ConvergenceError, all ranks raise a ConvergenceError, so that `minimize` shortens its step. With a
+        dynamic schedule no items are started afterwards.
     TypeError, ValueError
-        On all ranks, if an argument is invalid on any of them.
+        On all ranks, if an argument is invalid on any rank, or differs between ranks.
 
     Ranks
     -----
@@ -181,10 +183,10 @@ def sum_over(
 
     Adjoint
     -------
-    Each rank gets the derivatives of the items of its group; the communication of `fun` is run backwards within the
-    group. For a variable that all ranks share (``shared=True``) the ranks' derivatives are added up to the whole gradient.
-    The records of all items of a group are stored until the reverse pass; ``scan(checkpoints=...)`` inside an item reduces
-    their size.
+    Each rank gets the derivatives of the items of its group; the adjoint of the communication in `fun` runs within the
+    group. For a variable that all ranks share (``shared=True``) the derivatives of all ranks are summed to the whole
+    gradient. The records of all items of a group are stored until the reverse pass; ``scan(checkpoints=...)`` inside an
+    item reduces their size.
 
     Examples
     --------
@@ -225,26 +227,26 @@ def _agreed_items(whole: Channel, items: Iterable[Any], fun: object, division: R
 
 
 def _next_items(counter: SharedCounter, group: Channel, total: int) -> Iterator[int]:
-    """Yield the items of this rank's group, until none are left."""
+    """Yield the indices of the items that this rank's group takes from the counter."""
     while True:
-        taken = group.data.bcast(counter.take() if group.rank == 0 else None)
-        if taken >= total:
+        index = group.data.bcast(counter.take() if group.rank == 0 else None)
+        if index >= total:
             return
-        yield taken
+        yield index
 
 
 def _run(
-    fun: Callable, items: list, numbers: Iterable[int], division: RankGroups, weight: float, counter: SharedCounter | None
+    fun: Callable, items: list, indices: Iterable[int], division: RankGroups, weight: float, counter: SharedCounter | None
 ) -> tuple[dict[int, Any], Exception | None]:
     """Return the values of the items that this rank's group computed, and the exception that all ranks raise."""
     whole, group = channel(division.whole, _CALL), channel(division.comm, _CALL)
-    # A separate duplicate, because a failed rank may start an agreement while others communicate in `fun`.
+    # A separate duplicate, because a failed rank may start an agreement while other ranks communicate in `fun`.
     comm = group.derive()
     failures = StageFailures(comm, _CALL, "mpiad.tasks", explain)
     values, failed = dict[int, Any](), None
     try:
         with whole.refusing(_REASON) if division.count > 1 else nullcontext():
-            for k in numbers:
+            for k in indices:
                 values[k], failed = _evaluated(fun, items[k], k, division.comm, weight, failures)
                 if failed is not None:
                     break
@@ -259,20 +261,20 @@ def _run(
 def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return this rank's term of its value, or on the whole group the failure."""
-    own: BaseException | None = None
+    """Evaluate an item on this rank's group; return this rank's term of its value, or the failure on all its ranks."""
+    own_error: BaseException | None = None
 
     def stage() -> Any:
-        nonlocal own
+        nonlocal own_error
         try:
             value = fun(item, comm)
             problem = problem_with(value, weight, _CALL)
             if problem is not None:
                 raise problem.kind(problem.text)
         except (Exception, SystemExit) as error:
-            own = error
+            own_error = error
             raise
-        # The term of this rank in the sum is a double without axes, on the host.
+        # This rank's term of the sum is a double-precision number without axes, on the host.
         if not weight:
             return 0.0
         value = to_host(value) if is_device_array(getval(value)) else value
@@ -281,13 +283,13 @@ def _evaluated(
     try:
         return failures.run(stage), None
     except WorkerError as error:
-        if error is own:
+        if error is own_error:
             raise  # if waiting ranks can be interrupted, the failed rank raises at once
-        return None, _Failed(number, own)
+        return None, _Failed(number, own_error)
 
 
 def _agreed_error(whole: Channel, failed: _Failed | None) -> Exception | None:
-    """Return the exception of the first item that failed, which all ranks raise."""
+    """Return the exception that all ranks raise, that of the first item that failed; None if no item failed."""
     found = whole.data.allgather(None if failed is None else (failed.item, failed.error is None))
     first = min([(*mark, rank) for rank, mark in enumerate(found) if mark is not None], default=None)
     if first is None:

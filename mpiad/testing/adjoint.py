@@ -44,7 +44,7 @@ def check_adjoint(
     Parameters
     ----------
     linear_map : callable
-        ``A(x)``, a map of one array.
+        A linear function ``A(x)`` of one array.
     x : array
         An array of the shape and dtype of this rank's argument; the test uses random values.
     adjoint : callable, optional
@@ -58,12 +58,12 @@ def check_adjoint(
     Returns
     -------
     float
-        The absolute difference of both inner products, in the units of `ulps`.
+        The absolute difference of the two inner products, in the units of `ulps`.
 
     Raises
     ------
     AdjointError
-        On all ranks, if both inner products differ by more than `ulps`, or the map isn't linear.
+        On all ranks, if the two inner products differ by more than `ulps`, or the map isn't linear.
 
     Ranks
     -----
@@ -78,7 +78,7 @@ def check_adjoint(
     >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises if the adjoint isn't the transpose
     """
     used = channel(comm, "check_adjoint")
-    # The random numbers differ between ranks; otherwise an adjoint that confuses ranks would pass.
+    # The random numbers differ between ranks, since otherwise an adjoint that confuses ranks would pass.
     rng = np.random.default_rng((seed, used.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
@@ -96,7 +96,7 @@ def check_adjoint(
     if error > ulps:
         raise AdjointError(
             f"check_adjoint: Σ⟨A x, y⟩ = {sides[0]!r}, but Σ⟨x, Aᵀ y⟩ = {sides[1]!r} over {used.size} ranks: "
-            f"they differ by {error:.3g} ulp, more than ulps={ulps:g}. The adjoint isn't the transpose."
+            f"the two differ by {error:.3g} ulp, more than ulps={ulps:g}. The adjoint isn't the transpose."
         )
     return float(error)
 
@@ -107,7 +107,7 @@ def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> 
     if not np.iscomplexobj(right[0]):
         # Since the cotangent of a real x is real, only the real parts of the inner products are equal.
         terms = [np.real(part) for part in terms]
-    # The ranks gather all products, since partial sums per rank would be rounded.
+    # All ranks gather all products, since partial sums per rank would be rounded.
     every = used.data.allgather((terms, nonlinearity))
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
@@ -115,7 +115,7 @@ def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> 
 
 
 def noise_like(leaf: Array, rng: np.random.Generator) -> Any:
-    """Return normally distributed numbers in the shape and dtype of an array or a number."""
+    """Return normally distributed numbers with the shape, dtype and device of an array or a number."""
     spec = spec_like(leaf)
     noise = rng.standard_normal(spec.shape)
     if spec.dtype.kind == "c":

@@ -26,11 +26,12 @@ class ObjectiveReport(NamedTuple):
     kind : {"same", "root", "share"}
         "same" if all ranks return one value, "root" if only the root returns a value, "share" if each rank returns a share.
     objective : str
-        The objective that fits.
+        The value of the argument `objective` that fits, "root" or "sum".
     values : list
         The value that each rank returned.
     factors : dict
-        The ratio of each objective's gradient to the gradient of the objective that fits; NaN if there is no common factor.
+        The ratio of each objective's gradient to the gradient of the objective that fits; NaN if the two gradients aren't
+        proportional.
     largest : list
         Each rank's largest absolute entry of the gradient with respect to the first argument, for the objective that fits;
         None if the argument contains no real or complex floating-point values.
@@ -66,18 +67,19 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     *args : object
         This rank's arguments.
     root : int
+        The root of the objective.
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     ObjectiveReport
-        The same report on all ranks. Its `kind` depends only on the values: shares that happen to be equal are mistaken
-        for copies of one value.
+        The same report on all ranks. Its `kind` depends only on the values: equal shares can't be
+        distinguished from copies of one value.
 
     Raises
     ------
     TypeError
-        On all ranks, if a rank returns anything but a real number or None.
+        On all ranks, if a rank returns an object that is neither a real number nor None.
     RequestError
         On all ranks, if a rank never waits for a request.
 
@@ -100,7 +102,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
-    # Ranks without variables run the function, too, since other ranks wait for the adjoints of its messages.
+    # Ranks without variables also run the function, since other ranks wait for the adjoints of their messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
     kind, objective, factors, text = _classify(values, root)
@@ -113,13 +115,13 @@ def _values(traced: Traced, used: Channel) -> list:
     """Gather the values of all ranks; raise an error on all ranks if a value isn't a real number or None."""
     found = traced.build(traced.values)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
-    mine = None if found is None else float(found) if scalar else repr(found)[:60]
-    gathered = used.data.allgather((mine, traced.problem is not None))
+    local_value = None if found is None else float(found) if scalar else repr(found)[:60]
+    gathered = used.data.allgather((local_value, traced.problem is not None))
     if any(unfinished for _, unfinished in gathered):
         raise_everywhere(used, traced.problem)
-    wrong = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(gathered) if isinstance(value, str)]
-    if wrong:
-        raise TypeError(f"{_CALL}: every rank must return one real number or None, but got {'; '.join(wrong)}.")
+    invalid = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(gathered) if isinstance(value, str)]
+    if invalid:
+        raise TypeError(f"{_CALL}: every rank must return one real number or None, but got {'; '.join(invalid)}.")
     return [value for value, _ in gathered]
 
 

@@ -65,8 +65,8 @@ class _Line:
         """Return the inner product of a gradient with the direction, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
         # In autograd's convention dJ = Re Σ g v, without conjugation.
-        mine = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
-        return float(mine) if self.shared else sum(self.used.data.allgather(float(mine)))
+        local_product = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
+        return float(local_product) if self.shared else sum(self.used.data.allgather(float(local_product)))
 
 
 def check_grads(
@@ -97,21 +97,22 @@ def check_grads(
     argnum, objective, shared, root, comm
         As for `value_and_grad`.
     step : float
-        Longest step along the random direction; it is halved repeatedly.
+        The longest step along the random direction; the step is halved repeatedly.
     seed : int
         Seed of the direction, which differs between ranks unless the argument is `shared`.
 
     Returns
     -------
     dict
-        The measured rate of each check: about 2 for first derivatives, 3 for second, infinite if the remainder is zero.
+        The measured rate of each check: about 2 for first derivatives, about 3 for second derivatives, and infinite if the
+        remainders are at the level of rounding.
 
     Raises
     ------
     GradientError
-        On all ranks, if a rate is more than 0.2 below the expected one, or the objective isn't finite.
+        On all ranks, if a rate is more than 0.2 below the expected rate, or the objective isn't finite.
     ValueError
-        If the order or a mode is unknown.
+        If `order` isn't 1 or 2, or a mode is unknown, or `modes` is empty.
 
     Ranks
     -----
@@ -160,7 +161,7 @@ def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
         return line.inner_product(line.product(line.x, line.v))
     # Reverse over reverse: the gradient of the sum of g·v over the ranks. If g is shared, every rank has the same g·v, so
-    # each gets the weight 1 / size.
+    # each rank's term has the weight 1 / size.
     weight = 1.0 / line.used.size if line.shared else 1.0
 
     def slope(x: Array) -> Any:
@@ -173,7 +174,7 @@ def _second(line: _Line, mode: str) -> float:
 def _rate(remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
     leaves = [leaf for leaf in flatten(line.x)[0] if is_variable(leaf)]
     eps = max(line.used.data.allgather(max(float(np.finfo(spec_like(leaf).dtype).eps) for leaf in leaves)))
-    # Smaller remainders are dominated by the rounding of J.
+    # Remainders below `floor` are dominated by the rounding of J.
     floor = 200 * eps * max(max(map(abs, values)), np.finfo(float).tiny)
     rates = [
         math.log2(coarse / fine) for coarse, fine in zip(remainders, remainders[1:]) if coarse > floor and fine > floor
@@ -182,12 +183,12 @@ def _rate(remainders: list[float], values: list[float], line: _Line, order: int,
         raise GradientError(f"check_grads: the objective isn't finite along the direction: {values}.")
     if not rates:
         return math.inf
-    # The median of the last rates that aren't dominated by rounding.
+    # The median of the last three rates that aren't dominated by rounding.
     rate = float(np.median(rates[-3:]))
     if rate < order + 1 - _RATE_TOLERANCE:
         listed = ", ".join(f"{remainder:.2e}" for remainder in remainders)
         raise GradientError(
             f"check_grads: the remainder of order {order} in mode {mode!r} shrinks at rate {rate:.2f}, but a correct "
-            f"derivative gives {order + 1}. Remainders at each halving of the step: {listed}."
+            f"derivative gives {order + 1}. Remainders for successively halved steps: {listed}."
         )
     return rate

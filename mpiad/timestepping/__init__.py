@@ -1,4 +1,4 @@
-"""Time-stepping: loops whose gradient stores a few states instead of all."""
+"""Time-stepping: loops whose gradient stores a few states and recomputes the others."""
 
 from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.timestepping.scan import scan

@@ -9,12 +9,12 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
-# Binomial checkpointing: when the steps of a loop are run, run again and reversed, and when states are stored.
+# Binomial checkpointing: the order in which steps of a loop are run, run again and reversed, and states are stored.
 #
-# With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!)
-# steps can be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank
-# and Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The stored states form a stack, whose least often accessed
-# levels are on disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
+# With s stored states, including the first, at most β(s, r) = (s + r)! / (s! r!) steps can be reversed if no step is run
+# more than r times. For β(s, r - 1) < n ≤ β(s, r) the minimum number of steps that are run is r n - β(s + 1, r - 1):
+# Griewank and Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The stored states form a stack, whose least frequently
+# accessed levels are on disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
 
 
 class Keep(NamedTuple):
@@ -39,7 +39,7 @@ class Reverse(NamedTuple):
 
 
 class Restore(NamedTuple):
-    """Restore the stored state before step `number`; `last`: whether the state won't be needed again."""
+    """Restore the stored state before step `number`; `last`: whether this is the last use of the state."""
 
     number: int
     last: bool
@@ -80,24 +80,24 @@ def _steps_to_next_state(steps: int, states: int) -> int:
     """Return the optimal number of steps from a stored state to the next one.
 
     `steps`: the number of steps from the stored state to the end, at least 2. `states`: the number of states that may be
-    stored from here on, including this one, at least 1.
+    stored from there on, including that state, at least 1.
     """
     # With n steps left and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is
-    # optimal: the first m steps run at most r - 1 more times, and the others at most r more times, with s - 1 states.
-    # Of these m, the returned one leads to the fewest stored states. r is the smallest number of repetitions with which s
-    # states suffice.
+    # optimal: the first m steps run at most r - 1 more times, and the remaining steps at most r more times, with s - 1
+    # states. The returned m leads to the fewest stored states. r is the smallest number of repetitions for which s states
+    # suffice.
     repeats = 1
     while comb(states + repeats, states) < steps:
         repeats += 1
-    most = comb(states + repeats - 1, states)
-    behind = comb(states + repeats - 2, states - 1)
-    further = comb(states + repeats - 3, states - 2) if states > 1 else 0
-    return min(max(steps - behind - further, most - behind, 1), most)
+    beta = comb(states + repeats - 1, states)  # β(s, r - 1)
+    beta_1 = comb(states + repeats - 2, states - 1)  # β(s - 1, r - 1)
+    beta_2 = comb(states + repeats - 3, states - 2) if states > 1 else 0  # β(s - 2, r - 1)
+    return min(max(steps - beta_1 - beta_2, beta - beta_1, 1), beta)
 
 
 def _levels_on_disk(steps: int, schedule: CheckpointSchedule) -> list[bool]:
-    """Return for each level of the stack whether it is on disk."""
-    # The state before the last step is available when the reverse pass begins, and needn't be stored.
+    """Return a list with one entry per level of the stack: whether the level is on disk."""
+    # The state before the last step needn't be stored, since it is available when the reverse pass begins.
     states = min(schedule.memory + schedule.disk, steps - 1)
     if not 0 < schedule.memory < states:
         return [schedule.memory == 0] * states
@@ -118,23 +118,23 @@ class CheckpointSchedule(NamedTuple):
     Parameters
     ----------
     memory : int
-        Number of states stored in memory, including the initial one.
+        The number of states stored in memory, including the initial state.
     disk : int
-        Number of further states stored in files: those that are accessed least often.
+        The number of additional states stored in files, namely the states that are accessed least often.
     directory : path, optional
-        Folder for the files. Each loop on each rank creates a subfolder, which is removed after the gradient. By default
-        the system's folder for temporary files, which may itself be in memory.
+        Folder for the files; by default the system's folder for temporary files, which may itself be in memory. Each loop
+        on each rank creates a subfolder, which is removed after the gradient.
     recorded : int
-        Number of consecutive steps whose intermediate values are in memory at once in the reverse pass. With √n stored
+        The number of consecutive steps whose intermediate values are in memory at once in the reverse pass. With √n stored
         states and √n recorded steps, each of n steps runs only twice.
     dtype : str, optional
-        With ``"float32"``, double-precision states are stored in single precision (complex64 if complex), in half the
-        memory. The reverse pass runs the steps again from states with seven digits; the forward run is unaffected.
+        With ``"float32"``, states in double precision are stored in single precision (complex64 if complex), which halves
+        the memory. The reverse pass then runs the steps again from states with seven digits; the forward run is unaffected.
     compress : bool
         Whether states are stored in 16 bits per entry, a quarter of the memory of double precision, as differences of
-        neighboring entries. Smooth fields keep five to seven digits, rough ones four.
+        neighboring entries. Smooth fields keep five to seven digits, rough fields four.
     host : bool
-        Whether states on devices are stored in the host's memory; with `compress` they always are.
+        Whether states on devices are stored in the host's memory; with `compress` this is always so.
 
     Examples
     --------
@@ -154,7 +154,7 @@ class CheckpointSchedule(NamedTuple):
 
 
 def schedule_of(given: Any) -> CheckpointSchedule | None:
-    """Return the user's `checkpoints` as a schedule, or None; raise a TypeError or ValueError if they are invalid."""
+    """Return the user's argument `checkpoints` as a schedule, or None; raise a TypeError or ValueError if it is invalid."""
     if given is None:
         return None
     call, schedule = "timestepping.scan", given if isinstance(given, CheckpointSchedule) else CheckpointSchedule(given)
@@ -181,7 +181,7 @@ def schedule_of(given: Any) -> CheckpointSchedule | None:
             f"{call}: compress=True stores 16 bits per entry, but dtype={schedule.dtype!r} stores 32: give one of them."
         )
     if schedule.memory + schedule.disk < 1:
-        raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs at least the first one.")
+        raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs at least the first state.")
     if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
-        raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Make it first.")
+        raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Create it first.")
     return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=int(schedule.recorded))

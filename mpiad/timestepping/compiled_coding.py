@@ -1,12 +1,13 @@
 """Compiled loops that convert fields to 16 bits per entry and back.
 
-Each loop reads the field once. NumPy would read it a dozen times, which takes as long as one or two time steps of a wave
-equation. The loops are written in the kernel language (see `mpiad.compiling.translation`), and compiled from this file's
-source. A field consists of rows of `width` entries. The loops process it in blocks of columns: the last eight rounded rows
-of a block, from which differences are computed, are in a ring buffer that fits into the cache.
+Each loop reads the field once. NumPy would read the field a dozen times, which takes as long as one or two time steps of a
+wave equation. The loops are written in the kernel language (see `mpiad.compiling.translation`), and compiled from the
+source code of this file. A field consists of rows of `width` entries. The loops process it in blocks of columns: a ring
+buffer, which fits into the cache, holds the last eight rounded rows of a block, from which differences are computed.
 
-Integers are represented by doubles, exactly. Adding 1.5 * 2^52 rounds a double to the nearest integer, ties to even as
-in NumPy, and leaves it in the last bits of the sum. Few processors have vector instructions for this conversion.
+Integers are represented exactly, by doubles. Adding 1.5 * 2^52 rounds a double to the nearest integer, with ties to even as
+in NumPy, and the last bits of the sum contain this integer. The addition is used because few processors have vector
+instructions for the conversion.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 
 from mpiad.compiling.cache import functions_of
 
-# Minimum number of entries, below which compilation (half a second) takes longer than NumPy, and minimum row width.
+# Minimum numbers of entries of a field and of a row. For smaller fields compilation (half a second) takes longer than
+# NumPy.
 _MIN_ENTRIES, _MIN_WIDTH = 1 << 16, 32
 _RING = 8 * 512  # entries of the ring buffer: eight rows of a block
 
@@ -29,12 +31,12 @@ def pays_off(dtype: np.dtype, size: int, width: int) -> bool:
 
 
 def weights(order: int) -> np.ndarray:
-    """Return the coefficients of the four preceding numbers in the backward difference of this order."""
+    """Return the coefficients of the four preceding numbers in the backward difference of order `order`."""
     return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
 
 
 def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest absolute value of each row, and of its change from `before`; NaN if the row contains NaN."""
+    """Return the maximum absolute value of each row, and that of its change from `before`; NaN if the row contains NaN."""
     found = np.zeros((2, len(field)), np.int64)
     _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), found[0], found[1])
     return found[0].view(np.float64), found[1].view(np.float64)
@@ -43,7 +45,7 @@ def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.nd
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write the differences of all rows that have enough predecessors; return the largest absolute value."""
+    """Write the differences, in units of `step`, of all rows with enough preceding rows; return their maximum modulus."""
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     width, ring = field.size // len(field), np.zeros(_RING)
@@ -54,7 +56,7 @@ def write_differences(
 def write_sums(
     differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write a field from its differences; `head` contains its first rows, in multiples of the step."""
+    """Write the field with given differences; `head` contains the first rows of the field, in multiples of the step."""
     flat, width, ring = out.reshape(-1), out.size // len(out), np.zeros(_RING)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     _functions()[2](differences.reshape(-1), *relative, step, weights, len(head), width, head.reshape(-1), ring, flat)
@@ -73,13 +75,13 @@ def _functions() -> tuple:
 
 
 def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.ndarray, change: np.ndarray) -> None:
-    """Compute the largest absolute value and change of each row, as the bits of doubles."""
+    """Compute the maximum absolute value and the maximum change of each row, as the bits of doubles."""
     row = 0
     for begin in range(0, field.size, width):
         a, b = field[begin : begin + width], before[begin : begin + width]
         m = n = 0
         for i in range(width):
-            # The bits of absolute values, as integers, have the order of the values; NaN is larger than infinity.
+            # The bits of absolute values, read as integers, are ordered like the values; NaN is larger than infinity.
             m = max(m, bits_of(a[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
             n = max(n, bits_of(a[i] - b[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
         most[row] = m
@@ -98,14 +100,14 @@ def differences_of_rows(
         n, row = min(512, width - start), 0
         for begin in range(start, field.size, width):
             k = 512 * (row & 7)
-            now = ring[k : k + n]
+            rounded = ring[k : k + n]
             a, b = field[begin : begin + n], before[begin : begin + n]
             if relative:
                 for i in range(n):
-                    now[i] = (a[i] - b[i]) * inverse + 6755399441055744.0 - 6755399441055744.0
+                    rounded[i] = (a[i] - b[i]) * inverse + 6755399441055744.0 - 6755399441055744.0
             else:
                 for i in range(n):
-                    now[i] = a[i] * inverse + 6755399441055744.0 - 6755399441055744.0
+                    rounded[i] = a[i] * inverse + 6755399441055744.0 - 6755399441055744.0
             if row >= order:
                 k = 512 * ((row - 1) & 7)
                 c = ring[k : k + n]
@@ -115,12 +117,12 @@ def differences_of_rows(
                 e = ring[k : k + n]
                 k = 512 * ((row - 4) & 7)
                 f = ring[k : k + n]
-                to = out[begin : begin + n]
+                target = out[begin : begin + n]
                 for i in range(n):
-                    difference = now[i] + u * c[i] + v * d[i] + w * e[i] + x * f[i]
-                    found = bits_of(difference + 6755399441055744.0)  # type: ignore  # noqa: F821
-                    to[i] = found
-                    most = max(most, abs(found - 0x4338000000000000))
+                    difference = rounded[i] + u * c[i] + v * d[i] + w * e[i] + x * f[i]
+                    bits = bits_of(difference + 6755399441055744.0)  # type: ignore  # noqa: F821
+                    target[i] = bits
+                    most = max(most, abs(bits - 0x4338000000000000))
             row += 1
     largest[0] = most
 
@@ -129,17 +131,17 @@ def sums_of_rows(
     differences: np.ndarray, before: np.ndarray, relative: int, step: float, weights: np.ndarray, order: int, width: int,
     head: np.ndarray, ring: np.ndarray, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write a field from its differences and its first rows."""
+    """Write the field with given differences and first rows."""
     u, v, w, x = weights[0], weights[1], weights[2], weights[3]
     for start in range(0, width, 512):
         n, row = min(512, width - start), 0
         for begin in range(start, out.size, width):
             k = 512 * (row & 7)
-            now = ring[k : k + n]
+            rounded = ring[k : k + n]
             if row < order:
                 given = head[begin : begin + n]
                 for i in range(n):
-                    now[i] = given[i]
+                    rounded[i] = given[i]
             else:
                 k = 512 * ((row - 1) & 7)
                 c = ring[k : k + n]
@@ -149,14 +151,14 @@ def sums_of_rows(
                 e = ring[k : k + n]
                 k = 512 * ((row - 4) & 7)
                 f = ring[k : k + n]
-                kept = differences[begin : begin + n]
+                coded = differences[begin : begin + n]
                 for i in range(n):
-                    now[i] = kept[i] - (u * c[i] + v * d[i] + w * e[i] + x * f[i])
-            b, to = before[begin : begin + n], out[begin : begin + n]
+                    rounded[i] = coded[i] - (u * c[i] + v * d[i] + w * e[i] + x * f[i])
+            b, target = before[begin : begin + n], out[begin : begin + n]
             if relative:
                 for i in range(n):
-                    to[i] = now[i] * step + b[i]
+                    target[i] = rounded[i] * step + b[i]
             else:
                 for i in range(n):
-                    to[i] = now[i] * step
+                    target[i] = rounded[i] * step
             row += 1

@@ -26,85 +26,85 @@ from mpiad.transport.tracing import opaque, tracing
 
 
 class Loop:
-    """A loop of time steps on plain arrays, with its reverse pass; `schedule` is the schedule of stored states."""
+    """A loop of time steps on plain arrays, with its reverse pass; `schedule` limits the states that are stored."""
 
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule):
         self.stepping, self.steps, self.schedule = stepping, steps, schedule
-        self.seen: list[Spec] | None = None  # specs of the observed arrays of a step; None before the first run
+        self.observed_specs: list[Spec] | None = None  # specs of the arrays observed in one step; None before the first run
         self._stored: _CheckpointedRun | None = None
 
     def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
-        """Run all steps; return the last state and the observed arrays; if `recorded`, store states for a gradient."""
+        """Run all steps; return the last state and the observed arrays; if `recorded`, store states for the gradient."""
         observed = _Observed(self)
         if not recorded:
-            return self.run(Span(0, self.steps), args, _own(args.state), observed), observed.arrays
+            return self.run(Span(0, self.steps), args, _copies(args.state), observed), observed.arrays
         # The forward run also stores the states for the reverse pass, so no additional run is needed.
         self._stored = run = _CheckpointedRun(self, args, observed)
-        state = self.run(Span(run.last.first, self.steps), args, _own(run.state), observed)
+        state = self.run(Span(run.last.first, self.steps), args, _copies(run.state), observed)
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Return the cotangents of the leaves `active` from the cotangents of the last state and of the observed arrays."""
+        """Return the cotangents of the leaves `active`, given the cotangents of the last state and the observed arrays."""
         # The first reverse pass releases the stored states; a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = None
         cotangents = _Cotangents(args, active)
         for span, traced in run.reversed(self, args):
-            seen = [leaf[number] for number in range(*span) for leaf in observed]
-            state = cotangents.pull(span, traced, state, seen)
+            in_span = [leaf[number] for number in range(*span) for leaf in observed]
+            state = cotangents.pull(span, traced, state, in_span)
         return cotangents.of_arguments(state)
 
     def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
         """Run some steps on plain arrays; raise a TypeError if a step uses a traced value that isn't an argument."""
         for part in spans(self.stepping, *span):
-            state, seen = self.stepping.run(part, args.at(part, state))
-            if any(map(isbox, state)) or any(isbox(leaf) for each in seen for leaf in each):
+            state, rows = self.stepping.run(part, args.at(part, state))
+            if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
                 raise TypeError(
                     "timestepping.scan: step uses a traced variable from outside, with respect to which scan can't "
-                    "differentiate. Pass it to scan among the params, and take it as an argument; mpiad.stop_gradient(x) "
-                    "returns its plain value if no derivative is needed."
+                    "differentiate. Pass it to scan among the params, so that step gets it as an argument, or, if no "
+                    "derivative is needed, use its plain value, mpiad.stop_gradient(x)."
                 )
             if observed is not None:
-                for number, each in zip(range(*part), seen if seen else [[]] * (part.stop - part.first)):
-                    observed.note(number, each)
+                for number, row in zip(range(*part), rows if rows else [[]] * (part.stop - part.first)):
+                    observed.add(number, row)
         return state
 
     def traced(self, args: Arguments, span: Span, state: list[Any]) -> tuple[list[int], Traced]:
-        """Run some steps with traced arguments; return the positions of the traced leaves, and the trace."""
-        now = args.at(span, state)
-        leaves = now.all()
-        places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+        """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
+        args = args.at(span, state)
+        leaves = args.all()
+        indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
 
         def called(given: list[Any]) -> list[Any]:
-            after, seen = self.stepping.run(span, now.like(given))
-            return [*after, *[leaf for each in seen for leaf in each]]
+            after, rows = self.stepping.run(span, args.like(given))
+            return [*after, *[leaf for row in rows for leaf in row]]
 
-        found = trace_backwards(called, Variables(leaves, places, list))
-        if found.problem is not None:
-            raise found.problem.kind(found.problem.text)
-        return places, found
+        traced = trace_backwards(called, Variables(leaves, indices, list))
+        if traced.problem is not None:
+            raise traced.problem.kind(traced.problem.text)
+        return indices, traced
 
 
 class _Observed:
-    """The observed arrays of all steps, one array per leaf."""
+    """The arrays observed in all steps, one array per leaf of the observed pytree, with a first axis for the steps."""
 
     def __init__(self, loop: Loop):
         self._loop = loop
         self.arrays: list[Array] = []
 
-    def note(self, number: int, seen: list[Any]) -> None:
+    def add(self, number: int, row: list[Any]) -> None:
         # The first step determines the shapes and dtypes.
-        specs = [spec_like(leaf) for leaf in seen]
+        specs = [spec_like(leaf) for leaf in row]
         if number == 0:
-            self._loop.seen = specs
+            self._loop.observed_specs = specs
             self.arrays = [spec._replace(shape=(self._loop.steps, *spec.shape)).empty() for spec in specs]
-        if specs != self._loop.seen or not all(spec.differentiable for spec in specs):
-            first = _described(self._loop.seen or [])
+        if specs != self._loop.observed_specs or not all(spec.differentiable for spec in specs):
+            first = _described(self._loop.observed_specs or [])
             raise TypeError(
-                "timestepping.scan: observe must return arrays of floats, of the same shapes and dtypes after each step, "
+                "timestepping.scan: observe must return arrays of floats, with the same shapes and dtypes after each step, "
                 f"but after step {number} it returned {_described(specs)}, and after step 0 {first}."
             )
-        for array, leaf in zip(self.arrays, seen):
+        for array, leaf in zip(self.arrays, row):
             array[number] = leaf
 
 
@@ -112,27 +112,27 @@ def _described(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
 
-def _own(state: list[Any]) -> list[Array]:
+def _copies(state: list[Any]) -> list[Array]:
     """Return copies, since a step may write into its argument, or return the same buffer each time."""
     return [own(leaf) for leaf in state]
 
 
 class _CheckpointedRun:
-    """One pass through the checkpoint schedule: forward to the last steps, and backward in `reversed`."""
+    """One pass through the checkpoint schedule: forward to the last steps in the constructor, backward in `reversed`."""
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
-        # There is no reference to the loop: without a reference cycle, stored states and files are released at once.
+        # The loop isn't stored: without a reference cycle, stored states and files are released immediately.
         self._snapshots = Snapshots(loop.schedule)
         self._actions = actions(loop.steps, loop.schedule)
-        self.state = _own(args.state)
+        self.state = _copies(args.state)
         self.last = Reverse(0, loop.steps)  # the first action of `reversed`
         for action in self._actions:
             if isinstance(action, Reverse):
                 self.last = action
                 break
             self._perform(action, loop, args, observed)
-        # A copy, since the last steps run twice from this state: in the forward pass, and for the record in `reversed`.
-        self.state = _own(self.state)
+        # A copy, since the last steps run twice from this state: in the forward pass, and recorded in `reversed`.
+        self.state = _copies(self.state)
 
     def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Yield spans of steps and their traces, from the last to the first."""
@@ -145,13 +145,13 @@ class _CheckpointedRun:
 
     def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Run and record some steps, and yield them in reverse order."""
-        state, found = self.state, []
+        state, records = self.state, []
         for span in spans(loop.stepping, action.first, action.stop):
             # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
-            found.append((span, loop.traced(args, span, state)))
-            state = found[-1][1][1].values[: len(state)]
-        while found:
-            yield found.pop()
+            records.append((span, loop.traced(args, span, state)))
+            state = records[-1][1][1].values[: len(state)]
+        while records:
+            yield records.pop()
 
     def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None) -> None:
         if isinstance(action, Keep):
@@ -159,7 +159,7 @@ class _CheckpointedRun:
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
             # A state that is needed again must stay unchanged, even if a step writes into its argument.
-            self.state = state if action.last else _own(state)
+            self.state = state if action.last else _copies(state)
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
@@ -174,14 +174,15 @@ class _Cotangents:
 
     def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
         """Accumulate the cotangents of some steps; return the cotangents of the state before them."""
-        places, found = traced
-        given = zip([*state, *observed], found.values, found.places)
+        indices, trace = traced
+        given = zip([*state, *observed], trace.values, trace.places)
         seeds = [(place, conform(g, *spec_like(value))) for g, value, place in given if place >= 0]
         before: list[Any] = [None] * self._states
-        for k, g in zip(places, run_backward(found.recording, seeds, len(places))):
+        for k, g in zip(indices, run_backward(trace.recording, seeds, len(indices))):
             if k < self._states:
                 before[k] = g
-            # In a step's record all floats are variables, but only those traced outside the loop need a cotangent.
+            # In the record of a step all floats are variables, but only leaves that are traced outside the loop need
+            # cotangents.
             elif g is not None and k in self._active:
                 self._add(k, span, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
@@ -191,7 +192,7 @@ class _Cotangents:
         if k < self._states + self._inputs:
             if k not in self._sums:
                 self._sums[k] = np.zeros_like(leaf)
-            # Each step reads its own entry of the inputs, so the cotangents of different steps aren't summed.
+            # Each step reads a different entry of the inputs, so the cotangents of different steps aren't summed.
             self._sums[k][slice(*span)] = g
         elif k in self._sums:
             self._sums[k] += conform(g, *spec_like(leaf))
@@ -205,68 +206,68 @@ class _Cotangents:
         return [found[k] if k in found else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
 
 
-# A loop as one operator of its first state, its inputs and its parameters (together x), differentiable to any order.
+# A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
 #
 # Let L(x) be the Jacobian of the loop. The adjoint L(x)ᵀ g is another operator, which runs the loop backwards from
-# stored states. The tangent T(x, w) = L(x) w is a loop, too, over the state together with its tangent. L(x)ᵀ g is the
+# stored states. The tangent T(x, w) = L(x) w is also a loop, over the state together with its tangent. L(x)ᵀ g is the
 # gradient of ⟨g, T(x, w)⟩ with respect to w. Hence the tangent of the adjoint is L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩. A cotangent
 # w of the adjoint contributes T(x, w) to the cotangent of g, and ∂ₓ⟨g, T(x, w)⟩ to the cotangent of x; both come from
 # one forward and reverse pass of the tangent loop, with the same number of stored states.
 
 
 class LoopOperator:
-    """A loop as a differentiable operator; `args` has the structure of its arguments."""
+    """A loop as a differentiable operator; `args` determines the structure of the arguments."""
 
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule, args: Arguments):
         self._stepping, self._steps, self._schedule, self._like = stepping, steps, schedule, args
         self._loop = Loop(stepping, steps, schedule)
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
-        # The loop is recorded without a traced argument, too: if a step communicates, other ranks may need its reverse
-        # pass.
+        # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
+        # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
-        # Cotangents of the active arguments only: those of all inputs could need much memory.
+        # Only of the active arguments, since the cotangents of all inputs could need much memory.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Return the last state and the observed arrays."""
-        # One vector, since a custom operator returns one array.
-        vector = _run(*args.all(), loop=self)  # the observed arrays are known only after this call
+        # One vector, since a custom operator returns one array. `_results` depends on the observed arrays of this call.
+        vector = _run(*args.all(), loop=self)
         parts = self._results.parts(vector)
         return parts[: len(self._state)], parts[len(self._state) :]
 
     @property
     def _results(self) -> Concatenation:
-        seen = self._loop.seen or []
-        return Concatenation([*self._state, *[spec._replace(shape=(self._steps, *spec.shape)) for spec in seen]])
+        observed = self._loop.observed_specs or []
+        return Concatenation([*self._state, *[spec._replace(shape=(self._steps, *spec.shape)) for spec in observed]])
 
     def forwards(self, leaves: Sequence[Any]) -> Array:
-        """Return the results as one vector, from plain arguments."""
+        """Return the results as one vector, given plain arguments."""
         state, observed = self._loop.forwards(self._like.like(leaves), self._recorded)
         return self._results.vector([*state, *observed])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
-        """Return the cotangents of the active arguments as one vector, from plain arguments."""
+        """Return the cotangents of the active arguments as one vector, given plain arguments."""
         parts = self._results.parts(g)
-        cut = len(self._state)
-        found = self._loop.backwards(self._like.like(leaves), self.active, parts[:cut], parts[cut:])
+        count = len(self._state)
+        found = self._loop.backwards(self._like.like(leaves), self.active, parts[:count], parts[count:])
         return self._cotangents.vector(found)
 
     def tangent(self, leaves: Sequence[Any], directions: Sequence[Any]) -> Array:
-        """Return the tangent of the results; a direction is None for a constant leaf. Enclosing traces record the run."""
-        args, along = self._like.like(leaves), self._like.like(directions)
-        inputs = [k for k, direction in enumerate(along.inputs) if direction is not None]
-        params = [k for k, direction in enumerate(along.params) if direction is not None]
+        """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the run."""
+        args, tangents = self._like.like(leaves), self._like.like(directions)
+        inputs = [k for k, direction in enumerate(tangents.inputs) if direction is not None]
+        params = [k for k, direction in enumerate(tangents.params) if direction is not None]
         # A loop over states and their tangents; constant inputs and parameters have no tangents.
-        both = Arguments(
-            [*args.state, *map(tangent_of, args.state, along.state)],
-            [*args.inputs, *[tangent_of(args.inputs[k], along.inputs[k]) for k in inputs]],
-            [*args.params, *[tangent_of(args.params[k], along.params[k]) for k in params]],
+        extended = Arguments(
+            [*args.state, *map(tangent_of, args.state, tangents.state)],
+            [*args.inputs, *[tangent_of(args.inputs[k], tangents.inputs[k]) for k in inputs]],
+            [*args.params, *[tangent_of(args.params[k], tangents.params[k]) for k in params]],
         )
         counts = len(args.state), len(args.inputs), len(args.params)
         stepping = TangentStepping(self._stepping, counts, inputs, params)
-        state, observed = LoopOperator(stepping, self._steps, self._schedule, both)(both)
+        state, observed = LoopOperator(stepping, self._steps, self._schedule, extended)(extended)
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def directions(self, vector: Array) -> list[Any]:
@@ -283,7 +284,7 @@ class LoopOperator:
         tangent, place = traced.values[0], traced.places[0]
         seeds = [(place, conform(g, *spec_like(tangent)))] if place >= 0 else []
         found = run_backward(traced.recording, seeds, len(self.active))
-        # Leaves on which nothing depends have zero cotangents.
+        # The cotangent of a leaf on which the tangent doesn't depend is None, and becomes zero.
         return tangent, self._cotangents.vector([tangent_of(leaves[k], part) for k, part in zip(self.active, found)])
 
 
@@ -299,7 +300,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # If the tape's variables are cotangents, the enclosing trace differentiates with respect to g only.
+        # If the variables of the tape are cotangents, the enclosing trace differentiates with respect to g only.
         linear = tracing.tape is not None and tracing.tape.of_cotangents
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
@@ -317,8 +318,8 @@ def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, li
 
 
 def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Array:
-    along = _reversed(tangent_of(g, gs[0]), *leaves, loop=loop)
-    return along + loop.curvature(g, leaves, gs[1:])[1]
+    linear_part = _reversed(tangent_of(g, gs[0]), *leaves, loop=loop)
+    return linear_part + loop.curvature(g, leaves, gs[1:])[1]
 
 
 defvjp_together(_run, _run_adjoint)
@@ -327,7 +328,7 @@ defvjp_together(_reversed, _reversed_adjoint)
 defjvp_together(_reversed, _reversed_tangent)
 
 
-_MAX_UNROLLED = 50  # steps of a loop without checkpoints in a function that is being compiled
+_MAX_UNROLLED = 50  # maximum number of steps that are compiled one by one, for a loop without checkpoints
 
 
 def scan(
@@ -339,30 +340,31 @@ def scan(
     observe: Function | None = None,
     checkpoints: int | CheckpointSchedule | None = None,
 ) -> Any:
-    """Step a state forward in time; the gradient stores as many states as allowed and recomputes the others.
+    """Step a state forward in time; the gradient stores a limited number of states and recomputes the others.
 
     Parameters
     ----------
     step : callable
         ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the same structure as `u`. With `inputs` it
         is called as ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state,
-        because the gradient calls it again. Variables with respect to which to differentiate must be among its arguments,
-        not in its closure.
+        because the gradient calls `step` again. Variables with respect to which to differentiate must be among its
+        arguments, not in its closure.
     u0 : pytree of arrays of floats
-        The initial state. All states have its shapes and dtypes.
+        The initial state. All states have the same shapes and dtypes.
     n_steps : int
-        Number of steps.
+        The number of steps.
     *params : pytree of arrays
-        Parameters, the same for all steps. The loop is differentiable with respect to them.
+        Parameters, the same in all steps. The loop is differentiable with respect to them.
     inputs : pytree of arrays of shape (n_steps, ...), optional
-        Step k gets entry k of each array. The loop is differentiable with respect to them. The reverse pass of a step
-        computes only the cotangent of its entry; the cotangent of an array in `params` has the full length in every step.
+        Step k gets entry k of each array. The loop is differentiable with respect to these arrays. The reverse pass of
+        step k computes only the cotangent of entry k, whereas the cotangent of an array in `params` has full size in each
+        step.
     observe : callable, optional
         ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
     checkpoints : int or CheckpointSchedule, optional
-        Number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options. The
-        other states are recomputed with the fewest steps; with `n_steps` or more states every step runs twice. By default
-        all intermediate values of the steps are stored, and no step runs again.
+        The number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options.
+        The other states are recomputed with the fewest steps; with `n_steps` or more stored states every step runs twice.
+        By default all intermediate values of the steps are stored, and no step runs again.
 
     Returns
     -------
@@ -375,17 +377,19 @@ def scan(
         If an argument is invalid, or `step` doesn't return a state like `u0` or uses a traced value from its closure.
     OSError
         If a state can't be written to a file.
+    FloatingPointError
+        If an entry of a state overflows in single precision, with ``CheckpointSchedule(dtype="float32")``.
 
     Ranks
     -----
-    The ranks that communicate in `step` and `observe` call it, with the same `n_steps` and checkpoints. The loop itself
+    The ranks that communicate in `step` and `observe` call it, with the same `n_steps` and `checkpoints`. The loop itself
     doesn't communicate: an exception of `step` is raised on that rank only.
 
     Adjoint
     -------
     The derivative of the discrete steps with respect to `u0`, `inputs` and `params`, in reverse and forward mode and to any
-    order. Every order stores as many states as the first, by binomial checkpointing (Griewank and Walther, Algorithm 799:
-    revolve, ACM TOMS 26, 2000).
+    order. For each order the number of stored states is that of the first order, by binomial checkpointing (Griewank and
+    Walther, Algorithm 799: revolve, ACM TOMS 26, 2000).
 
     Examples
     --------
@@ -406,14 +410,14 @@ def _scan(
     stepping = UserStepping(step, observe, u0, inputs, params, length)
     if steps == 0:
         if observe is not None:
-            raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Leave observe out.")
+            raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Omit observe.")
         return u0
     if schedule is None:
         state, observed = _on_the_tape(stepping, steps)
     else:
         state, observed = LoopOperator(stepping, steps, schedule, stepping.args)(stepping.args)
     last = stepping.build_state(state)
-    return last if stepping.build_seen is None else (last, stepping.build_seen(observed))
+    return last if stepping.build_observed is None else (last, stepping.build_observed(observed))
 
 
 _opaque_scan = opaque(_scan)
@@ -421,7 +425,7 @@ _opaque_scan = opaque(_scan)
 
 def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
     """Run the loop in a function that is being compiled: as one call with compiled steps, or unrolled if it is short."""
-    # A late import, since programs without jit don't need it.
+    # A late import, since user programs without jit don't need this package.
     from mpiad.programs import Jitted, jit
     from mpiad.programs.steps import Traced
 
@@ -433,14 +437,14 @@ def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, 
 
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[Any]]:
-    """Run the loop such that the surrounding tape records every step."""
+    """Run the loop such that the enclosing tape records every step."""
     args, rows = stepping.args, []
-    # Copies, since a step may write into its state, which mustn't be the caller's array.
+    # Copies, since a step may write into its argument, which mustn't be the caller's array.
     state = list(map(own, args.state))
     for span in spans(stepping, 0, steps):
-        state, seen = stepping.run(span, args.at(span, state))
-        # Copies, since a step may write into an observed state.
-        rows += [list(map(own, each)) for each in seen]
+        state, observed = stepping.run(span, args.at(span, state))
+        # Copies, since a later step may write into an observed state.
+        rows += [list(map(own, row)) for row in observed]
     return state, [stack(column) for column in zip(*rows)]
 
 
@@ -457,7 +461,7 @@ def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, obse
             kind = f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
             raise TypeError(
                 f"timestepping.scan: the state must consist of real or complex floats, but {name} is of {kind}. Convert "
-                "it; step gets the number of the step as an argument, so the state needs no counter."
+                "it. A counter isn't needed in the state, since step gets the number of the step as an argument."
             )
     for name, leaf in [] if inputs is None else named_leaves(inputs, "inputs"):
         if np.ndim(leaf) == 0 or len(leaf) != n_steps:

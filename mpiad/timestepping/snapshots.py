@@ -17,12 +17,13 @@ from mpiad.transport.device_arrays import arrays_of
 
 # Fields in 16 bits per entry: values are rounded to multiples of a step, and differences of neighbors are stored.
 #
-# If the values themselves were rounded to 16 bits, finite differences of the field would magnify the errors, which are
-# like noise: for a wave with 25 cells per wavelength, the gradient would be accurate only to 1e-3. The differences of a
-# smooth field are small, so a smaller step suffices to store them in 16 bits. Integers are added and subtracted
-# exactly, so for differences of any order the error is at most half a step. The order with the smallest step is chosen.
+# If the values themselves were rounded to 16 bits, finite differences of the field would magnify the rounding errors,
+# which are like noise: for a wave with 25 cells per wavelength, the gradient would be accurate only to 1e-3. The
+# differences of a smooth field are small, so a smaller step suffices to store them in 16 bits. Integers are added and
+# subtracted exactly, so for differences of any order the error is at most half a step. The order that allows the smallest
+# step is chosen.
 #
-# Large fields are processed by compiled loops, with bitwise the same results: see `compiled_coding`.
+# Large fields are processed by compiled loops, with bitwise equal results: see `compiled_coding`.
 #
 # References
 # ----------
@@ -35,21 +36,21 @@ SMALLEST = 256  # smallest number of entries for which compression is worthwhile
 # The largest difference that fits into 16 bits. If the largest difference of a field is below _FULL, the step is reduced.
 _LARGEST, _FULL = 32767, 10000
 _HIGHEST = 4  # highest order of differences
-_RANGE = 2.0**24  # ratio of the largest entry to the smallest step: the accuracy of single precision
-_WIDE = 2000  # smallest number of entries per layer with which layers are added one by one
-_NEAR = 8  # the order is determined from cells up to this distance from the largest entry
+_RANGE = 2.0**24  # ratio of the largest entry to the smallest step, for the accuracy of single precision
+_WIDE = 2000  # smallest number of entries per layer for which layers are added one by one
+_NEAR = 8  # the order is chosen from cells up to this distance from the largest entry
 
 
 class Coded(NamedTuple):
-    """An array in 16 bits per entry."""
+    """An array coded in 16 bits per entry."""
 
     differences: np.ndarray  # int16; for a complex array, the last axis has real and imaginary parts
-    # The first entries along all axes, int32: they have no differences of this order, and may exceed 16 bits.
+    # int32; the first entries along all axes, which have no differences of this order, and may exceed 16 bits
     corner: np.ndarray
     step: float
-    # Order of the differences along the first axis. The first entries have differences along the next axis.
+    # Order of the differences along the first axis. For the first entries, differences along the next axis are stored.
     order: int
-    relative: bool  # whether the difference from the preceding array was coded
+    relative: bool  # whether the difference from the preceding array is coded
 
     def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
         """Return the array, with an error of at most half a step per entry; `before`: the preceding array."""
@@ -79,7 +80,7 @@ class Coded(NamedTuple):
 
 
 def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
-    """Return an array, or its difference from a similar `before`, in 16 bits per entry; None if it isn't finite."""
+    """Return an array, or its difference from a similar array `before`, in 16 bits per entry; None if it isn't finite."""
     entries = _real(array)
     axes = _axes(entries.ndim, array.dtype)
     before = None if before is None else _real(before)
@@ -112,7 +113,7 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
 def _by_compiled_passes(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the results of `_by_numpy`, computed by compiled loops except for the first few rows."""
+    """Return the same as `_by_numpy`, computed by compiled loops except for the first few rows."""
     numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
     found = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
     first, corner, most = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
@@ -136,7 +137,7 @@ def _by_numpy(
 
 
 def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the largest absolute value of each row, and of its change from `before`; NaN if the row contains NaN."""
+    """Return the maximum absolute value of each row, and that of its change from `before`; NaN if the row contains NaN."""
     sizes = np.abs(field), np.abs(field - before)
     return tuple(each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)
 
@@ -144,13 +145,13 @@ def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, ...]
 def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least: float) -> tuple[float, int]:
     """Return the smallest step, at least `least`, and its order of differences, estimated near the largest entry."""
     top = np.abs(entries[row] if before is None else entries[row] - before[row])
-    place = row, *np.unravel_index(np.argmax(top), top.shape)
-    near = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in place)
-    sample = entries[near] if before is None else entries[near] - before[near]
+    index = row, *np.unravel_index(np.argmax(top), top.shape)
+    nearby = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in index)
+    sample = entries[nearby] if before is None else entries[nearby] - before[nearby]
     steps = []
     for order in range(min(_HIGHEST + 1, len(sample))):
         sample = np.diff(sample, axis=0) if order else sample
-        # The estimate is increased by half, since differences may be larger elsewhere.
+        # The factor 1.5 is a margin, since differences may be larger elsewhere.
         steps.append((max(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order), least), order))
     return min(steps)
 
@@ -164,7 +165,7 @@ def _real(array: np.ndarray) -> np.ndarray:
 def _add_up(layers: np.ndarray) -> None:
     if layers.size < _WIDE * len(layers):
         np.cumsum(layers, 0, out=layers)
-    else:  # layer by layer, which is faster than NumPy's sums across rows
+    else:  # adding layer by layer is faster than NumPy's sums across rows
         for k in range(1, len(layers)):
             layers[k] += layers[k - 1]
 
@@ -191,20 +192,20 @@ def own(leaf: Array) -> Any:
 class Packed(NamedTuple):
     """A stored leaf of a state."""
 
-    arrays: list[Any]  # the leaf, or its coded form
-    dtype: Any = None  # the leaf's dtype, if it is stored in a smaller one
+    arrays: list[Any]  # the leaf, or `differences` and `corner` of its coded form
+    dtype: Any = None  # the leaf's dtype, if the stored dtype is smaller
     code: tuple[float, int, bool] | None = None  # `step`, `order` and `relative` of its coded form
     device: Any = None  # the leaf's device, if it is stored on the host or in a file
 
     def leaf(self, before: Any) -> Any:
-        """Return the leaf in its own precision and on its device; `before`: the preceding leaf."""
+        """Return the leaf in its original dtype; `before`: the preceding leaf."""
         if self.code is not None:
             return Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype, before)
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
 
 
 def _packed(leaf: Array, before: Any, schedule: CheckpointSchedule) -> Packed:
-    """Return a leaf in its stored form: itself, or a smaller copy; compressed leaves are on the host."""
+    """Return a leaf in its stored form: the leaf itself, or a smaller copy; only leaves on the host are compressed."""
     dtype = getattr(leaf, "dtype", None)
     if schedule.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
         similar = isinstance(before, np.ndarray) and (before.shape, before.dtype) == (leaf.shape, leaf.dtype)
@@ -238,19 +239,19 @@ class Snapshots:
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
-                "which don't fit into CheckpointSchedule(dtype='float32'). Scale the state, or leave dtype out."
+                "which don't fit into CheckpointSchedule(dtype='float32'). Scale the state, or omit dtype."
             ) from error
         leaves = [each._replace(device=device) for each, device in zip(leaves, devices)]
         if on_disk:
             self._files[number] = self._written(number, leaves)
         else:
-            # Copies, since a step may return the same buffer each time.
+            # Uncompressed leaves are copied, since a step may return the same buffer each time.
             self._memory[number] = [
                 each._replace(arrays=[own(leaf)]) if each.arrays[0] is leaf else each for each, leaf in zip(leaves, state)
             ]
 
     def state(self, number: int, last: bool) -> list[Array]:
-        """Return a state; release it if this is its last use."""
+        """Return a stored state; release it if `last`."""
         if number in self._memory:
             found = self._memory.pop(number) if last else self._memory[number]
         else:
@@ -258,7 +259,7 @@ class Snapshots:
         leaves: list[Any] = []
         before = None
         for each in found:
-            # Each leaf may be coded as a difference from the preceding one.
+            # A leaf may be coded as the difference from the preceding one.
             before = each.leaf(before)
             leaves.append(before if each.device is None else each.device.to_device(before))
         return leaves
@@ -271,7 +272,7 @@ class Snapshots:
         return read
 
     def _written(self, number: int, leaves: Sequence[Packed]) -> tuple[str, list[Packed]]:
-        """Write the arrays of a state to a file; return its name, and the remaining data of the state."""
+        """Write the arrays of a state to a file; return the file's name, and the leaves without their arrays."""
         try:
             if self._folder is None:
                 # The folder is removed together with this object, even if no gradient is computed.
@@ -281,8 +282,8 @@ class Snapshots:
                 for array in (array for each in leaves for array in each.arrays):
                     np.save(file, to_host(array), allow_pickle=False)
         except OSError as error:
-            place = self._folder.name if self._folder is not None else self._schedule.directory
-            text = f"timestepping.scan: the state before step {number} can't be written in {place}: {error.strerror}. "
+            folder = self._folder.name if self._folder is not None else self._schedule.directory
+            text = f"timestepping.scan: the state before step {number} can't be written in {folder}: {error.strerror}. "
             raise OSError(error.errno, f"{text}Name another folder by CheckpointSchedule(directory=...).") from error
         devices = [each.device or arrays_of(each.arrays[0]) for each in leaves]
         empty = [each._replace(arrays=[None] * len(each.arrays)) for each in leaves]

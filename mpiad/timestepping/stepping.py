@@ -1,8 +1,8 @@
-"""Steps of a loop on lists of arrays: the user's steps with checks, and the same steps with tangents.
+"""Steps of a loop on lists of arrays: the user's steps with checks, and these steps with tangents.
 
-If the step function is compiled, several steps may run as one program. Separate programs copy fields into the buffers
-in which halos are exchanged, but within one program a field is computed directly in the memory that the next step
-reads. One program also accumulates the cotangents of parameters in loops, and has the overhead of Python only once.
+If the step function is compiled, several steps may run as one program. Separate programs copy fields into the buffers in
+which halos are exchanged, but within one program a field is computed directly in the memory that the next step reads. One
+program also accumulates the cotangents of parameters in compiled loops, and has the overhead of Python only once.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Arguments(NamedTuple):
     """The arguments of a loop, as lists of leaves."""
 
     state: list[Any]  # the state before the first step
-    inputs: list[Any]  # with one entry per step along the first axis
-    params: list[Any]  # the same in all steps
+    inputs: list[Any]  # arrays with one entry per step along the first axis
+    params: list[Any]  # arguments that are the same in all steps
 
     def all(self) -> list[Any]:
         """Return all leaves in one list."""
         return [*self.state, *self.inputs, *self.params]
 
     def like(self, leaves: Sequence[Any]) -> Arguments:
-        """Return other leaves, given in one list, as arguments of the same structure."""
+        """Return the leaves of one list as arguments of the same structure."""
         a, b = len(self.state), len(self.state) + len(self.inputs)
         return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
 
     def at(self, span: Span, state: list[Any]) -> Arguments:
-        """Return the arguments of the steps of a span: the given state, their entries of the inputs, and all params."""
+        """Return the arguments of the steps in a span: the given state, their entries of the inputs, and all params."""
         first, stop = span
-        # The entries of a single step have no axis for steps.
+        # The input of a single step has no axis for steps.
         entries = first if stop == first + 1 else slice(first, stop)
         return Arguments(state, [leaf[entries] for leaf in self.inputs], self.params)
 
@@ -58,10 +58,10 @@ Stepping: TypeAlias = "UserStepping | TangentStepping"
 
 
 def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
-    """Yield spans of steps that run together, from the first to the last."""
+    """Yield the spans of steps that run together, in order."""
     while first < stop:
         count = stepping.together
-        # The remaining steps run one by one, since another number of steps would need another program.
+        # Remaining steps run one by one, since a different number of steps would need another program.
         span = Span(first, first + count if count <= stop - first else first + 1)
         yield span
         first = span.stop
@@ -75,7 +75,7 @@ class CompiledFunction(Protocol):
 
     @property
     def operations(self) -> int:
-        """The number of operations of the largest program; 0 if there is none yet, or some call can't be compiled."""
+        """The number of operations of the largest program; 0 if there is no program yet, or if a call can't be compiled."""
         ...
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Any:
@@ -88,25 +88,26 @@ class UserStepping:
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether several steps may become one program. (`length`: the number of steps that the loop records at once.)
+        # Whether several steps may be compiled into one program. (`length`: the number of steps that the loop records at
+        # once.)
         self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
-        rest, self._build_params = flatten(params)
-        self.args = Arguments(leaves, entries, rest)
-        # Builds the pytree of observed values from leaves; known after a step.
-        self.build_seen: Callable[[list[Any]], Any] | None = None
+        constants, self._build_params = flatten(params)
+        self.args = Arguments(leaves, entries, constants)
+        # Builds the pytree of observed values from its leaves; None before the first step.
+        self.build_observed: Callable[[list[Any]], Any] | None = None
         self._specs = [_spec(leaf) for leaf in leaves]
         # The paths of the state's leaves in the user's pytree, for errors.
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
     @property
     def together(self) -> int:
-        """The number of steps that can run together: 1 before the first step, or without a program of several steps."""
+        """The number of steps that can run together: 1 before the first step, or if several steps can't be compiled."""
         if not self._compiled or tracing.recorder is not None or not self._advance.operations:
             return 1
         length, most = self._length, min(_MAX_STEPS, self._length, max(_MAX_OPERATIONS // self._advance.operations, 1))
-        # The number with the smallest remainder is best, since the remaining steps run one by one.
+        # The number with the smallest remainder is chosen, since the remaining steps run one by one.
         count = min(range(most, most // 2, -1), key=lambda count: length % count)
         return count if count > 1 and not self._several(count).refused else 1
 
@@ -116,21 +117,20 @@ class UserStepping:
         key = observe, has_inputs, count
         return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, has_inputs, count), True)
 
-    def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after some steps, and the values observed after each; raise an error if states don't match."""
-        params = self._build_params(now.params)
-        entry = (self._build_input(now.inputs),) if self._has_inputs else ()
+    def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[list[Array]]]:
+        """Return the state after a span of steps, and the values observed after each step; raise if a state is invalid."""
+        params = self._build_params(args.params)
+        entry = (self._build_input(args.inputs),) if self._has_inputs else ()
         first, stop = span
         if stop > first + 1:
             several = self._several(stop - first)
-            state, observed = several(self.build_state(now.state), first, *(entry or (None,)), params)
+            state, observed = several(self.build_state(args.state), first, *(entry or (None,)), params)
         else:
-            state = self._advance(self.build_state(now.state), first, *entry, *params)
+            state = self._advance(self.build_state(args.state), first, *entry, *params)
             observed = [] if self._observe is None else [self._observe(state, first, *params)]
         rows = []
         for each in observed:
-            # The structure of observed values is known only after a step.
-            leaves, self.build_seen = flatten(each)
+            leaves, self.build_observed = flatten(each)
             rows.append(leaves)
         return self._checked(flatten(state)[0], stop - 1), rows
 
@@ -142,20 +142,20 @@ class UserStepping:
             )
         for leaf, spec, name in zip(leaves, self._specs, self._names):
             if not is_variable(leaf) or _spec(leaf) != spec:
-                # The message shows the plain value, since the text of a traced value would be uninformative.
+                # The message shows the plain value, since the repr of a traced value is uninformative.
                 raise _wrong_state(stop_gradient(leaf), spec, name, number)
         return leaves
 
 
 def _spec(leaf: Array) -> Spec:
     spec = spec_like(leaf)
-    # In a function that is being compiled, a host array may be a traced array after a step: both get the same spec.
+    # In a function that is being compiled, a host array may become a traced array in a step: both get the same spec.
     return spec._replace(arrays=None) if spec.arrays is not None and spec.arrays.takes_host_arrays else spec
 
 
 def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
-    known = hasattr(leaf, "dtype")
-    found = f"dtype {leaf.dtype} and shape {leaf.shape}" if known else f"{type(leaf).__name__} {leaf!r:.40}"
+    is_array = hasattr(leaf, "dtype")
+    found = f"dtype {leaf.dtype} and shape {leaf.shape}" if is_array else f"{type(leaf).__name__} {leaf!r:.40}"
     text = (
         f"timestepping.scan: step must return a state like its argument u: {name} has dtype {spec.dtype} and shape "
         f"{spec.shape}, but step {number} returned {found}."
@@ -166,11 +166,11 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
 
 
 class TangentStepping(NamedTuple):
-    """Steps with tangents of the state, some inputs and some parameters; in each list the tangents follow the values."""
+    """Steps with tangents of the state, some inputs and some parameters; each list has values, then tangents."""
 
     plain: Stepping
     counts: tuple[int, int, int]  # numbers of leaves of state, inputs and params, without tangents
-    # `inputs`, `params`: positions of the leaves with tangents.
+    # `inputs`, `params`: indices of the leaves with tangents.
     inputs: list[int]
     params: list[int]
 
@@ -179,19 +179,18 @@ class TangentStepping(NamedTuple):
         """The number of steps that can run together."""
         return self.plain.together
 
-    def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after some steps and the values observed after each, each followed by its tangents."""
+    def run(self, span: Span, args: Arguments) -> tuple[list[Array], list[list[Array]]]:
+        """Return the state after a span of steps, and the values observed after each step, both followed by tangents."""
         a, b, c = self.counts
-        # Tangents follow the values, so a loop with tangents is an ordinary loop over more arrays.
-        leaves = [*now.state[:a], *now.inputs[:b], *now.params[:c]]
-        places = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
-        tangents = [*now.state[a:], *now.inputs[b:], *now.params[c:]]
+        leaves = [*args.state[:a], *args.inputs[:b], *args.params[:c]]
+        indices = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
+        tangents = [*args.state[a:], *args.inputs[b:], *args.params[c:]]
 
         def called(leaves: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
-        (state, observed), (along, observed_along) = trace_forwards(called, Variables(leaves, places, list), tangents)
-        return [*state, *along], [[*values, *changes] for values, changes in zip(observed, observed_along)]
+        (state, rows), (state_tangents, row_tangents) = trace_forwards(called, Variables(leaves, indices, list), tangents)
+        return [*state, *state_tangents], [[*row, *row_tangent] for row, row_tangent in zip(rows, row_tangents)]
 
 
 def _steps(advance: Function, observe: Function | None, has_inputs: bool, count: int) -> Function:

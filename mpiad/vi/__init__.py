@@ -1,4 +1,4 @@
-"""Variational inference: the root draws parameters and updates the posterior, all ranks run the model."""
+"""Variational inference: the root draws parameters and updates the posterior; all ranks evaluate the model."""
 
 from mpiad.vi.flows.coupling import AffineCoupling
 from mpiad.vi.flows.flow import Flow, LULinear, Planar

@@ -4,8 +4,8 @@ With draws θ = T(ε; φ), the pathwise gradient is the mean of (∂loss/∂θ)�
 (loss_s - b_s) ∂ log q(θ_s; φ)/∂φ; the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
 
 KL is computed in closed form, or as the mean of log q - log p at the draws. The estimator "path" omits the explicit
-dependence of log q on φ, whose gradient has mean zero. Then the noise of the gradient vanishes as q approaches the exact
-posterior (Roeder, Wu and Duvenaud, 2017).
+dependence of log q on φ, whose gradient has mean zero. With "path" the noise of the gradient vanishes as q approaches the
+exact posterior (Roeder, Wu and Duvenaud, 2017).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpiad.vi.prior import Prior
 
 
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
-    """Return whether KL(q‖prior) has a closed form: if both distributions are normal."""
+    """Return whether KL(q‖prior) has a closed form, that is, whether both distributions are normal."""
     # Types are compared, not attributes, which may have another meaning in a user's class.
     known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
     return known and prior.normal is not None
@@ -37,12 +37,12 @@ def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     """Return KL(q‖prior) of two normal distributions."""
     mean, covariance = posterior.moments(params)
     center, inverse = prior.inverse.like(mean)
-    # KL = ½ (tr(Σₚ⁻¹ Σ_q) + gapᵀ Σₚ⁻¹ gap - dim + log det Σₚ - log det Σ_q).
-    gap = mean - center
-    log_volume = 2 * np.sum(params["log_sd"])  # exp(log_sd) is the diagonal of L
-    trace = np.sum(inverse * covariance)  # of the product, since both are symmetric
-    log_volume_of_prior = float(numpy.linalg.slogdet(prior.normal[1])[1])
-    return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(center) + log_volume_of_prior - log_volume)
+    # KL = ½ (tr(Σₚ⁻¹ Σ_q) + differenceᵀ Σₚ⁻¹ difference - dim + log det Σₚ - log det Σ_q).
+    difference = mean - center
+    log_det = 2 * np.sum(params["log_sd"])  # exp(log_sd) is the diagonal of L
+    trace = np.sum(inverse * covariance)  # of the matrix product, since both factors are symmetric
+    log_det_of_prior = float(numpy.linalg.slogdet(prior.normal[1])[1])
+    return 0.5 * (trace + np.dot(difference, np.dot(inverse, difference)) - len(center) + log_det_of_prior - log_det)
 
 
 class Terms(NamedTuple):
@@ -62,55 +62,55 @@ class Objective(NamedTuple):
     divergence: str  # {"closed", "draws", "path"}
 
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[Terms, Tree]:
-        """Return the objective's terms and its gradient; `noise` is on the parameters' device, `found` on the host."""
+        """Return the terms of the objective and its gradient; `noise` is on the parameters' device, `found` on the host."""
         leaves, build = flatten(params)
-        places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+        indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         kept = found.kept
         noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
-        parts: list[float] = []
+        divergences: list[float] = []
 
         def surrogate(params: Tree) -> Array:
-            """Return a number whose gradient is the estimator; store the value of KL in `parts`."""
-            theta_of, log_q = self.posterior.draw(params, noise)
-            divergence = self._divergence(params, theta_of, log_q)
-            parts.append(float(to_host(stop_gradient(divergence))))
-            model = self._model_term(params, theta_of, found)
+            """Return a number whose gradient is the estimator; append the value of KL to `divergences`."""
+            theta, log_q = self.posterior.draw(params, noise)
+            divergence = self._divergence(params, theta, log_q)
+            divergences.append(float(to_host(stop_gradient(divergence))))
+            model = self._model_term(params, theta, found)
             return model + self.w * divergence if self.w else model
 
-        variables = Variables(leaves, places, build)
+        variables = Variables(leaves, indices, build)
         traced = trace_backwards(surrogate, variables)
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
-        return Terms(float(np.mean(found.values[kept])), parts[0]), variables.filled(gradients, lambda leaf: None)
+        return Terms(float(np.mean(found.values[kept])), divergences[0]), variables.filled(gradients, lambda leaf: None)
 
-    def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:
+    def _model_term(self, params: Tree, theta: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.kept], found.gradients[found.kept]
         if self.gradient == "pathwise":
-            # Linear in θ, with the model's gradients as constants; its gradient is that of the chain rule.
-            return np.sum(to_device_of(gradients, stop_gradient(theta_of)) * theta_of) / len(values)
+            # The model's gradients are constants, so this is linear in θ, and its gradient is that of the chain rule.
+            return np.sum(to_device_of(gradients, stop_gradient(theta)) * theta) / len(values)
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
         # The score is the derivative of log q with respect to φ at a constant θ.
-        constant = stop_gradient(theta_of)
+        constant = stop_gradient(theta)
         return np.mean(to_device_of(values - others, constant) * self.posterior.log_prob(params, constant))
 
-    def _divergence(self, params: Tree, theta_of: Array, log_q: Array) -> Array:
+    def _divergence(self, params: Tree, theta: Array, log_q: Array) -> Array:
         if self.divergence == "closed":
             return closed_form(self.posterior, params, self.prior)
         if self.divergence == "path":
-            # With constant parameters, only the dependence through θ remains.
-            log_q = self.posterior.log_prob(stop_gradient(params), theta_of)
-        log_p = self.prior.log_prob(theta_of)
-        wrong = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
-        outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if wrong else 0
+            # With constant params, only the dependence of log q on φ through θ remains.
+            log_q = self.posterior.log_prob(stop_gradient(params), theta)
+        log_p = self.prior.log_prob(theta)
+        not_finite = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
+        outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if not_finite else 0
         if outside:
             raise FloatingPointError(
-                f"VI: the prior's density is zero at {outside} of {len(theta_of)} draws, so that KL(q‖prior) is infinite. "
+                f"VI: the prior's density is zero at {outside} of {len(theta)} draws, so that KL(q‖prior) is infinite. "
                 "Use a posterior within the prior's support (let the loss transform unbounded parameters), or a prior "
                 "without bounds."
             )
-        if wrong:
+        if not_finite:
             raise FloatingPointError(
-                f"VI: the prior's log density is NaN or infinite at {wrong} of {len(theta_of)} draws, which are finite. "
+                f"VI: the prior's log density is NaN or infinite at {not_finite} of {len(theta)} draws, which are finite. "
                 "Correct log_prob of the prior."
             )
         return np.mean(log_q - log_p)

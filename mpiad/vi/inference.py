@@ -32,7 +32,7 @@ from mpiad.vi.result import VIResult
 
 
 class Optimizer(Protocol):
-    """The interface of optimizers, which those of `mpiad.parallel` have."""
+    """The interface of optimizers; the optimizers of `mpiad.parallel` implement it."""
 
     def setup(self, params: Tree) -> Any:
         """Return the state before the first update."""
@@ -46,15 +46,15 @@ class Verdict(NamedTuple):
     """The root's message to all ranks after an epoch."""
 
     ends: bool
-    error: Exception | None  # can be pickled
+    error: Exception | None  # supports pickling
 
 
 class Ended(NamedTuple):
     """The root's message to all ranks after the last epoch, with arrays on the host."""
 
-    params: Tree  # reported
-    best: Tree  # of the epoch with the lowest objective
-    on_device: bool  # whether they are on a device on the root
+    params: Tree  # the reported parameters
+    best: Tree  # the parameters of the epoch with the lowest objective
+    on_device: bool  # whether the root's parameters are on a device
     history: dict[str, list]
     epochs: int
     best_epoch: int
@@ -64,8 +64,8 @@ class Ended(NamedTuple):
 class Training:
     """The state of a fit, on the root: variational parameters and their history.
 
-    `patience`: number of epochs without improvement after which the run ends. `average`: whether the average over the last
-    epochs is reported. `failure`: the exception that ended the run, or None.
+    `patience`: the number of epochs without improvement after which the run ends. `average`: whether the reported
+    parameters are the average over the last epochs. `failure`: the exception that ended the run, or None.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Training:
         self.failure: Exception | None = None
 
     @property
-    def found(self) -> tuple[Tree, Tree]:
+    def reported_and_best(self) -> tuple[Tree, Tree]:
         """Return the reported parameters and the best ones."""
         return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Return noise on the parameters' device, and draws on the host; after an exception, store it, and return NaN."""
+        """Return noise on the parameters' device, and draws on the host; store an exception, and return NaN as draws."""
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
             with np.errstate(all="ignore"):
@@ -98,8 +98,8 @@ class Training:
                 theta = np.ascontiguousarray(found, dtype=float)
             if theta.shape != noise.shape:
                 raise ValueError(
-                    f"VI: the posterior's draw must return draws of the shape of the noise, {noise.shape}, but they have "
-                    f"shape {theta.shape}."
+                    f"VI: the posterior's draw must return draws of the same shape as the noise, {noise.shape}, but "
+                    f"returned shape {theta.shape}."
                 )
         except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
             self._fail(error)
@@ -107,7 +107,7 @@ class Training:
         return noise, theta
 
     def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
-        """Make an update, or store the reason why the run ends."""
+        """Update the variational parameters, or store the reason for the end of the run."""
         if self.failure is not None:
             return
         try:
@@ -136,11 +136,11 @@ class Training:
             counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
             raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
         terms, gradient = self._objective.value_and_gradient(self._params, noise, found)
-        value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # it may be infinite
+        value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # may be infinite
         row = (value, terms.loss, terms.divergence, found.raised + found.not_finite, time.perf_counter() - self._start)
         for column, entry in zip(self.history.values(), row):
             column.append(entry)
-        # `value` is that of the parameters before the update.
+        # `value` is the objective before the update.
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
@@ -167,7 +167,7 @@ class Training:
         """Return the root's message to all ranks at the end."""
         epochs = len(self.history["objective"])
         message = self._message or f"all {n_epochs} epochs were made"
-        params, best = map(to_host, self.found)
+        params, best = map(to_host, self.reported_and_best)
         return Ended(params, best, on_device(self._params) is not None, self.history, epochs, self._best_epoch, message)
 
 
@@ -177,15 +177,15 @@ _ETA = 8
 class Average:
     """The average of the variational parameters over the last part of a run, updated after each epoch.
 
-    At a constant learning rate the noise of the draws keeps the parameters from converging, and the mean of many epochs is
-    closer to the optimum than any single one (Polyak and Juditsky, 1992; for variational inference, Dhaka et al., 2020).
-    The first epochs, far from the optimum, must have small weights. So after epoch k the average moves towards the newest
-    parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η ("polynomial-decay averaging", Shamir
-    and Zhang, 2013). This takes one copy of the parameters and doesn't depend on the number n of epochs. For η = 8 mean age
-    and variance are those of the plain mean of the last fifth of the epochs: the mean age is n / (η + 2) = n / 10, and the
-    sum of the squared weights (η + 1)² / (2η + 1) / n ≈ 5 / n.
+    At a constant learning rate the noise of the draws keeps the parameters from converging, and the mean of the parameters
+    of many epochs is closer to the optimum than those of any single epoch (Polyak and Juditsky, 1992; for variational
+    inference, Dhaka et al., 2020). The first epochs, far from the optimum, must have small weights. So after epoch k the
+    average moves towards the newest parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η
+    ("polynomial-decay averaging", Shamir and Zhang, 2013). This needs one copy of the parameters, and not the total number
+    n of epochs. For η = 8, the mean age and the variance are those of the plain mean of the last fifth of the epochs: the
+    mean age is n / (η + 2) = n / 10, and the sum of the squared weights (η + 1)² / (2η + 1) / n ≈ 5 / n.
 
-    `params`: the average; leaves that aren't floats are the newest ones.
+    `params`: the average; leaves that aren't floating-point variables are the newest ones.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ def _all_finite(params: Tree) -> bool:
     flags: list[Any] = [np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]
     device_flags = [flag for flag in flags if is_device_array(flag)]
     host_is_finite = all(bool(flag) for flag in flags if not is_device_array(flag))
-    # One flag for all leaves on a device, since each copy to the host waits for the device.
+    # The flags of leaves on a device are reduced there, since each copy to the host waits for the device.
     return host_is_finite and (not device_flags or bool(to_host(np.all(np.stack(device_flags)))))
 
 
@@ -232,33 +232,34 @@ class VI:
         ``loss(theta, data)`` returns one real number for parameters of shape (dim,). For the Bayesian posterior it is the
         negative log likelihood, with ``w=1``. Each draw is evaluated on one rank, so communication on `comm` inside
         `loss` ends the run with a WorkerError; use MPI.COMM_SELF instead (``Domain(..., comm=MPI.COMM_SELF)``). For
-        pathwise gradients it must be differentiable, that is, written with autograd.numpy.
-    posterior : MeanFieldGaussian, FullRankGaussian, Flow, or anything with `dim`, `initial`, `draw` and `log_prob`
-    prior : frozen distribution of scipy.stats, (name, *arguments), a sequence of them, or anything with `log_prob`
-        As for `Prior`.
+        pathwise gradients the loss must be differentiable, that is, written with autograd.numpy.
+    posterior : MeanFieldGaussian, FullRankGaussian, Flow, or an object with `dim`, `initial`, `draw` and `log_prob`
+    prior : frozen distribution of scipy.stats, (name, *arguments), a sequence of them, or an object with `log_prob`
+        The prior, as the argument of `Prior`.
     optimizer : object
-        Anything with ``setup(params) -> state`` and ``update(state, params, gradient) -> (state, params)``, such as
+        An object with ``setup(params) -> state`` and ``update(state, params, gradient) -> (state, params)``, such as
         `mpiad.parallel.Adam`.
     w : float
-        The weight of the divergence.
+        The weight of KL(q‖prior), not negative.
     n_samples_per_epoch : int
         The number of draws per epoch, on all ranks together.
     gradient : {"pathwise", "score"}
-        "pathwise": derivatives of the loss. "score": the score-function estimator, for losses that can't be differentiated,
-        which needs more draws.
+        The estimator of the gradient. "pathwise": uses derivatives of the loss. "score": the score-function estimator,
+        which needs more draws, for losses that can't be differentiated.
     divergence : {"auto", "closed", "draws", "path"}
-        "closed": KL in closed form. "draws": estimated from the epoch's draws. "path": like "draws", without the part
-        of the gradient whose mean is zero, so that the noise vanishes near an exact posterior. "auto": "closed" if
-        posterior and prior are normal, else "draws".
+        The computation of KL. "closed": in closed form. "draws": estimated from the epoch's draws. "path": like "draws",
+        but the gradient omits a part whose mean is zero, so that its noise vanishes as q approaches the exact posterior.
+        "auto": "closed" if posterior and prior are normal, else "draws".
     schedule : {"even", "dynamic"}
         "even": all ranks, including the root, get equal shares of the draws. "dynamic": a free rank other than the root
         gets the next draw, for models whose evaluations take different times.
     devices : sequence of str, optional
-        A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `theta` is on this GPU, and the value of `loss`
-        may be there, too; `loss` must copy `data` itself.
+        A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `theta` is on this GPU, and `loss` may return a
+        value on this GPU; `loss` must copy `data` to the GPU itself.
     seed : int
         Seed of all draws.
     root : int
+        The rank that draws parameters and updates the posterior.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -268,8 +269,8 @@ class VI:
 
     Notes
     -----
-    All draws are made on the root, from noise that is generated on the host, by a new generator for each epoch. They don't
-    depend on the number of ranks, and on devices only by rounding.
+    In each epoch the root computes the draws from noise that a new generator of this epoch makes on the host. The draws
+    don't depend on the number of ranks, and they depend on devices only by rounding.
 
     Examples
     --------
@@ -278,7 +279,7 @@ class VI:
     >>> loss = lambda theta, data: np.sum((theta[0] - data) ** 2) / 2
     >>> inference = VI(loss, MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), divergence="path")
     >>> result = inference.run(np.array([1.0, 2.0, 3.0]), n_epochs=80)
-    >>> print(np.round(result.mean(), 1), np.round(result.sd(), 1))  # exactly: 6/4, and the root of 1/4
+    >>> print(np.round(result.mean(), 1), np.round(result.sd(), 1))  # exactly 6/4, and the square root of 1/4
     [1.5] [0.5]
     """
 
@@ -309,13 +310,13 @@ class VI:
         self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), int(n_samples_per_epoch)
         self.gradient, self.schedule, self.seed, self.root, self.comm = gradient, schedule, seed, root, comm
         self.devices = devices
-        known = has_closed_form(posterior, self.prior)
-        if divergence == "closed" and not known:
+        has_formula = has_closed_form(posterior, self.prior)
+        if divergence == "closed" and not has_formula:
             raise ValueError(
                 "VI: divergence='closed' needs a Gaussian posterior and a normal prior, but got "
                 f"{type(posterior).__name__} and {prior!r:.60}."
             )
-        self.divergence = ("closed" if known else "draws") if divergence == "auto" else divergence
+        self.divergence = ("closed" if has_formula else "draws") if divergence == "auto" else divergence
 
     def run(
         self,
@@ -334,7 +335,7 @@ class VI:
         Parameters
         ----------
         data : object
-            This rank's data, which are passed to `loss`. If they hold device arrays, `theta` is on their device, too.
+            This rank's data, which are passed to `loss`. If the data contain device arrays, `theta` is on the same device.
         n_epochs : int
             Maximum number of updates.
         max_epochs_without_improvement : int, optional
@@ -342,15 +343,15 @@ class VI:
             number ends the run too early: use several tens.
         params : pytree of arrays, optional
             Initial variational parameters; by default those of `posterior.initial`. Used on the root only. If they are on a
-            device, draws, densities and updates are computed there, and the result's parameters are there.
+            device, then draws, densities, updates and the result's parameters are on this device, too.
         n_samples : int
             The number of draws in the result.
         callback : callable, optional
             ``callback(epoch, objective, params)`` is called on the root after each epoch. It mustn't communicate. If it
             raises StopIteration, the run ends on all ranks.
         average : bool
-            Whether to report the average of the variational parameters over about the last fifth of the epochs. With False
-            those after the last epoch are reported, for parameters whose mean has no meaning, such as angles.
+            Whether to report the average of the variational parameters over about the last fifth of the epochs. With
+            False the parameters after the last epoch are reported; use it if means have no meaning, as for angles.
         progress : bool
             Whether the root shows on standard error the number of completed epochs and the remaining time.
 
@@ -364,10 +365,10 @@ class VI:
         TypeError, ValueError
             On all ranks, if an argument is invalid, or arguments differ between ranks.
         WorkerError
-            On all ranks, if the model raised for all draws of an epoch, with the first traceback.
+            On all ranks, if the model raised or wasn't finite at all draws of an epoch, with the first traceback.
         FloatingPointError
             On all ranks, if variational parameters or draws aren't finite (the learning rate may be too large), or if the
-            prior's density is zero at a draw.
+            prior's density is zero at a draw, or its logarithm isn't finite.
 
         Ranks
         -----
@@ -381,7 +382,7 @@ class VI:
         training = None
         with raising_together(used, Exception):
             if used.rank == root:
-                # default_rng(seed) would be the generator of epoch 0.
+                # A separate generator: default_rng(seed) would be the generator of epoch 0.
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
                 _require_one_device(start, model.device, call)
@@ -390,14 +391,14 @@ class VI:
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
-        # No epoch has this number, so these draws are independent of the fit. All ranks make the same draws.
+        # This generator differs from those of all epochs, so the draws are independent of the fit. All ranks make the same.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
         # The root keeps its own arrays; other ranks copy them to the device of their model, if it has one.
         kept = model.to_device(ended.params, ended.best) if ended.on_device else (ended.params, ended.best)
-        found, best = kept if training is None else training.found
+        reported, best = kept if training is None else training.reported_and_best
         return VIResult(
-            self.posterior, found, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
+            self.posterior, reported, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
         )
 
     def _epochs(self, used: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, bar: Any) -> None:
@@ -426,7 +427,7 @@ class VI:
             bar.close()
 
     def _fail(self, used: Channel, model: Model, error: Exception) -> None:
-        """Raise the run's exception on all ranks, with the first traceback if the model raised for all draws."""
+        """Raise the run's exception on all ranks; a WorkerError gets the first traceback if the model raised."""
         found = model.first_trace(self.comm) if isinstance(error, WorkerError) else None
         if found is not None:
             rank, trace = found
@@ -464,19 +465,21 @@ class VI:
         params : pytree of arrays
             Variational parameters; those on a device are copied to the host.
         data : object
+            This rank's data, which are passed to `loss`.
         n_samples : int
+            The number of draws.
 
         Returns
         -------
         (float, float)
-            The same on all ranks.
+            The estimate and its standard error, the same on all ranks.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if `n_samples` isn't a positive integer, or differs between ranks.
+            On all ranks, if `n_samples` isn't a positive integer, or if it, the seed or the root differs between ranks.
         WorkerError
-            On all ranks, if the model raised for all draws.
+            On all ranks, if the model raised or wasn't finite at all draws.
 
         Ranks
         -----
@@ -524,7 +527,7 @@ def _require_count(value: object, name: str) -> None:
 
 
 def _require_one_device(params: Tree, device: int | None, call: str) -> None:
-    """Raise if variational parameters are on several devices, not on this rank's device, or in an unknown object."""
+    """Raise if variational parameters are on several devices, not on this rank's device, or not in a pytree."""
     refuse_objects(params, "params", call)
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
     namespaces = [arrays_of(leaf) for leaf in leaves]
@@ -539,7 +542,7 @@ def _require_one_device(params: Tree, device: int | None, call: str) -> None:
         )
     if device is not None and first.device != device:
         raise ValueError(
-            f"{call}: variational parameters are on device {first.device}, but that of the root in devices= is "
+            f"{call}: variational parameters are on device {first.device}, but the root's device in devices= is "
             f"cuda:{device}. Pass mpiad.device.to_device(params, {device})."
         )
 
@@ -557,11 +560,11 @@ def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | N
         name = str(names[used.rank])
         if name == "cpu":
             return None
-        wrong = f"{call}: rank {used.rank} has no device {name!r}: "
+        prefix = f"{call}: rank {used.rank} has no device {name!r}: "
         found = re.fullmatch(r"cuda:(\d+)", name)
         if found is None:
-            raise ValueError(f"{wrong}names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
+            raise ValueError(f"{prefix}valid names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
         try:
             return select(int(found[1]))
         except (ImportError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{wrong}{error}") from error
+            raise ValueError(f"{prefix}{error}") from error

@@ -1,4 +1,4 @@
-"""Evaluation of the model at draws, distributed over the ranks: values, gradients and exceptions."""
+"""The evaluation of the model at draws, distributed over the ranks: values, gradients and exceptions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Evaluations(NamedTuple):
     gradients: Array  # shape (S, dim)
     kept: Array  # bool, shape (S,); False for draws that failed
     raised: int  # number of draws at which the model raised
-    not_finite: int  # number of draws at which it wasn't finite
+    not_finite: int  # number of draws at which the value or the gradient wasn't finite
 
 
 class Model:
@@ -46,7 +46,7 @@ class Model:
         self.trace: str | None = None
 
     def to_device(self, *trees: Tree) -> tuple[Tree, ...]:
-        """Copy pytrees from the host to the device on which the model runs, if there is one."""
+        """Copy pytrees from the host to the model's device; return them unchanged if it has none."""
         if self.device is None and self._like is None:
             return trees
         return tuple(to_device(tree, self.device, like=self._like) for tree in trees)
@@ -54,14 +54,14 @@ class Model:
     def row(self, theta: Array) -> Array:
         """Return value, status and gradient at one draw, as one array."""
         row = np.zeros(2 + len(theta))
-        if not np.isfinite(theta).all():  # the root ends the run
+        if not np.isfinite(theta).all():  # then the root ends the run
             row[1] = _NOT_FINITE
             return row
         try:
             with restoring_state(), suspended():
                 # A copy, because the loss might overwrite the draws, which the update needs.
                 row[0], row[2:] = self._evaluated(np.array(theta))
-        except Exception as error:  # noqa: BLE001  it discards the draw
+        except Exception as error:  # noqa: BLE001  the draw is discarded
             self.trace = self.trace or "".join(traceback.format_exception(error))
             row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
             return row
@@ -88,11 +88,11 @@ class Model:
             raise problem.kind(problem.text)
 
     def evenly(self, theta: Array | None, dim: int, root: Rank, comm: Comm) -> Array | None:
-        """Evaluate the root's draws in equal shares on all ranks, including the root; return all rows on the root."""
-        mine = mpi_scatter(theta, root, axis=0, comm=comm)
+        """Evaluate equal shares of the root's draws on all ranks, including the root; return all rows on the root."""
+        local_draws = mpi_scatter(theta, root, axis=0, comm=comm)
         with channel(comm, "VI.run").evaluating("a draw of VI"):
-            found = [self.row(one) for one in mine]
-        rows = np.array(found).reshape(len(mine), 2 + dim)
+            found = [self.row(point) for point in local_draws]
+        rows = np.array(found).reshape(len(local_draws), 2 + dim)
         gathered = mpi_gather(rows, root, axis=0, comm=comm)
         return gathered if mpi_rank(comm) == root else None
 
@@ -102,7 +102,7 @@ class Model:
         return None if rows is None else np.array(rows)
 
     def first_trace(self, comm: Comm) -> tuple[Rank, str] | None:
-        """Return the first rank on which the model raised, and its first traceback; collective."""
+        """Return the first rank on which the model raised, and the first traceback of this rank; collective."""
         found = channel(comm, "VI.run").data.allgather(self.trace)
         return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
 
@@ -112,7 +112,7 @@ def _plain_number(value: object) -> float:
 
 
 def evaluations_of(rows: Array) -> Evaluations:
-    """Return the evaluations, given the rows of all draws."""
+    """Return the evaluations, given the rows that `Model.row` returned for all draws."""
     status = rows[:, 1]
     # Communication in the model is an error of the program: all draws are discarded.
     if (status == _COMMUNICATED).any():

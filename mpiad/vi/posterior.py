@@ -39,7 +39,7 @@ LOG_2PI = float(numpy.log(2 * numpy.pi))
 
 
 def initial_moments(dim: int, mean: float | Array, sd: float | Array, name: str) -> tuple[Array, Array]:
-    """Return mean and standard deviation, of shape (dim,); raise a ValueError if one isn't positive and finite."""
+    """Return means and standard deviations, of shape (dim,); raise a ValueError if an `sd` isn't positive and finite."""
     means, sds = (numpy.broadcast_to(numpy.asarray(x, float), (dim,)) for x in (mean, sd))
     if not (numpy.all(sds > 0) and numpy.all(numpy.isfinite(sds))):
         raise ValueError(f"{name}: sd must be above zero and finite, but got {sd!r:.80}.")
@@ -54,7 +54,7 @@ class _Gaussian:
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
-    """Return the log densities of draws, given their noise: log N(ε; 0, I) minus the log determinant of L."""
+    """Return log densities of draws, given the scaled noise: log N(ε; 0, I) minus the log determinant of L."""
     return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 
 
@@ -66,7 +66,7 @@ class MeanFieldGaussian(_Gaussian):
     dim : int
         The number of parameters.
     mean, sd : float or array of shape (dim,)
-        Initial values.
+        The initial mean and standard deviation of each parameter.
 
     Examples
     --------
@@ -79,7 +79,7 @@ class MeanFieldGaussian(_Gaussian):
     """
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
-        """Return the initial variational parameters: mean and logarithm of the standard deviation."""
+        """Return the initial variational parameters: the mean and the logarithm of the standard deviation."""
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
@@ -91,7 +91,7 @@ class MeanFieldGaussian(_Gaussian):
         return _log_density((theta - params["mean"]) * np.exp(-params["log_sd"]), params)
 
     def moments(self, params: Tree) -> tuple[Array, Array]:
-        """Return mean and covariance."""
+        """Return the mean and the covariance."""
         return params["mean"], np.diag(np.exp(2 * params["log_sd"]))
 
 
@@ -101,8 +101,9 @@ class FullRankGaussian(_Gaussian):
     Parameters
     ----------
     dim : int
+        The number of parameters.
     mean, sd : float or array of shape (dim,)
-        Initial values, without correlation.
+        The initial mean and standard deviation of each parameter; the initial correlations are zero.
 
     Examples
     --------
@@ -117,12 +118,13 @@ class FullRankGaussian(_Gaussian):
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the initial variational parameters: mean, logarithm of L's diagonal, and the strict lower triangle.
 
-        The triangle is scaled by the diagonal entry of each row, so that one learning rate suits all parameters.
+        Entries of the triangle are in units of the diagonal entry of their row, so that one learning rate suits all
+        parameters.
         """
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd), "below": numpy.zeros((self.dim, self.dim))}
 
     def factor(self, params: Tree) -> Array:
-        """Return L."""
+        """Return the lower triangular factor L of the covariance."""
         scale = np.exp(params["log_sd"])
         return np.diag(scale) + scale[:, None] * np.tril(params["below"], -1)
 
@@ -135,6 +137,6 @@ class FullRankGaussian(_Gaussian):
         return _log_density(np.linalg.solve(self.factor(params), (theta - params["mean"]).T), params, axis=0)
 
     def moments(self, params: Tree) -> tuple[Array, Array]:
-        """Return mean and covariance."""
+        """Return the mean and the covariance."""
         factor = self.factor(params)
         return params["mean"], factor @ factor.T

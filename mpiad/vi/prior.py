@@ -17,10 +17,10 @@ from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
 from mpiad.vi.posterior import LOG_2PI
 
-# Step of a central difference, in units of the distribution's scale: the cube root of the machine epsilon, which balances
-# the errors of truncation (step²) and rounding (epsilon / step).
+# Step of a central difference, in units of the distribution's scale. The cube root of the machine epsilon balances the
+# errors of truncation (step²) and rounding (epsilon / step).
 _STEP = 6e-6
-# Maximum step, in units of the distance from an end of the support.
+# Maximum step, in units of the distance from the nearest end of the support.
 _MAX_END_FRACTION = 1e-4
 
 
@@ -31,15 +31,16 @@ class Prior:
     ----------
     distribution : frozen distribution of scipy.stats, (name, *arguments), or a sequence of them
         The distribution of every parameter, or a sequence with one distribution per parameter; the parameters are
-        independent. Arguments of a distribution may be arrays with an entry per parameter. A frozen
-        `scipy.stats.multivariate_normal` is the joint distribution of all parameters. A name is that of a distribution in
-        scipy.stats, for example ``("norm", -2.0, 1.0)``.
+        independent. The arguments of a distribution may be arrays with one entry per parameter. A frozen
+        `scipy.stats.multivariate_normal` is the joint distribution of all parameters. A name is the name of a distribution
+        in scipy.stats, for example ``("norm", -2.0, 1.0)``.
     dim : int
+        The number of parameters.
 
     Raises
     ------
     TypeError, ValueError
-        If the distribution is unknown, or its dimension isn't `dim`.
+        If the distribution is unknown, its arguments are invalid, or its dimension isn't `dim`.
 
     Examples
     --------
@@ -65,18 +66,19 @@ class Prior:
         given = list(distribution) if many else _for_each(_frozen(distribution), dim)
         if len(given) != dim:
             raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {len(given)} distributions.")
-        self.marginals = [_frozen(one) for one in given]
-        for k, one in enumerate(self.marginals):
-            if not numpy.isfinite(one.median()):  # SciPy returns NaN for invalid arguments
+        self.marginals = [_frozen(part) for part in given]
+        for k, marginal in enumerate(self.marginals):
+            if not numpy.isfinite(marginal.median()):  # SciPy returns NaN for invalid arguments
                 raise ValueError(
-                    f"VI: the prior of parameter {k} must have valid arguments of scipy.stats.{one.dist.name}, but got "
-                    f"{[float(v) for v in (*one.args, *one.kwds.values())]}, with which the density is NaN."
+                    f"VI: the prior of parameter {k} must have valid arguments of scipy.stats.{marginal.dist.name}, but "
+                    f"got {[float(v) for v in (*marginal.args, *marginal.kwds.values())]}, with which the density is NaN."
                 )
 
     def log_prob(self, theta: Array) -> Array:
-        """Return the log densities of points of shape (S, dim), on their device; differentiable with respect to them.
+        """Return the log densities of points of shape (S, dim), on their device; differentiable with respect to the points.
 
-        Densities other than normal ones are computed on the host by SciPy, and have first derivatives only, by differences.
+        For distributions that aren't normal, SciPy computes log densities on the host, and only first derivatives exist, by
+        central differences.
         """
         if self.joint is not None:
             mean, factor = self._joint_terms.like(theta)
@@ -87,40 +89,40 @@ class Prior:
             mean, sd, constant = self._normal_terms.like(theta)
             return np.sum(-0.5 * ((theta - mean) / sd) ** 2 + constant, axis=1)
         points = to_host(theta)
-        found = sum(_log_density(points[:, k], one) for k, one in enumerate(self.marginals))
+        found = sum(_log_density(points[:, k], marginal) for k, marginal in enumerate(self.marginals))
         return found if points is theta else to_device(found, like=stop_gradient(theta))
 
     @functools.cached_property
     def _joint_terms(self) -> Constants:
-        """Return the mean of the joint normal distribution, and the Cholesky factor of the covariance."""
+        """Return the mean of the joint normal distribution, and the Cholesky factor of its covariance."""
         return Constants(self.joint.mean, numpy.linalg.cholesky(self.joint.cov))
 
     @functools.cached_property
     def _normal_terms(self) -> Constants:
-        """Return mean, standard deviation and constant term of the log density of independent normal distributions."""
+        """Return means, standard deviations and constant terms of the log densities of independent normal distributions."""
         mean, covariance = self.normal  # type: ignore[misc]
         sd = numpy.sqrt(numpy.diag(covariance))
         return Constants(mean, sd, -0.5 * LOG_2PI - numpy.log(sd))
 
     @functools.cached_property
     def inverse(self) -> Constants:
-        """Return mean and inverse covariance of a normal prior."""
+        """Return the mean and the inverse covariance of a normal prior."""
         mean, covariance = self.normal  # type: ignore[misc]
         return Constants(mean, numpy.linalg.inv(covariance))
 
     @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:
-        """Return mean and covariance if the prior is normal, else None."""
+        """Return the mean and the covariance if the prior is normal, else None."""
         if self.joint is not None:
             return self.joint.mean, self.joint.cov
-        if any(one.dist.name != "norm" for one in self.marginals):
+        if any(marginal.dist.name != "norm" for marginal in self.marginals):
             return None
-        moments = [(float(one.mean()), float(one.var())) for one in self.marginals]
+        moments = [(float(marginal.mean()), float(marginal.var())) for marginal in self.marginals]
         return numpy.array([mean for mean, _ in moments]), numpy.diag([var for _, var in moments])
 
 
 def prior_of(given: Any, dim: int) -> Any:
-    """Return a `Prior`; an object with `log_prob` is returned unchanged."""
+    """Return a `Prior` of the given distribution; an object with `log_prob` is returned unchanged."""
     if isinstance(given, Prior) or callable(getattr(given, "log_prob", None)):
         if getattr(given, "dim", dim) != dim:
             raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {given.dim}.")
@@ -128,44 +130,44 @@ def prior_of(given: Any, dim: int) -> Any:
     return Prior(given, dim)
 
 
-def _frozen(one: object) -> Any:
-    if isinstance(one, (tuple, list)) and one and isinstance(one[0], str):
-        found = getattr(scipy.stats, one[0], None)
+def _frozen(given: object) -> Any:
+    if isinstance(given, (tuple, list)) and given and isinstance(given[0], str):
+        found = getattr(scipy.stats, given[0], None)
         if not isinstance(found, scipy.stats.rv_continuous):
-            raise ValueError(f"VI: scipy.stats has no continuous distribution {one[0]!r}.")
-        return found(*one[1:])
-    if callable(getattr(one, "logpdf", None)) and hasattr(one, "dist"):
-        return one
+            raise ValueError(f"VI: scipy.stats has no continuous distribution {given[0]!r}.")
+        return found(*given[1:])
+    if callable(getattr(given, "logpdf", None)) and hasattr(given, "dist"):
+        return given
     raise TypeError(
         "VI: a prior must be a frozen distribution of scipy.stats, its name with its arguments, a sequence of them, or "
-        f"have log_prob(theta), but got {type(one).__name__} {one!r:.60}."
+        f"have log_prob(theta), but got {type(given).__name__} {given!r:.60}."
     )
 
 
-def _for_each(one: Any, dim: int) -> list[Any]:
-    """Return a distribution for each parameter, given one whose arguments may be arrays."""
-    lengths = [len(numpy.ravel(value)) for value in (*one.args, *one.kwds.values()) if numpy.ndim(value)]
+def _for_each(distribution: Any, dim: int) -> list[Any]:
+    """Return one distribution per parameter, given a distribution whose arguments may be arrays."""
+    lengths = [len(numpy.ravel(value)) for value in (*distribution.args, *distribution.kwds.values()) if numpy.ndim(value)]
     count = max(lengths, default=dim)
-    columns = [numpy.broadcast_to(value, (count,)) for value in one.args]
-    named = {name: numpy.broadcast_to(value, (count,)) for name, value in one.kwds.items()}
-    return [one.dist(*[c[k] for c in columns], **{name: c[k] for name, c in named.items()}) for k in range(count)]
+    columns = [numpy.broadcast_to(value, (count,)) for value in distribution.args]
+    named = {name: numpy.broadcast_to(value, (count,)) for name, value in distribution.kwds.items()}
+    return [distribution.dist(*[c[k] for c in columns], **{name: c[k] for name, c in named.items()}) for k in range(count)]
 
 
 @primitive
-def _log_density(x: Array, one: Any) -> Array:
-    return one.logpdf(x)
+def _log_density(x: Array, marginal: Any) -> Array:
+    return marginal.logpdf(x)
 
 
 @primitive
-def _slope(x: Array, one: Any) -> Array:
+def _slope(x: Array, marginal: Any) -> Array:
     """Return the derivative of a log density by central differences; NaN outside of the support."""
-    scale = float(one.ppf(0.75) - one.ppf(0.25))  # always finite, unlike the standard deviation
-    low, high = one.support()
-    # Near an end of the support the log density may be steep.
+    scale = float(marginal.ppf(0.75) - marginal.ppf(0.25))  # finite, even if the standard deviation is infinite
+    low, high = marginal.support()
+    # The step is limited near an end of the support, since the log density may be steep there.
     step = numpy.minimum(_STEP * scale, _MAX_END_FRACTION * numpy.minimum(x - low, high - x))
     after, before = x + step, x - step  # the divisor is the step after rounding
     with numpy.errstate(invalid="ignore", divide="ignore"):
-        return numpy.where(step > 0, (one.logpdf(after) - one.logpdf(before)) / (after - before), numpy.nan)
+        return numpy.where(step > 0, (marginal.logpdf(after) - marginal.logpdf(before)) / (after - before), numpy.nan)
 
 
-defvjp(_log_density, lambda ans, x, one: lambda g: g * _slope(x, one), None)
+defvjp(_log_density, lambda ans, x, marginal: lambda g: g * _slope(x, marginal), None)

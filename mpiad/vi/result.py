@@ -20,16 +20,17 @@ class VIResult:
     Attributes
     ----------
     posterior : Posterior
+        The posterior that was passed to `VI`.
     params : pytree of arrays
         Reported variational parameters: the average over about the last fifth of the epochs, or, with ``average=False``,
-        those after the last epoch. If the root's are on a device, those of every other rank are on
-        the device of its own model, if that has one.
+        those after the last epoch. If the root's parameters are on a device, every other rank has a copy on the device of
+        its model, or on the host if its model doesn't use a device.
     best_params : pytree of arrays
         Variational parameters of the epoch with the lowest objective. Since the objective is a mean over the random draws
         of one epoch, these need not be the best ones.
     history : dict of list
-        For each epoch `objective`, `loss` (mean over the draws), `divergence` (KL, without its weight), `dropped` (number
-        of draws at which the model raised or wasn't finite) and `seconds` since the start.
+        Lists with one entry per epoch: `objective`, `loss` (mean over the draws), `divergence` (KL, without its weight),
+        `dropped` (number of draws at which the model raised or wasn't finite) and `seconds` (time since the start).
     epochs : int
         The number of completed epochs.
     best_epoch : int
@@ -62,12 +63,12 @@ class VIResult:
     average: bool = True
 
     def draw(self, count: int, seed: int = 0, best: bool = False) -> Array:
-        """Return draws of shape (count, dim), on the host, from the reported posterior, or if `best`, the best epoch's."""
+        """Return draws of shape (count, dim), on the host, from the reported posterior, or from the best one if `best`."""
         noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
         return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 
     def log_prob(self, theta: Array, best: bool = False) -> Array:
-        """Return log densities at points of shape (S, dim), on their device; for `best` see `draw`."""
+        """Return log densities at points of shape (S, dim), on the points' device; if `best`, with `best_params`."""
         params = self._chosen(best)
         if is_device_array(theta):
             return self.posterior.log_prob(to_device(params, like=theta), theta)
@@ -89,12 +90,12 @@ class VIResult:
         return np.quantile(self.samples, q, axis=0)
 
     def summary(self, names: list[str] | None = None) -> str:
-        """Return a table with mean, standard deviation and quantiles of each parameter."""
+        """Return a table of the mean, the standard deviation and quantiles of each parameter."""
         names = names or [f"theta[{k}]" for k in range(self.posterior.dim)]
-        wide = max(map(len, names))
-        lines = [f"{'':{wide}}  {'mean':>10}  {'sd':>10}  {'5 %':>10}  {'50 %':>10}  {'95 %':>10}"]
+        width = max(map(len, names))
+        lines = [f"{'':{width}}  {'mean':>10}  {'sd':>10}  {'5 %':>10}  {'50 %':>10}  {'95 %':>10}"]
         rows = np.vstack([self.mean(), self.sd(), self.quantile([0.05, 0.5, 0.95])]).T
-        lines += [f"{name:{wide}}  " + "  ".join(f"{x:10.4g}" for x in row) for name, row in zip(names, rows)]
+        lines += [f"{name:{width}}  " + "  ".join(f"{x:10.4g}" for x in row) for name, row in zip(names, rows)]
         which = "averaged over the last epochs" if self.average else "after the last epoch"
         # A mean, since the objective of a single epoch is noisy.
         recent = self.history["objective"][-max(1, self.epochs // 5) :]
@@ -108,10 +109,11 @@ class VIResult:
         Parameters
         ----------
         names : list of str, optional
+            Names of the parameters, shown at the axes.
         truth : array of shape (dim,), optional
             True values, marked by lines.
         prior : array of shape (n, dim), optional
-            Draws of the prior, plotted in the background.
+            Draws from the prior, plotted in the background.
         """
         from matplotlib import pyplot
 
@@ -148,30 +150,31 @@ class VIResult:
         """Plot predictions as bands of 50 and 90 %, with the data; return matplotlib's axes.
 
         Without `noise` the bands show the model's curves, with the uncertainty of the parameters only, so that data may lie
-        outside. With `noise` they show the data to expect.
+        outside of the bands. With `noise` the bands show predicted data, including the measurement noise.
 
         Parameters
         ----------
         predict : callable
             ``predict(theta)`` returns values at the times.
         times, observed : array
+            Times of the predictions, and observed data at these times.
         count : int
             The number of draws used for predictions.
         noise : float or array of the shape of times, optional
-            Standard deviation of the data, normally distributed around a curve.
+            Standard deviation of the measurement noise, which is normally distributed.
         """
         from matplotlib import pyplot
 
         curves = np.array([predict(theta) for theta in self.samples[:count]])
         kind = "the model's curves (posterior of the parameters)"
         if noise is not None:
-            kind = "the data to expect (parameters and noise)"
+            kind = "predicted data (parameters and noise)"
             curves = curves + noise * np.random.default_rng(0).standard_normal(curves.shape)
         axes = pyplot.subplots(layout="constrained")[1]
         for percent, shade in ((90, 0.2), (50, 0.4)):
             low, high = np.quantile(curves, [0.5 - percent / 200, 0.5 + percent / 200], axis=0)
             axes.fill_between(times, low, high, color="C0", alpha=shade, linewidth=0, label=f"{percent} % of {kind}")
-        axes.plot(times, np.median(curves, axis=0), "C0", label="their median")
+        axes.plot(times, np.median(curves, axis=0), "C0", label="median")
         if observed is not None:
             axes.plot(times, observed, "k.", label="observed")
         # Above the axes, so that it hides nothing.

@@ -101,7 +101,7 @@ def test_too_few_pairs_are_warned_of(linear):
     def product(v):
         return np.tensordot(domain.gram(rows, v[None])[:, 0], rows, 1)
 
-    with pytest.warns(RuntimeWarning, match="raise k"):
+    with pytest.warns(RuntimeWarning, match="increase k"):
         laplace_approximation(product, prior.mean, prior, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

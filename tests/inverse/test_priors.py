@@ -213,7 +213,7 @@ def test_a_block_of_another_grid_is_refused_on_all_ranks(kind):
     prior, domain = kind(mpiad.Domain((8, 6)), 2.0), mpiad.Domain((9, 6))
     given = np.ones(domain.local_shape)
     for call in (prior.solve, prior.precondition, lambda g: laplace_approximation(lambda v: v, g, prior, 2)):
-        with pytest.raises(ValueError, match=r"block of a field on a grid of \(8, 6\) cells.*but got one of shape"):
+        with pytest.raises(ValueError, match=r"block of a field on a grid of \(8, 6\) cells.*but got a block of shape"):
             call(given)
     with pytest.raises(mpiad.errors.WorkerError, match=r"grid of \(8, 6\) cells"):
         options = {"product": "gauss-newton", "regularizer": H1(domain), "inner_product": prior}

@@ -170,7 +170,7 @@ def test_parameters_in_two_places_are_refused_on_all_ranks():
 
 def test_another_device_than_the_roots_is_refused_on_all_ranks(monkeypatch):
     monkeypatch.setattr("mpiad.vi.inference.select", lambda number: number)
-    with pytest.raises(ValueError, match="are on device 0, but that of the root in devices= is cuda:3"):
+    with pytest.raises(ValueError, match="are on device 0, but the root's device in devices= is cuda:3"):
         fitted(there, "mean field", devices=["cuda:3"] * COMM.size)
 
 

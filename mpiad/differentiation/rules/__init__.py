@@ -1,4 +1,4 @@
-"""Adjoints and tangents of NumPy functions, which the nodes of our traces prefer to autograd's own.
+"""Adjoints and tangents of NumPy functions, which the nodes of our traces use instead of autograd's rules.
 
 Many of autograd's rules are slow: the adjoint of a slice uses `np.add.at`, that of `x**2` computes `x ** where(2, 1, 1.0)`.
 Some are wrong or raise for some axes, shapes or complex numbers; tests/derivative_sweep.py compares all rules. The rules in

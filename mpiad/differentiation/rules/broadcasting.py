@@ -2,7 +2,7 @@
 
 The cotangent is summed over the axes along which the operand was repeated. If the operand is real, the imaginary part is
 dropped. Then the cotangent is cast to the operand's precision. If one operand is a number on
-the host and the other one a device array, the cotangent of the number is copied to the host.
+the host and the other is a device array, the cotangent of the number is copied to the host.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _is_supported(args: tuple, kwargs: dict) -> bool:
 
 
 def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the derivative of an extremum with respect to each element: 1/n for n tied elements, 0 for the others."""
+    """Return the derivative of an extremum with respect to each element: 1/n for n tied elements, 0 for other elements."""
     x, where = getval(args[0]), kwargs.get("where", True)
     extrema = np.reshape(getval(ans), kept_shape(x.shape, axis_of(args, kwargs)))
     hits = x == extrema

@@ -22,7 +22,7 @@ _NAMES = "a axis dtype out ddof keepdims"
 
 
 def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return the derivative, for each element the product of the other elements, and the arguments by name."""
+    """Return the derivative (for each element, the product of the other elements), and the arguments by name."""
     given = bound(fun, "a axis dtype out keepdims initial", args, kwargs)
     x, axis = given["a"], given.get("axis")
     shape = anp.shape(x)
@@ -40,7 +40,7 @@ def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
 
 
 def _product_of_others(x: Array) -> Array:
-    """Return, for each element, the product of the others along the last axis, computed in pairs without division."""
+    """Return, for each element, the product of the other elements along the last axis, in pairs without division."""
     n = x.shape[-1]
     if n <= 1:
         return anp.ones_like(x)

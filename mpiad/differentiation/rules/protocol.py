@@ -52,7 +52,7 @@ _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's rule or that in `DEVICE_VJPS`; cotangents are reshaped like the arguments."""
+    """Make the adjoint by autograd's rule or the rule in `DEVICE_VJPS`; cotangents are reshaped like the arguments."""
     on_host = _is_on_host(ans)
     _require_support(fun, ans, on_host)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
@@ -77,7 +77,7 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
-    """Compute a tangent by a rule; for NumPy functions, convert the tangent to the result's shape, and to real if it is."""
+    """Compute a tangent by a rule; for NumPy functions, convert it to the result's shape, and for real results to real."""
     return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _OWN_PRIMITIVES else rule(*call)
 
 

@@ -23,7 +23,7 @@ _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 class Scatter:
     """A cotangent with `values` at `idx` and zeros elsewhere.
 
-    - `shape`, `dtype`: of the array from which elements were taken.
+    - `shape`, `dtype`: the shape and dtype of the array from which elements were taken.
     - `values`: the cotangent of the taken elements, untraced.
     - `repeats`: whether `idx` may name an element more than once.
     """

@@ -1,4 +1,4 @@
-"""Fourier transforms of several axes, and of and to real arrays; tangents are transformed like values, by linearity."""
+"""Fourier transforms along several axes, and from and to real arrays; tangents are transformed as values are."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Normalizing flows: invertible maps one after another, from a normal distribution to a posterior."""
+"""Normalizing flows: sequences of invertible maps that transform a normal distribution into a posterior."""

@@ -1,4 +1,4 @@
-"""Affine coupling layers: half of the coordinates are scaled and shifted by a small network of the others."""
+"""Affine coupling layers: a small network of half of the coordinates scales and shifts the other half."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mpiad.device.transfer import Constants
 
 
 class AffineCoupling:
-    """Real NVP's layer (Dinh et al., 2017): x_b = z_b exp(s(z_a)) + t(z_a), x_a = z_a.
+    """The layer of Real NVP (Dinh et al., 2017): x_b = z_b exp(s(z_a)) + t(z_a), x_a = z_a.
 
     Parameters
     ----------
     swap : bool
         Whether the first half of the coordinates is changed instead of the second.
     hidden : int
-        Units in each of the network's two hidden layers.
+        The number of units in each of the network's two hidden layers.
 
     Examples
     --------
@@ -54,11 +54,11 @@ class AffineCoupling:
 
     def _scale_and_shift(self, params: Tree, kept: Array, count: int) -> tuple[Array, Array]:
         found = evaluated(params, kept)
-        return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # scales of at most e² keep the fit stable
+        return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # limiting scales to e² keeps the fit stable
 
 
 def halves(dim: int, swap: bool) -> tuple[slice, slice]:
-    """Return the coordinates that a coupling keeps, and those that it changes; it changes all if `dim` is one."""
+    """Return the coordinates that a coupling layer keeps, and those that it changes; the latter are all if `dim` is one."""
     first, second = slice(0, dim // 2), slice(dim // 2, dim)
     return (second, first) if swap and dim > 1 else (first, second)
 
@@ -70,14 +70,14 @@ def length_of(part: slice) -> int:
 
 def joined(kept: Array, changed: Array, swap: bool) -> Array:
     """Concatenate the kept and the changed coordinates in their original order."""
-    both = (changed, kept) if swap and kept.shape[1] else (kept, changed)
-    return concatenate(both, axis=1)
+    parts = (changed, kept) if swap and kept.shape[1] else (kept, changed)
+    return concatenate(parts, axis=1)
 
 
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
-    """Return weights and biases of a network with two hidden layers, whose outputs are initially zero."""
+    """Return weights and biases of a network with two hidden layers, whose outputs are zero."""
     sizes = [inputs, hidden, hidden, outputs]
-    # Divided by the root of the number of inputs, so that activations don't grow with it.
+    # Divided by the square root of the number of inputs, so that activations don't grow with this number.
     weights = [rng.normal(size=(n, m)) / max(n, 1) ** 0.5 for n, m in zip(sizes, sizes[1:])]
     weights[-1] *= 0
     return [(w, numpy.zeros(w.shape[1])) for w in weights]
@@ -95,9 +95,9 @@ def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | N
 
 @functools.lru_cache(maxsize=64)
 def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
-    """Return masks with which output i depends only on inputs before i (MADE; Germain et al., 2015)."""
-    seen = numpy.arange(hidden) % max(dim, 1)  # hidden unit k depends on the first `seen[k]` inputs
-    first = numpy.arange(dim)[:, None] < seen[None, :]
-    middle = seen[:, None] <= seen[None, :]
-    last = seen[:, None] <= numpy.repeat(numpy.arange(dim), per_output)[None, :]
+    """Return masks with which the `per_output` outputs of input i depend only on inputs before i (Germain et al., 2015)."""
+    degrees = numpy.arange(hidden) % max(dim, 1)  # hidden unit k depends on the first `degrees[k]` inputs
+    first = numpy.arange(dim)[:, None] < degrees[None, :]
+    middle = degrees[:, None] <= degrees[None, :]
+    last = degrees[:, None] <= numpy.repeat(numpy.arange(dim), per_output)[None, :]
     return Constants(*[mask.astype(float) for mask in (first, middle, last)])

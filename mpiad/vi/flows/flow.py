@@ -1,4 +1,4 @@
-"""`Flow`: a posterior that transforms standard normal noise by invertible layers; linear and planar layers."""
+"""`Flow`: a posterior that transforms standard normal noise by invertible layers; `LULinear` and `Planar` layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Layer(Protocol):
     """An invertible map of points of shape (S, dim)."""
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> Tree:
-        """Return initial parameters, with which the map is near the identity."""
+        """Return initial parameters of the layer."""
         ...
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
@@ -35,11 +35,12 @@ class Flow:
     Parameters
     ----------
     dim : int
+        The number of parameters of the posterior.
     layers : sequence of Layer
-        `Planar`, `AffineCoupling`, `SplineCoupling`, `SplineAutoregressive`, `LULinear`, or anything with `initial`,
+        `Planar`, `AffineCoupling`, `SplineCoupling`, `SplineAutoregressive`, `LULinear`, or objects with `initial`,
         `forward` and `inverse`.
     mean, sd : float or array of shape (dim,)
-        Initial shift and scale, which are applied after the layers and fitted, too.
+        Initial shift and scale, which are applied after the layers; both are fitted.
 
     Examples
     --------
@@ -59,17 +60,17 @@ class Flow:
         self._mean, self._sd = initial_moments(dim, mean, sd, "Flow")
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Any]:
-        """Return initial parameters."""
+        """Return the initial variational parameters of all layers, the shift and the scale."""
         layers = [layer.initial(self.dim, rng) for layer in self.layers]
         return {"layers": layers, "mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
         x, log_density = noise, -0.5 * np.sum(noise**2 + LOG_2PI, axis=1)
-        for layer, own in zip(self.layers, params["layers"]):
-            x, change = layer.forward(own, x)
+        for layer, layer_params in zip(self.layers, params["layers"]):
+            x, change = layer.forward(layer_params, x)
             log_density = log_density - change
-        # The log density of the noise, minus the log determinant of each map.
+        # The log density of the noise, minus the log determinants of all maps.
         return params["mean"] + np.exp(params["log_sd"]) * x, log_density - np.sum(params["log_sd"])
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
@@ -78,11 +79,11 @@ class Flow:
         return change - 0.5 * np.sum(x**2 + LOG_2PI, axis=1)
 
     def inverse(self, params: Tree, theta: Array) -> tuple[Array, Array]:
-        """Return the noise that is mapped to the points, and log |det ∂noise/∂θ| at each."""
+        """Return the noise that is mapped to the points, and log |det ∂noise/∂θ| at each point."""
         x = (theta - params["mean"]) * np.exp(-params["log_sd"])
         total = -np.sum(params["log_sd"])
-        for layer, own in zip(reversed(self.layers), reversed(list(params["layers"]))):
-            x, change = layer.inverse(own, x)
+        for layer, layer_params in zip(reversed(self.layers), reversed(list(params["layers"]))):
+            x, change = layer.inverse(layer_params, x)
             total = total + change
         return x, total
 
@@ -117,7 +118,7 @@ class LULinear:
         """Return the images, and log |det ∂x/∂z| at each point."""
         lower, upper = _factors(params)
         x = (z @ upper.T @ lower.T)[:, params["order"]] + params["b"]
-        # |det P| = det L = 1.
+        # |det P| = det L = 1, and det U is the product of the diagonal.
         return x, np.sum(params["log_diagonal"]) + np.zeros_like(z[:, 0])
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
@@ -134,11 +135,11 @@ def _factors(params: Tree) -> tuple[Array, Array]:
     return lower, np.triu(params["upper"], 1) + np.diag(np.exp(params["log_diagonal"]))
 
 
-_BISECTIONS, _NEWTON_STEPS = 60, 2  # bisection to rounding; Newton steps make the root differentiable
+_BISECTIONS, _NEWTON_STEPS = 60, 2  # bisection is accurate to rounding; Newton steps make the root differentiable
 
 
 class Planar:
-    """x = z + û tanh(wᵀz + b), with û such that the map is invertible (Rezende and Mohamed, 2015, appendix).
+    """x = z + û tanh(wᵀz + b), with û computed from u such that the map is invertible (Rezende and Mohamed, 2015).
 
     The inverse finds wᵀz as the root of a monotone function of one variable.
 
@@ -168,7 +169,7 @@ class Planar:
         w, b = params["w"], params["b"]
         target = x @ w
         a = _root(stop_gradient(target), stop_gradient(wu), stop_gradient(b))
-        for _ in range(_NEWTON_STEPS):  # traced, unlike the bisection, for the derivative of the root
+        for _ in range(_NEWTON_STEPS):  # traced, unlike the bisection, to give the derivative of the root
             bend = np.tanh(a + b)
             a = a - (a + wu * bend - target) / (1 + wu * (1 - bend**2))
         bend = np.tanh(a + b)
@@ -176,7 +177,7 @@ class Planar:
 
 
 def _invertible(params: Tree) -> tuple[Array, Array]:
-    """Return û, and wᵀû, which is above -1."""
+    """Return û and wᵀû, which is greater than -1."""
     w = params["w"]
     found = np.sum(w * params["u"])
     # The paper's appendix A.1: wᵀû = m(wᵀu) with m(a) = log(1 + eᵃ) - 1. The term 1e-30 is for w = 0.

@@ -2,7 +2,7 @@
 
 The splines are rational-quadratic (Gregory and Delbourgo, 1982). The widths and heights of the bins are softmaxes of
 unconstrained parameters, and the slopes at inner knots are softpluses. Outside of the bins the spline is the identity, and
-the slopes at both ends are 1. If all parameters are zero, it is the identity everywhere.
+the slopes at both ends are 1. If all parameters are zero, the spline is the identity everywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpiad.device.numpy import concatenate
 from mpiad.primitives import stop_gradient
 from mpiad.vi.flows.coupling import evaluated, halves, initial_network, joined, length_of, masked_network
 
-# Lower bounds of a bin's fraction of the interval and of slopes, for a well-conditioned inverse.
+# Lower bounds of the length of a bin, as a fraction of the interval, and of slopes, for a well-conditioned inverse.
 _MIN_BIN, _MIN_SLOPE = 1e-3, 1e-3
 # With this offset, parameters of zero give slopes of one.
 _SLOPE_OFFSET = float(numpy.log(numpy.expm1(1 - _MIN_SLOPE)))
@@ -29,12 +29,13 @@ class SplineCoupling:
     Parameters
     ----------
     bins : int
+        The number of bins of a spline.
     bound : float
-        The splines cover [-bound, bound]; outside, the map is the identity.
+        The bins of a spline cover [-bound, bound]; outside of this interval the map is the identity.
     swap : bool
         Whether the first half is changed instead of the second.
     hidden : int
-        Units in each of the network's two hidden layers.
+        The number of units in each of the network's two hidden layers.
 
     Examples
     --------
@@ -59,7 +60,7 @@ class SplineCoupling:
         return self._through(spline, params, z)
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the points whose images these are, and log |det ∂z/∂x| at each."""
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
         return self._through(spline_inverse, params, x)
 
     def _through(self, fun: object, params: Tree, x: Array) -> tuple[Array, Array]:
@@ -72,7 +73,7 @@ class SplineCoupling:
 class SplineAutoregressive:
     """Apply a rational-quadratic spline to each coordinate, with knots that depend on the coordinates before it.
 
-    Draws take one pass. The inverse, for `log_prob` of given points, takes one pass per coordinate.
+    The forward map takes one pass through the network. The inverse, which `log_prob` uses, takes one pass per coordinate.
 
     Parameters
     ----------
@@ -102,10 +103,10 @@ class SplineAutoregressive:
         return x, np.sum(change, axis=1)
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the points whose images these are, and log |det ∂z/∂x| at each."""
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
         dim = x.shape[1]
         z = np.zeros_like(x)
-        # Pass k computes coordinate k from those before it.
+        # Pass k computes coordinate k from the coordinates before it.
         for k in range(dim):
             found, change = spline_inverse(x, self._knots(params, z), self.bins, self.bound)
             z = concatenate([found[:, : k + 1], np.zeros_like(found[:, k + 1 :])], axis=1)
@@ -118,9 +119,9 @@ class SplineAutoregressive:
 
 
 class _Bin(NamedTuple):
-    x: Array
+    x: Array  # left end
     width: Array
-    y: Array
+    y: Array  # value at the left end
     height: Array
     left: Array  # slope at the left end
     right: Array  # slope at the right end
@@ -139,16 +140,16 @@ def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Ar
     """
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
-    # The formula must be finite outside of the bins, too, since 0 · NaN in the adjoint of `where` is NaN.
+    # The formula must also be finite outside of the bins, since 0 · NaN in the adjoint of `where` is NaN.
     fraction = np.where(b.inside, (x - b.x) / b.width, 0.5)
-    both = fraction * (1 - fraction)
-    denominator = slope + (b.left + b.right - 2 * slope) * both
-    y = b.y + b.height * (slope * fraction**2 + b.left * both) / denominator
+    product = fraction * (1 - fraction)
+    denominator = slope + (b.left + b.right - 2 * slope) * product
+    y = b.y + b.height * (slope * fraction**2 + b.left * product) / denominator
     return np.where(b.inside, y, x), np.where(b.inside, _log_slope(slope, fraction, b, denominator), 0.0)
 
 
 def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return the points at which the spline has these values, and the logarithms of the inverse's slopes."""
+    """Return the points at which the splines have the values y, and the logarithms of the inverses' slopes."""
     b = _bin_of(y, numbers, bins, bound, of_values=True)
     slope = b.height / b.width
     offset = np.where(b.inside, y - b.y, b.height / 2)
@@ -156,7 +157,7 @@ def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[A
     a2 = b.height * (slope - b.left) + curve
     a1 = b.height * b.left - curve
     a0 = -slope * offset
-    # The root between 0 and 1, in the form without cancellation.
+    # The root between 0 and 1 of a quadratic equation, in the form without cancellation.
     fraction = 2 * a0 / (-a1 - np.sqrt(a1**2 - 4 * a2 * a0))
     denominator = slope + (b.left + b.right - 2 * slope) * fraction * (1 - fraction)
     x = b.x + fraction * b.width
@@ -164,8 +165,8 @@ def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[A
 
 
 def _log_slope(slope: Array, fraction: Array, b: _Bin, denominator: Array) -> Array:
-    rest = 1 - fraction
-    numerator = b.right * fraction**2 + 2 * slope * fraction * rest + b.left * rest**2
+    complement = 1 - fraction
+    numerator = b.right * fraction**2 + 2 * slope * fraction * complement + b.left * complement**2
     return 2 * np.log(slope) + np.log(numerator) - 2 * np.log(denominator)
 
 
@@ -176,19 +177,19 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     ends = np.ones_like(inner[..., :1])
     slopes = concatenate([ends, inner, ends], axis=-1)
     lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
-    # Untraced, since a point's bin is constant almost everywhere.
+    # Not traced, since the bin of a point is constant almost everywhere.
     starts = stop_gradient(bottoms if of_values else lefts)
-    plain = stop_gradient(x)
-    # A point belongs to the last bin that starts at or before it; points below all bins belong to the first one.
-    reached = plain[..., None] >= starts[..., 1:]
-    first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)
+    points = stop_gradient(x)
+    # A point belongs to the last bin that starts at or before it; points below all bins belong to the first bin.
+    reached = points[..., None] >= starts[..., 1:]
+    first, none = numpy.ones_like(points[..., None], dtype=bool), numpy.zeros_like(points[..., None], dtype=bool)
     chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)
     found = [lefts, widths, bottoms, heights, slopes[..., :-1], slopes[..., 1:]]
-    return _Bin._make([*[np.sum(values * chosen, axis=-1) for values in found], (plain > -bound) & (plain < bound)])
+    return _Bin._make([*[np.sum(values * chosen, axis=-1) for values in found], (points > -bound) & (points < bound)])
 
 
 def _parts(numbers: Array, bound: float) -> Array:
-    """Return positive lengths that add up to 2·bound."""
+    """Return positive lengths whose sum is 2·bound."""
     exponentials = np.exp(numbers - np.max(numbers, axis=-1, keepdims=True))
     shares = exponentials / np.sum(exponentials, axis=-1, keepdims=True)
     return 2 * bound * (_MIN_BIN + (1 - _MIN_BIN * numbers.shape[-1]) * shares)
