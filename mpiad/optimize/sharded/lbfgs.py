@@ -232,7 +232,7 @@ class Trials:
         largest, *terms, clipped = self._memory.measure(point, here, gradient)
         # MPI doesn't specify the maximum of NaN.
         broken = not math.isfinite(largest)
-        numbers = self._totals.of(terms, [0.0 if broken else largest, broken, clipped], [value])
+        numbers = self._totals.reduce(terms, [0.0 if broken else largest, broken, clipped], [value])
         point.slope, point.change_before, point.change_after, square, point.norm, any_broken, any_clipped, point.value = (
             numbers
         )
@@ -258,7 +258,7 @@ class LBFGS:
             self._trials.release(Point(start))
             return self._descend(self._restored(found))
         here = self._trials.start(start)
-        self._iterates.note(here, self._trials.count)
+        self._iterates.add_row(here, self._trials.count)
         if not here.finite:
             return here, NOT_FINITE
         return self._descend(self._moved(here, None, False))

@@ -86,7 +86,7 @@ class LimitedMemory:
         else:
             products, of_held = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
             parts = np.append(products, of_held)
-        decision = self._totals.decided(
+        decision = self._totals.decide_on_root(
             np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, keep, again)
         )
         *coefficients, slope, length, stopped = decision.tolist()

@@ -192,7 +192,7 @@ class NewtonCG:
             self._measure(here)
             self._require_symmetric(here)
             self._first = here.norm
-        self._iterates.note(here, self.count)
+        self._iterates.add_row(here, self.count)
         return self._descend(here) if here.finite else (here, NOT_FINITE)
 
     def _descend(self, here: NewtonPoint) -> tuple[NewtonPoint, Ending]:
@@ -220,7 +220,7 @@ class NewtonCG:
             return GRADIENT
 
         def stopped() -> bool:
-            return self._iterates.anyone and self._sums(float(self._stopped))[0] > 0.0
+            return self._iterates.called and self._sums(float(self._stopped))[0] > 0.0
 
         return ending_at(self._value_before, here.value, stopped, (self._iteration, self.count), settings)
 
@@ -236,7 +236,7 @@ class NewtonCG:
             terms = [0.0, 0.0] if moved is None else [_dot(moved, moved), _dot(here.gradient, moved)]  # type: ignore[union-attr]
             largest = float(to_host(np.max(np.abs(point.gradient)))) if x.size else 0.0
         broken = not math.isfinite(largest)
-        square, point.slope, any_broken, point.value = self._totals.of(terms, [float(broken)], [point.value])
+        square, point.slope, any_broken, point.value = self._totals.reduce(terms, [float(broken)], [point.value])
         point.length, point.finite = math.sqrt(square), not any_broken and math.isfinite(point.value)
         return point
 
@@ -248,7 +248,7 @@ class NewtonCG:
         if self._box is not None:
             point.projected_step = self._box.projected_step(point.x, point.gradient, _EVERYWHERE)
             size = float(to_host(np.max(np.abs(point.projected_step)))) if point.x.size else 0.0
-            (size,) = self._totals.of([], [size], [])
+            (size,) = self._totals.reduce([], [size], [])
             point.free = self._box.free(point.x, point.gradient, size, _EVERYWHERE)
             # The norm combines the projected steps of held variables and the gradient of free ones.
             held = _dot(point.projected_step, point.projected_step * ~point.free)
@@ -276,7 +276,7 @@ class NewtonCG:
                     )
 
     def _sums(self, *local: float) -> list[float]:
-        return self._totals.decided(np.array(local), len(local), lambda sums: sums).tolist()
+        return self._totals.decide_on_root(np.array(local), len(local), lambda sums: sums).tolist()
 
     def _step(self, here: NewtonPoint, radius: float = math.inf) -> Step | None:
         def by(operator: Callable | None) -> Callable[[Array], Array]:

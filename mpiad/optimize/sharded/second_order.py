@@ -95,7 +95,7 @@ class SecondOrderEvaluation:
             return self._multiplied(lambda u: kept.vjp(kept.jvp(u)), v)
 
         if regularizer is None:
-            (value,) = self.totals.of([half], [], [])
+            (value,) = self.totals.reduce([half], [], [])
             return Derivatives(value, gradient, multiply)
 
         def regularizer_with_value(x: Tree) -> Any:
@@ -108,7 +108,7 @@ class SecondOrderEvaluation:
         gap = abs(float(own) - other.value) / max(abs(other.value), sys.float_info.min)
         # False if a value isn't finite, which is possible at trial points.
         differs = gap > _SAME and self._program.objective == "root"
-        value, differs = self.totals.of([half], [float(differs)], [])
+        value, differs = self.totals.reduce([half], [float(differs)], [])
         if differs:
             raise ValueError(
                 "minimize: option regularizer must return the same number on all ranks with objective='root', but the "

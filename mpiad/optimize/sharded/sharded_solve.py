@@ -72,8 +72,8 @@ class Sharded(Solve):
         files.look()
         # Bounds or a callback of any rank cause further messages of all ranks.
         own = [float(given) for given in (self._piece.box is not None, callback is not None)]
-        bounded, with_callback = self._totals.of(own, [0.0], [])[:2]
-        shown = progress if self._totals.leads else None
+        bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
+        shown = progress if self._totals.is_root else None
         iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), shown)
         box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
