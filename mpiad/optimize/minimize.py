@@ -23,7 +23,7 @@ from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import RootDriven, shared_start
 from mpiad.optimize.scipy_methods import MethodArguments, drive, is_sharded, method_named
-from mpiad.optimize.sharded import Piece, Sharded, piece_of
+from mpiad.optimize.sharded import LocalArguments, Sharded, check_local_arguments
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
@@ -164,7 +164,7 @@ def minimize(
     with restoring_state(), suspended():
         arguments = MethodArguments(bounds, constraints, tol, options, callback, checkpoint)
         start, arguments = _agree_on_arguments(used, program, method, x0, arguments)
-        solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
+        solve = Sharded(used, program, start) if isinstance(start, LocalArguments) else RootDriven(used, program, start)
         shown = Progress(options) if progress else None
         with solve.ending(arguments.checkpoint, shown):
             if isinstance(solve, Sharded):
@@ -174,8 +174,8 @@ def minimize(
 
 def _agree_on_arguments(
     used: Channel, program: Program, method: object, x0: Tree, arguments: MethodArguments
-) -> tuple[Tree | Piece, MethodArguments]:
-    """Check the arguments on all ranks; return the root's x0 as variables, or this rank's `Piece`."""
+) -> tuple[Tree | LocalArguments, MethodArguments]:
+    """Check the arguments on all ranks; return the root's x0 as variables, or this rank's `LocalArguments`."""
     settings = ""
     # Invalid arguments are reported before differences between ranks, since invalid arguments often differ, too.
     with raising_together(used, Exception):
@@ -188,7 +188,7 @@ def _agree_on_arguments(
             if arguments.constraints is not None and np.size(arguments.constraints):
                 got = f"{arguments.constraints!r:.60}. Use 'SLSQP' or 'trust-constr'"
                 raise ValueError(f"minimize: method {method!r} doesn't support constraints, but got {got}.")
-            start = piece_of(str(method), as_variables(x0), arguments)
+            start = check_local_arguments(str(method), as_variables(x0), arguments)
             settings = f", {start.settings}"
             if arguments.callback is not None and not callable(arguments.callback):
                 kind = type(arguments.callback).__name__
@@ -198,7 +198,7 @@ def _agree_on_arguments(
     described += f"hessp={'none' if program.hessp is None else 'a function'}{settings}"
     described += "" if arguments.checkpoint is None else f", a checkpoint every {arguments.checkpoint.every} iterations"
     require_same(used, described, "minimize")
-    if isinstance(start, Piece):
+    if isinstance(start, LocalArguments):
         return start, arguments
     return shared_start(used, program, start, x0), arguments
 

@@ -222,7 +222,7 @@ class StartValues:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def note(self, name: str, values: Any) -> None:
-        """Count values that aren't finite, in the first call for a name; do nothing in later calls, and for device arrays."""
+        """Count values that aren't finite in the first call for a name; do nothing in later calls and for device arrays."""
         if name not in self._counts and not is_device_array(values := stop_gradient(values)):
             array = np.asarray(values)
             self._counts[name] = int(np.sum(~np.isfinite(array))), array.size

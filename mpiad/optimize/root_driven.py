@@ -119,7 +119,7 @@ def _difference(own: Leaves, roots: Leaves, root: Rank) -> Difference | None:
         ours, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (own, roots))
         found = (_leaf_difference(path, a, b, root) for (path, _), a, b in zip(own, ours, theirs))
         return next(filter(None, found), None)
-    except Exception as error:  # noqa: BLE001 - user code may run own_kind, and the other ranks mustn't wait
+    except Exception as error:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
         reason = f"{type(error).__name__}: {error}"
         return _structural_difference(own[0][0], f"it can't be compared with rank {root}'s: {reason}")
 

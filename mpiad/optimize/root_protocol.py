@@ -54,7 +54,7 @@ class Instructions:
         return kind, vector, direction
 
     def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
-        """Return the root's outcome on all ranks; if it is a `RootFailure`, raise its exception (on the root, from `cause`)."""
+        """Return the root's outcome on all ranks; for a `RootFailure` raise its exception, on the root from `cause`."""
         outcome = self.comm.bcast(outcome, self.root)
         if isinstance(outcome, RootFailure):
             raise outcome.error(self.root) from cause
