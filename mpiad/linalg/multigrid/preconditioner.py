@@ -20,7 +20,7 @@ from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
 from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
 from mpiad.linalg.multigrid.stencil import stencil_of
 from mpiad.linalg.multigrid.weighted_sums import are_compiled
-from mpiad.linalg.system import Settings, agree_on, mistake_in
+from mpiad.linalg.system import Settings, agree_on, settings_error
 from mpiad.linalg.vectors import column, on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
@@ -278,7 +278,7 @@ class Multigrid:
         settings = Settings("cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve")
         systems = math.prod(np.shape(b)[: -len(self.domain.shape)])
         settings = settings._replace(with_x0=x0 is not None, batch=systems)
-        error = mistake_in(settings, ("cg",), settings.batch)
+        error = settings_error(settings, ("cg",), settings.batch)
         try:
             self._checked(b, settings.call)
             if x0 is not None and self._checked(x0, settings.call).shape != b.shape:
