@@ -149,7 +149,7 @@ class AdditiveSchwarz:
         if r.shape[-1:] == (self.rows,):
             return None
         return ValueError(
-            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but its residual has "
+            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual has "
             f"shape {r.shape}. Create the preconditioner from the system's matrix, divided among the ranks in the same way."
         )
 

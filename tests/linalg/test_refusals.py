@@ -107,7 +107,7 @@ def test_preconditioners_made_for_other_blocks(rank, size, kind):
         n = 3 * size + 1
         rows = scipy.sparse.eye_array(n, format="csr")[other.owned[0]]
         b, made = np.ones(domain.local_shape[0]), AdditiveSchwarz(DistributedMatrix(rows))
-        match = r"has 4 rows on rank 0, but the residual there has shape \(3,\)"
+        match = r"has 4 rows on rank 0, but the residual has shape \(3,\)"
     for method in ("cg", "gmres"):
         with pytest.raises(ValueError, match=match):
             solve(lambda u: 2 * u, b, method=method, preconditioner=made)
