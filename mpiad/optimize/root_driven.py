@@ -16,7 +16,7 @@ import scipy
 from mpiad._typing import Array, Rank, Tree
 from mpiad.device import to_device
 from mpiad.differentiation.refusals import explain
-from mpiad.domain.root_copies import of_root_copies
+from mpiad.domain.root_copies import with_registered_copies
 from mpiad.errors import DeadlockError, ReplicationError
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.history import Progress
@@ -218,7 +218,7 @@ class RootDriven(Solve):
     ):
         super().__init__(used, call)
         self._start, self._packing, self._is_root = start, Packing(start), used.rank == program.root
-        program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))
+        program = program if used.size == 1 else program._replace(fun=with_registered_copies(program.fun))
         self._evaluation = factory(program, self._packing, self.agreement, used, self._comm)
         self._instructions = Instructions(self._comm, program.root, self._packing.size)
 

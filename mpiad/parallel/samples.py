@@ -76,8 +76,8 @@ def totals(
 ) -> Totals:  # fmt: skip
     """Sum the numbers of samples and the losses over the ranks; raise on all ranks if their parameters don't match.
 
-    `count`, `loss`: the number of this rank's samples, and the sum of their losses. `accumulated_before`:
-    this rank's number of samples in previously accumulated batches. `problem`: an error on this rank, which all ranks raise.
+    `count`, `loss`: the number of this rank's samples, and the sum of their losses. `accumulated_before`: this rank's
+    number of samples in previously accumulated batches. `problem`: an error on this rank, which all ranks raise.
     """
     # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
     local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, loss]
