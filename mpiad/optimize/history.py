@@ -40,7 +40,7 @@ class Row(NamedTuple):
     gradient_norm : float
         Largest absolute entry of the gradient.
     step : float
-        Euclidean length of the step that led here; 0 at the starting point.
+        Euclidean length of the step from the previous iterate; 0 at the starting point.
     evaluations : int
         Evaluations of the objective so far.
     seconds : float

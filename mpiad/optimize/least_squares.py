@@ -1,6 +1,6 @@
 """`least_squares`: the root runs SciPy's trust-region method; residuals and Jacobian remain distributed.
 
-At a trial point the root needs the cost. If there are max_dense variables, it also needs, at each iterate, the factor R of
+At a trial point the root needs the cost. If there are few variables, it also needs, at each iterate, the factor R of
 a QR factorization of the matrix [f, J] of residuals and Jacobian. Each rank factorizes its own rows, and the root
 factorizes the stacked factors of all ranks, which have (n + 1)² numbers each. With many variables the root needs products
 with J and its transpose instead, for which vectors of residuals are gathered on the root and scattered.
@@ -180,7 +180,7 @@ class ResidualEvaluation:
             # With a robust loss and large outliers, a gradient computed from R would have only half of the digits.
             return _qr_factor(np.column_stack([model, weighted])), model @ weighted
 
-        # The factor R of the stacked triangles is that of all rows, since RᵀR is the sum over the ranks.
+        # The factor R of the stacked factors is that of all rows, since RᵀR is the sum over the ranks.
         factors = self._comm.gather(self.agreement.run(reduced), self._program.root)
         if factors is None:
             return None

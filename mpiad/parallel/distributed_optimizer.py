@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: an optimizer that combines the ranks' gradients and makes the same update on all of them."""
+"""`DistributedOptimizer`: an optimizer that combines the ranks' gradients and makes the same update on all ranks."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class OldState(NamedTuple):
 
 
 def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
-    """Return the positions of this rank's variables, given their shapes and dtypes, or None if it isn't known; collective.
+    """Return the positions of this rank's variables, given their shapes and dtypes, or None if unknown; collective.
 
     The positions are given by the `blocks` of the checkpoint. By default arrays with one axis are assumed to be consecutive
     parts of whole arrays, in the order of ranks.
