@@ -70,7 +70,7 @@ def planned(geometry: Geometry, scheme: str, itemsize: int) -> tuple[int, int, i
     """Return rounds, messages that leave in them, and bytes."""
     stages = plan(geometry, scheme)
     room = np.empty(geometry.padded, np.int8)
-    cells = sum(room[part].size for stage in stages for route in stage.routes for part in route.ours)
+    cells = sum(room[part].size for stage in stages for route in stage.routes for part in route.owned)
     for stage in stages:
         assert len(stage.routes) == len({route.peer for route in stage.routes}), "two messages to one neighbour in a round"
     return len(stages), sum(len(stage.routes) for stage in stages), cells * itemsize

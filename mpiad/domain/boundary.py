@@ -1,4 +1,4 @@
-"""Boundary conditions: beyond a physical side of the grid, halo cells are a value plus a factor times cells of the block.
+"""Boundary conditions: beyond a physical side of the grid, a halo cell is a value plus a factor times a cell of the block.
 
 A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file.
 """
@@ -27,7 +27,7 @@ def _edge(n: int, h: int, end: int) -> slice:
     return slice(edge, edge + 1)
 
 
-def _mirrored(n: int, h: int, end: int) -> slice:
+def _reflected(n: int, h: int, end: int) -> slice:
     """Return the h layers next to the outermost one, in reverse order, as `numpy.pad` reflects them."""
     first = 2 * h if end == 0 else n + h - 2
     return slice(first, first - h if first >= h else None, -1)
@@ -39,7 +39,7 @@ class Side(NamedTuple):
     # ``layers(n, h, end)`` returns the slice of the copied layers in a block with its halo: h layers, or one repeated
     # layer. With None nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # The number of cells that a block needs in addition to the width of the halo. None: any number of cells suffices.
+    # Number of cells that a block needs in addition to the width of the halo; None if any number of cells suffices.
     spare: int | None = None
     factor: complex = 1
     value: Any = 0
@@ -52,17 +52,17 @@ class Side(NamedTuple):
         return scaled if type(self.value) is int and self.value == 0 else scaled + self.value
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
-        """Return the layers' cotangent from the halo's cotangent: the transpose of the linear part of `filled`."""
+        """Return the cotangent of the layers from that of the halo: the transpose of the linear part of `filled`."""
         # If all layers of the halo are copies of one layer, their cotangents are added.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total
 
 
 Sides: TypeAlias = tuple[tuple[Side, Side], ...]
-"""For each dimension, the boundaries before its first cell and after its last."""
+"""For each dimension, the boundaries before its first cell and after its last cell."""
 
 ZERO = Side()
-_KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_mirrored, spare=1)}
+_KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_reflected, spare=1)}
 _NAMES = ", ".join(f'"{name}"' for name in _KINDS)
 _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair for each dimension"
 
@@ -76,7 +76,7 @@ def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
 
 
 def pairs_of(boundary: Boundary, ndim: int, allowed: str, call: str) -> list[tuple[Any, ...]]:
-    """Return a pair of entries, before and after, for each dimension; raise a ValueError if their number is wrong."""
+    """Return a pair of entries, before and after, for each dimension; raise a ValueError for a wrong number of entries."""
     entries = boundary if isinstance(boundary, (tuple, list)) else (boundary,) * ndim
     if len(entries) != ndim:
         raise ValueError(
@@ -103,7 +103,7 @@ def _side(kind: object, call: str) -> Side:
 
 
 def homogeneous(sides: Sides) -> Sides:
-    """Return the boundaries of the exchange's derivative, its linear part: the same factors, and values of zero."""
+    """Return the boundaries of the linear part of an exchange, its derivative: the same factors, and values of zero."""
     return tuple([(low._replace(value=0), high._replace(value=0)) for low, high in sides])
 
 

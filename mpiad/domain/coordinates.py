@@ -1,4 +1,4 @@
-"""Coordinates of cells in a grid with equal spacing, and differentiable positions of points between them."""
+"""Coordinates of cells in a grid with equal spacing, and differentiable positions of points between cells."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lattice_of(
     firsts, steps = [], []
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
         if not high > low:
-            raise ValueError(f"Domain.coordinates: extent must go from a lower to a higher end, but got ({low}, {high}).")
+            raise ValueError(f"Domain.coordinates: extent must have ends low < high, but got ({low}, {high}).")
         # A periodic dimension has as many steps as cells, since its upper end coincides with the first cell.
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
@@ -88,15 +88,15 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
 def _require_inside(points: np.ndarray, position: np.ndarray, lattice: Lattice, partition: Partition, call: str) -> None:
     last = np.array(partition.shape) - 1
     inside = np.array(partition.periodic) & np.isfinite(position)
-    # The condition is negated so that NaN counts as outside.
+    # The condition is negated, so that NaN counts as outside.
     outside = ~(inside | ((position >= -_ROUNDING) & (position <= last + _ROUNDING)))
     if not outside.any():
         return
-    *which, axis = np.argwhere(outside)[0].tolist()
+    *index, axis = np.argwhere(outside)[0].tolist()
     first, step = lattice.firsts[axis], lattice.steps[axis]
-    point = tuple(points[tuple(which)].tolist())
+    point = tuple(points[tuple(index)].tolist())
     raise ValueError(
-        f"{call}: point {which[0] if len(which) == 1 else tuple(which)} at {point} is outside of the grid along dimension "
+        f"{call}: point {index[0] if len(index) == 1 else tuple(index)} at {point} is outside of the grid along dimension "
         f"{axis}, whose {partition.shape[axis]} cells lie from {first:g} to {first + step * int(last[axis]):g}"
         f"{' (periodic, but the coordinate is not finite)' if partition.periodic[axis] else ''}. "
         f"{int(outside.any(axis=-1).sum())} of {max(1, points.size // points.shape[-1])} points are outside."

@@ -1,4 +1,4 @@
-"""A grid, its blocks, and this rank's position among them."""
+"""A grid, its blocks, and the position of this rank's block."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
     return list(value)
 
 
-def _integers(values: Sequence[Any], argument: str, least: int) -> list[int]:
+def _integers(values: Sequence[Any], argument: str, minimum: int) -> list[int]:
     try:
         found = [operator.index(value) for value in values]
     except TypeError:
         raise TypeError(f"Domain: {argument} must be an integer or a tuple of integers, but got {values!r}.") from None
-    if found and min(found) < least:
-        raise ValueError(f"Domain: {argument} must be {least} or more along each dimension, but got {tuple(found)}.")
+    if found and min(found) < minimum:
+        raise ValueError(f"Domain: {argument} must be {minimum} or more along each dimension, but got {tuple(found)}.")
     return found
 
 
@@ -140,15 +140,15 @@ def _checked_dims(size: int, cells: Shape, widths: tuple[int, ...], dims: int | 
     if math.prod(ranks) != size:
         raise ValueError(
             f"Domain: dims {ranks} make {math.prod(ranks)} blocks, but the communicator has {size} ranks. "
-            "Their product must be the number of ranks; with dims=None they are chosen automatically."
+            "Their product must be the number of ranks; with dims=None the numbers are chosen automatically."
         )
     for axis, (n, p, h) in enumerate(zip(cells, ranks, widths)):
         if n < p:
             raise ValueError(
-                f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: some would own no cells. "
+                f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: a rank would own no cells. "
                 "Use fewer ranks along this dimension, or a larger grid."
             )
-        # A rank exchanges with its direct neighbors only, so a halo can't extend beyond them.
+        # A rank exchanges messages only with adjacent blocks, so a halo can't extend beyond them.
         if n // p < h:
             raise ValueError(
                 f"Domain: the halo is {h} wide along dimension {axis}, but the smallest of the {p} blocks of {n} cells "

@@ -35,18 +35,18 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 class Domain(Decomposition):
-    """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block for each.
+    """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block per rank.
 
     Parameters
     ----------
     shape : int or tuple of int
-        Cells of the whole grid along each dimension.
+        Number of cells of the whole grid along each dimension.
     halo : int or tuple of int
         Number of halo layers that `exchange` adds on each side of a block: one number, or one per dimension.
     periodic : bool or tuple of bool
         Whether the last cell along a dimension is followed by the first.
     dims : tuple of int, optional
-        Number of ranks along each dimension; by default the numbers with the smallest halos.
+        Number of ranks along each dimension; by default the numbers that minimize the size of halos.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -58,9 +58,9 @@ class Domain(Decomposition):
     neighbours : tuple of pairs of int or None
         Ranks before and after along each dimension; None beyond a physical side.
     owned : tuple of slice
-        This rank's cells, as slices of the whole grid.
+        The ranges of this rank's cells in the whole grid.
     local_shape, padded_shape : tuple of int
-        Cells of this rank's block, without and with its halo.
+        Shape of this rank's block, without and with its halo.
     interior : tuple of slice
         The index of the block in an array that includes its halo.
 
@@ -100,7 +100,7 @@ class Domain(Decomposition):
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the sides of the grid that aren't periodic: a number, or the values of the modes edge and reflect
             of `numpy.pad`. A tuple has such an entry, or a pair (before, after) of entries, per dimension. The number may
-            be traced, if it is the same on all sides that have a number.
+            be traced if it is the same on all sides that have a number.
         corners : bool
             Whether to fill the halo cells at the corners of the block. If False, these cells are zero, and all messages are
             sent at once; this suffices for star stencils.
@@ -136,7 +136,7 @@ class Domain(Decomposition):
     def begin_exchange(
         self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True
     ) -> ActiveExchange:
-        """Start an exchange that `end_exchange` completes; computations in between overlap with the messages.
+        """Start an exchange that `end_exchange` completes; computations between the two calls overlap with the messages.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class Domain(Decomposition):
         TypeError, ValueError
             As in `exchange`.
         RequestError
-            If an exchange hasn't been ended when 224 later exchanges of the same communicator have begun.
+            If the exchange that began 224 exchanges earlier on the same communicator hasn't ended.
 
         Ranks
         -----
@@ -192,7 +192,7 @@ class Domain(Decomposition):
         TypeError
             If `begun` isn't a result of `begin_exchange`.
         RequestError
-            If the exchange has ended before, or began in another trace.
+            If the exchange has already ended, or began in another trace.
 
         Ranks
         -----
@@ -200,7 +200,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The cotangents of halo cells start to be sent to the ranks that own these cells.
+        It starts to send the cotangents of halo cells to the ranks that own these cells.
         """
         padded = field_exchange.end_fill(begun)
         return begun.finish(padded)
@@ -356,7 +356,7 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            On the root, an array of shape (..., *shape); on other ranks an empty one, with length 0 along dimension 0.
+            On the root, an array of shape (..., *shape); on other ranks an empty array, with length 0 along dimension 0.
 
         Raises
         ------
@@ -387,7 +387,7 @@ class Domain(Decomposition):
         Parameters
         ----------
         index : int array of shape (..., dimensions), or a tuple of int for one cell
-            Indices in the whole grid: any integers along periodic dimensions, no negative numbers along others.
+            Indices in the whole grid: any integers along periodic dimensions, nonnegative integers along other dimensions.
 
         Returns
         -------
@@ -402,7 +402,7 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        Any rank may call it; nothing is sent.
+        Any rank may call it; there is no communication.
 
         Examples
         --------
@@ -430,13 +430,13 @@ class Domain(Decomposition):
         Raises
         ------
         IndexError
-            If a cell isn't in the grid, or not in this rank's block.
+            If a cell isn't in the grid, or isn't in this rank's block.
         TypeError, ValueError
             If `index` isn't an array of integers of that shape.
 
         Ranks
         -----
-        Any rank may call it; nothing is sent.
+        Any rank may call it; there is no communication.
 
         Examples
         --------
@@ -470,7 +470,7 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        Any rank may call it; nothing is sent.
+        Any rank may call it; there is no communication.
         """
         return scatter_gather.to_global(self, index, halo)
 
@@ -545,13 +545,13 @@ class Domain(Decomposition):
         Raises
         ------
         ValueError
-            If a point lies outside the grid, that is, before its first cell or beyond its last one.
+            If a point lies outside the grid, that is, before its first cell or beyond its last cell.
         TypeError
             If `points` isn't an array of real numbers.
 
         Ranks
         -----
-        Any rank may call it; nothing is sent.
+        Any rank may call it; there is no communication.
 
         Adjoint
         -------
@@ -588,7 +588,7 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            The leading dimensions of `u`, then those of `points`.
+            Its axes are the leading axes of `u`, followed by those of `points` except the last.
 
         Raises
         ------
@@ -667,7 +667,7 @@ class Domain(Decomposition):
         return self.sum(u * checked_block(self, v, "Domain.dot"))
 
     def gram(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
-        """Return the inner products of k arrays with l others over the whole grid, in one reduction.
+        """Return the inner products of k arrays with l other arrays over the whole grid, in one reduction.
 
         Parameters
         ----------
@@ -702,12 +702,12 @@ class Domain(Decomposition):
         return mpi_allreduce(anp.dot(flat[0], flat[1].T), comm=self.comm)
 
     def norm(self, u: LocalArray) -> ReplicatedArray:
-        """Return the square root of the sum of |u|² over the whole grid; its derivative at u = 0 is taken as zero.
+        """Return the square root of the sum of |u|² over the whole grid; its derivative at u = 0 is defined as zero.
 
         See `sum` for arguments and errors.
         """
         square = anp.real(self.dot(anp.conj(u), u))
-        if is_device_array(getval(square)):  # without a copy to the host
+        if is_device_array(getval(square)):  # branches without a copy to the host
             zero = getval(square) == 0
             # If the square is zero, the root of one is computed, since the derivative would be zero times infinity.
             return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
@@ -774,8 +774,8 @@ class Domain(Decomposition):
             This rank's block of the starting point.
         method : {"L-BFGS-sharded", "Newton-CG-sharded"}
         jac : callable or True, optional
-            ``jac(u, *args)`` returns the gradient of J with respect to this rank's block. With True, `fun` returns ``(L_r,
-            gradient)``. By default it is computed by `value_and_grad`.
+            ``jac(u, *args)`` returns the gradient of the objective J with respect to this rank's block. With True, `fun`
+            returns ``(L_r, gradient)``. By default it is computed by `value_and_grad`.
         hessp : callable, optional
             ``hessp(u, v, *args)`` returns this rank's block of the product of the Hessian of J with v, for
             "Newton-CG-sharded". By default it is computed by `make_hvp`.
@@ -789,7 +789,8 @@ class Domain(Decomposition):
             The minimized function J: L_0 (for a `fun` that returns `Domain.sum`), the sum of all L_r, or their mean.
         args : tuple
         checkpoint : path or mpiad.optimize.CheckpointFile, optional
-            As in `minimize`: each rank writes its own files next to this path. Any number of ranks can resume from these.
+            As in `minimize`: each rank writes its own files next to this path. Any number of ranks can resume from these
+            files.
         progress : bool
             Whether rank 0 writes its progress to standard error.
 
@@ -801,7 +802,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if an argument is invalid on any rank, for example if `x0` doesn't have the shape of its block.
+            On all ranks, if an argument is invalid on any rank, for example if `x0` doesn't have the block's shape.
         WorkerError
             On all ranks, if an evaluation raises on any rank.
 
@@ -850,8 +851,8 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it with the same seed and shape. Nothing is sent, except to compare arguments under
-        ``MPIAD_DEBUG=1``.
+        All ranks call it with the same seed and shape. It communicates only under ``MPIAD_DEBUG=1``, to compare the
+        arguments.
 
         Adjoint
         -------
@@ -869,7 +870,7 @@ class Domain(Decomposition):
         Parameters
         ----------
         path : path
-            The same on all ranks, on a file system that all of them share. The suffix ``.npy`` isn't added.
+            The same on all ranks, on a file system that all ranks share. The suffix ``.npy`` isn't added.
         u : array of shape (..., *local_shape)
             This rank's block, on the host; leading axes and dtype are the same on all ranks.
 
@@ -878,8 +879,8 @@ class Domain(Decomposition):
         TypeError, ValueError
             On all ranks, if any rank's `u` isn't such an array of numbers, or if paths, leading axes or dtypes differ.
         OSError
-            On all ranks, if the file can't be written, or `path` is a folder, pipe or device. An existing file isn't
-            changed in this case.
+            On all ranks, if the file can't be written, or `path` is a folder, pipe or device. An existing file is then
+            unchanged.
 
         Ranks
         -----

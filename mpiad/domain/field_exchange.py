@@ -1,4 +1,4 @@
-"""`exchange`, `begin_exchange` and `end_exchange`, for one field or several."""
+"""`exchange`, `begin_exchange` and `end_exchange`, for one or several fields."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mpiad.transport.tracing import restoring_state
 
 # Halo exchange in two halves, *begin* and *end*, which overlaps messages with computation, forwards and backwards.
 #
-# All messages of an exchange start together, also those between diagonal neighbors, and the end returns the block with
-# its halo. The reverse pass starts with the adjoint of *end*, which starts to send the halo's cotangents to the owners
+# All messages of an exchange start at once, including those between diagonal neighbors, and the end returns the block
+# with its halo. The reverse pass starts with the adjoint of *end*, which starts to send the halo's cotangents to the owners
 # of the cells; the adjoint of *begin* receives and adds them. So the adjoint of each half of filling a halo is a half of
 # folding it (adding halo cells to the cells that they copy), and vice versa. The first half passes its data to the
 # second in a request.
@@ -35,7 +35,7 @@ from mpiad.transport.tracing import restoring_state
 # Ranks begin exchanges in the same order but may end them in any order. Therefore the exchanges on a communicator are
 # numbered; the tag of the messages of an exchange, its adjoint and its tangents follows from its number.
 
-_FIRST_TAG, _TAGS = 32512, 224  # at most `_TAGS` exchanges may be active; other exchanges use higher tags
+_FIRST_TAG, _TAGS = 32512, 224  # at most `_TAGS` exchanges may be active; blocking exchanges use higher tags
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
 
 
@@ -87,7 +87,7 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> ActiveEx
     exchange = Exchange(halo, sides, scheme, _next_number(group))
     begun: ActiveExchange = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
-    # A weak reference: if the program has discarded the exchange, it can't end it, and the tag becomes free.
+    # The reference is weak: a program that has discarded the exchange can't end it, so its tag becomes free.
     group.active_exchanges[exchange.tag] = ref(begun)
     return begun
 
@@ -121,7 +121,7 @@ def _start(x: LocalArray, exchange: Exchange) -> ActiveExchange:
     halo = exchange.halo
     (stage,), (local,) = halo.stages(exchange.scheme), halo.local(exchange.sides, exchange.scheme)
     if exchange.backwards:
-        # A copy, because folding adds in place, and the cotangent belongs to the caller.
+        # A copy, because folding adds in place, and the caller may use the cotangent again.
         values = copied(x)
         fold_local(values, local, exchange.sides, len(halo.shape))
     else:
@@ -197,7 +197,7 @@ def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: 
     """See `Domain.begin_exchange`."""
     u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.begin_exchange")
     if u is None:
-        raise ValueError("Domain.begin_exchange: expected a field, or several, but got an empty sequence.")
+        raise ValueError("Domain.begin_exchange: expected one or several fields, but got an empty sequence.")
     begun = begin_fill(u, domain._halo, sides, TOGETHER if corners else FACES)
     begun.finish = finish
     return begun
@@ -205,7 +205,7 @@ def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: 
 
 def _prepared(domain: Decomposition, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
     """Return one array to exchange, its boundary, and the function that converts the padded array to the result."""
-    # A traced boundary value is subtracted before the exchange and added afterwards: only u is a traced input of it.
+    # A traced boundary value is subtracted before the exchange and added after it, since only u may be a traced input.
     value, sides = shifted(sides_of(boundary, len(domain.shape), call), call)
     if value is not None and not corners:
         raise TypeError(f"{call}: a traced boundary value needs corners=True, because it also fills the corners.")
@@ -232,8 +232,8 @@ def _joined(domain: Decomposition, fields: Sequence[LocalArray], call: str) -> t
     stops = np.cumsum([math.prod(lead) for lead in leading])
 
     def separated(padded: LocalArray) -> list[LocalArray]:
-        pieces = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leading)]
-        return [piece.reshape(lead + domain.padded_shape) for piece, lead in zip(pieces, leading)]
+        parts = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leading)]
+        return [part.reshape(lead + domain.padded_shape) for part, lead in zip(parts, leading)]
 
     # The leading axes of each field are merged into one axis, along which the fields are concatenated.
     return concatenate([field.reshape((-1, *domain.local_shape)) for field in fields]), separated

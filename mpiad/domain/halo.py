@@ -1,9 +1,10 @@
 """Halo exchange, which copies the cells around a block from the ranks that own them, and its transpose.
 
 Filling a halo copies cells from the blocks that own them; beyond physical sides it sets boundary values, one dimension
-after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the
-rank that owns this cell. Each of the two operations is one node on the tape, and the adjoint of the other one.
-`field_exchange` divides both into halves, between which the program can compute. A *padded* array includes the halo.
+after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the rank
+that owns this cell. Each of the two operations is one node on the tape, and the adjoint of the other operation.
+`field_exchange` divides both operations into halves, between which the program can compute. A *padded* array includes the
+halo.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.transport.buffers import copied, empty_like
 
-# MPI guarantees tags up to 32767, and users rarely choose large ones.
+# MPI guarantees tags up to 32767, and users rarely choose large tags.
 _TAG = 32750
 
 
-class Local(NamedTuple):
+class LocalFill(NamedTuple):
     """Cells of the halo (ghost cells) that no message fills."""
 
     ghost: Index
@@ -46,7 +47,7 @@ class Halo:
         self.widths, self.shape, self.padded = widths, self.geometry.shape, self.geometry.padded
         self.interior = (..., *self.geometry.block)
         self._plans: dict[str, tuple[Stage, ...]] = {}
-        self._local: dict[tuple, list[list[Local]]] = {}
+        self._local: dict[tuple, list[list[LocalFill]]] = {}
 
     def stages(self, scheme: str) -> tuple[Stage, ...]:
         """Return the stages of a scheme of `routes`."""
@@ -54,26 +55,26 @@ class Halo:
             self._plans[scheme] = plan(self.geometry, scheme)
         return self._plans[scheme]
 
-    def local(self, sides: Sides, scheme: str) -> list[list[Local]]:
+    def local(self, sides: Sides, scheme: str) -> list[list[LocalFill]]:
         """Return, for each stage, the cells of the halo that no message fills, in the order in which they are filled."""
         # The key doesn't contain boundary values, since a program may use another value in each step.
         key = (scheme, *[side.layers for pair in sides for side in pair])
         if key not in self._local:
-            self._local[key] = [self._local_of(stage, sides) for stage in self.stages(scheme)]
+            self._local[key] = [self._local_fills(stage, sides) for stage in self.stages(scheme)]
         return self._local[key]
 
-    def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
-        beyond = [self._beyond(axis, end, across, sides[axis][end]) for axis, end, across in stage.beyond]
-        # Reversed, so that folding, which goes through the list backwards, adds these copies in their original order.
-        own_copies = [Local(ghost, owned) for owned, ghost in reversed(stage.own_copies)]
-        return [*own_copies, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
+    def _local_fills(self, stage: Stage, sides: Sides) -> list[LocalFill]:
+        side_fills = [self._side_fill(axis, end, extents, sides[axis][end]) for axis, end, extents in stage.sides]
+        # The order is reversed, so that folding, which traverses the list backwards, adds the copies in the original order.
+        own_copies = [LocalFill(ghost, owned) for owned, ghost in reversed(stage.own_copies)]
+        return [*own_copies, *side_fills, *[LocalFill(ghost, None) for ghost in stage.empty]]
 
-    def _beyond(self, axis: int, end: int, across: tuple[slice, ...], side: Side) -> Local:
-        def index(along: slice) -> Index:
-            return (..., *across[:axis], along, *across[axis + 1 :])
+    def _side_fill(self, axis: int, end: int, extents: tuple[slice, ...], side: Side) -> LocalFill:
+        def index(layers: slice) -> Index:
+            return (..., *extents[:axis], layers, *extents[axis + 1 :])
 
         copied = None if side.layers is None else index(side.layers(self.shape[axis], self.widths[axis], end))
-        return Local(index(self.geometry.layers(axis, 2 * end - 1)), copied, axis, end)
+        return LocalFill(index(self.geometry.layers(axis, 2 * end - 1)), copied, axis, end)
 
 
 @custom_operator
@@ -95,19 +96,19 @@ def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TU
         _fill_copies(out, local, sides)
 
 
-def fill_local(out: LocalArray, local: list[Local], sides: Sides) -> None:
+def fill_local(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
     """Fill the cells that no message fills; called after all messages of the stage."""
     _fill_constants(out, local, sides)
     _fill_copies(out, local, sides)
 
 
-def _fill_constants(out: LocalArray, local: list[Local], sides: Sides) -> None:
+def _fill_constants(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
     for cells in local:
         if cells.copied is None:
             out[cells.ghost] = cells.side(sides).filled(None)
 
 
-def _fill_copies(out: LocalArray, local: list[Local], sides: Sides) -> None:
+def _fill_copies(out: LocalArray, local: list[LocalFill], sides: Sides) -> None:
     for cells in local:
         if cells.copied is not None:
             out[cells.ghost] = cells.side(sides).filled(out[cells.copied])
@@ -118,21 +119,21 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     """Add the halo cells of g (..., *halo.padded) to the cells that they copy; return the block. Adjoint: `fill_halo`."""
     total = copied(g)
     fold_in_place(total, halo, sides, scheme)
-    # The result is a view: this saves a copy, but keeps the memory of the halo allocated.
+    # The result is a view, which saves a copy, but keeps the memory of the halo allocated.
     return total[halo.interior]
 
 
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        # The order is the reverse of filling, in which local copies may copy cells that messages have filled.
+        # The order is the reverse of that of filling, in which local copies may read cells that messages have filled.
         fold_local(total, local, sides, len(halo.shape))
         complete(total, post(total, stage.routes, True, _TAG, halo.comm), True)
 
 
-def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -> None:
+def fold_local(total: LocalArray, local: list[LocalFill], sides: Sides, ndim: int) -> None:
     """Add the halo cells that no message fills to the cells that they copy."""
-    # The order is the reverse of filling, in which a later side may copy halo cells of an earlier side.
+    # The order is the reverse of that of filling, in which a later side may read halo cells of an earlier side.
     for cells in reversed(local):
         if cells.copied is not None:
             side, layers = cells.side(sides), total[cells.copied]

@@ -1,4 +1,4 @@
-"""The messages of one stage of an exchange: all are started together, one to each neighbor, and then completed."""
+"""The messages of one stage of an exchange: all messages start at once, one to each neighbor, and are then completed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mpiad.transport.prepared_messages import PreparedMessages
 class PendingReceive(NamedTuple):
     """A message that this rank is receiving."""
 
-    parts: tuple[Index, ...]  # indices, in the array, of the parts that the message consists of
+    parts: tuple[Index, ...]  # indices of the message's parts in the array
     request: Request
 
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[PendingReceive]:
-    """Start the messages of a stage for an array (..., *padded), from blocks to halos, or `backwards`."""
+    """Start the messages of a stage for an array (..., *padded), from blocks to halos, or if `backwards` vice versa."""
     # Receives are posted first, so that MPI needn't buffer the messages.
     incoming = []
     for route in routes:
-        parts = route.ours if backwards else route.ghosts
+        parts = route.owned if backwards else route.ghosts
         incoming.append(PendingReceive(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
     for route in routes:
-        parts = route.ghosts if backwards else route.ours
+        parts = route.ghosts if backwards else route.owned
         mpi_send(np.concatenate([values[index].reshape(-1) for index in parts]), route.peer, tag, comm)
     return incoming
 
@@ -60,9 +60,9 @@ class PreparedStage:
     """The messages of a stage, for an array with a fixed address that is exchanged repeatedly; arguments as for `post`."""
 
     def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
-        outgoing = [_Packing(values, route.ghosts if backwards else route.ours) for route in routes]
+        outgoing = [_Packing(values, route.ghosts if backwards else route.owned) for route in routes]
         # With `backwards`, received values are added to the cells, so they need a buffer.
-        incoming = [_Packing(values, route.ours if backwards else route.ghosts, buffered=backwards) for route in routes]
+        incoming = [_Packing(values, route.owned if backwards else route.ghosts, buffered=backwards) for route in routes]
         self._packed = [copy for memory in outgoing for copy in memory.copies]
         self._unpacked = [copy for memory in incoming for copy in memory.copies]
         self._combine = _add if backwards else np.copyto
@@ -70,7 +70,7 @@ class PreparedStage:
         self._messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
 
     def run(self) -> Iterator[None]:
-        """Start the messages, yield, and complete them; until then the cells of these messages mustn't be changed."""
+        """Start the messages, yield, and complete them; until then the cells of these messages must not be changed."""
         messages = self._messages
         try:
             for cells, part in self._packed:

@@ -35,8 +35,8 @@ from mpiad.transport.tracing import settled
 
 # Interpolation weights are computed on the host.
 #
-# The weights are cached in a table, so that a program that evaluates a field at the same points in each step locates the
-# points once. For a field on a device, the table is copied to the device once, and the interpolation runs there. The
+# The weights are cached in a table, so that a program that evaluates a field at the same points in each step locates these
+# points only once. For a field on a device, the table is copied to the device once, and the interpolation runs there. The
 # weights of traced points are traced; each call computes them, and copies them to the device.
 
 _MAX_TABLES = 8  # maximum number of cached tables
@@ -48,7 +48,7 @@ class PointTable(NamedTuple):
     # The cells around each of the p points that this rank owns, shape (2**dimensions, p), in the flattened padded block.
     corners: Constants
     order: Constants  # the index of each point in the list of this rank's points, followed by all other points
-    owned: Constants  # for all points, 1.0 if this rank owns them and 0.0 if not, in the weights' dtype
+    owned: Constants  # for each point, 1.0 if this rank owns it and 0.0 otherwise, in the dtype of the weights
     weights: Any  # weights of the cells in `corners`: Constants, or a traced array
     shape: Shape  # shape of the array of points, without its last axis
 
@@ -57,8 +57,8 @@ class PointTables:
     """The tables of the most recently used sets of points, for blocks with a halo of one cell."""
 
     def __init__(self, domain: Decomposition):
-        # The halo has one layer, regardless of the domain's halo, since interpolation uses the cell after the last one of
-        # the block.
+        # The halo has one layer, regardless of the domain's halo, since interpolation uses the cell after the last cell
+        # of the block.
         self.halo = domain.halo_of((1,) * len(domain.shape))
         self._partition, self._rank = domain._partition, domain._channel.rank
         # The index, in the whole grid, of the first cell of the padded block (the block with this halo).
@@ -71,7 +71,7 @@ class PointTables:
         if isbox(points):
             return self._table_of(located(points, lattice, self._partition, call), dtype)
         plain: Any = np.ascontiguousarray(points)
-        # The key hashes the values, since a program may write other points into the same array.
+        # The key contains a hash of the values, since a program may write other points into the same array.
         content = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
         key = (*content, *lattice.firsts, *lattice.steps, dtype.char)
         if key not in self._tables:
@@ -84,15 +84,15 @@ class PointTables:
 
     def _table_of(self, location: Location, dtype: np.dtype) -> PointTable:
         ndim, owners = len(self._starts), location.owner.reshape(-1)
-        mine = np.flatnonzero(owners == self._rank)
-        corner = (location.cell.reshape(-1, ndim)[mine] - self._starts).T
-        fraction = anp.reshape(location.fraction, (-1, ndim))[mine].astype(dtype)
+        own = np.flatnonzero(owners == self._rank)
+        corner = (location.cell.reshape(-1, ndim)[own] - self._starts).T
+        fraction = anp.reshape(location.fraction, (-1, ndim))[own].astype(dtype)
         steps = list(itertools.product((0, 1), repeat=ndim))
         corners = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self.halo.padded) for step in steps]
         # The weight of a corner is the product of its weights along all dimensions.
         factors = [(1.0 - fraction[:, axis], fraction[:, axis]) for axis in range(ndim)]
         weights = anp.stack([reduce(operator.mul, map(operator.getitem, factors, step)) for step in steps])
-        order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
+        order = np.argsort(np.concatenate([own, np.flatnonzero(owners != self._rank)]))
         stored_weights = weights if isbox(weights) else Constants(weights)
         owned = Constants((owners == self._rank).astype(dtype))
         return PointTable(Constants(np.stack(corners)), Constants(order), owned, stored_weights, location.owner.shape)
@@ -110,9 +110,9 @@ def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray
     # Corners are added one by one, so that rounding doesn't depend on the number of points that a rank owns.
     terms = anp.reshape(padded, (*lead, cells))[..., corners] * weights
     values = reduce(operator.add, [terms[..., k, :] for k in range(len(corners))])
-    count, known = math.prod(table.shape), corners.shape[-1]
-    if known < count:
-        zeros = Spec((*lead, count - known), values.dtype, namespace).zeros()
+    count, owned_count = math.prod(table.shape), corners.shape[-1]
+    if owned_count < count:
+        zeros = Spec((*lead, count - owned_count), values.dtype, namespace).zeros()
         # A permutation of values and zeros can be differentiated, unlike an assignment to elements of an array of zeros.
         values = concatenate([values, zeros], axis=-1)[..., table.order.on(namespace)[0]]
     return anp.reshape(values, (*lead, *table.shape))
@@ -157,7 +157,7 @@ def interpolate(
     share, table = _share(domain, tables, u, points, lattice, call)
     if result == "share":
         return share
-    # The same reduction also counts the owners of each point: points differ between ranks if one doesn't have one owner.
+    # The same reduction also counts the owners of each point: unless it is one, points differ between ranks.
     (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)
@@ -189,10 +189,10 @@ def _interpolate_own(
     flat = anp.reshape(points, (-1, ndim)) * 1.0
     counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=domain.comm)]
     # All points are gathered on all ranks; each value is returned only to the rank that passed the point.
-    everywhere = mpi_allgather(flat, axis=0, comm=domain.comm)
-    share, _ = _share(domain, tables, u, everywhere, lattice, call)
-    mine = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=domain.comm)
-    return anp.reshape(anp.moveaxis(mine, 0, -1), u.shape[: u.ndim - ndim] + shape)
+    all_points = mpi_allgather(flat, axis=0, comm=domain.comm)
+    share, _ = _share(domain, tables, u, all_points, lattice, call)
+    own = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=domain.comm)
+    return anp.reshape(anp.moveaxis(own, 0, -1), u.shape[: u.ndim - ndim] + shape)
 
 
 def _on_host(points: Array) -> Array:
@@ -209,12 +209,12 @@ def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
     wrong = np.flatnonzero(counts != 1.0)
     raise agreed(channel, ValueError(
         f"{call}: {_SAME_POINTS}, but they differ: {wrong.size} of {counts.size} points aren't owned by exactly one rank. "
-        f"For example, {counts[wrong[0]].real:.0f} ranks own their point {wrong[0]}. {_REMEDY}"
+        f"For example, point {wrong[0]} is owned by {counts[wrong[0]].real:.0f} ranks. {_REMEDY}"
     ))  # fmt: skip
 
 
 def _require_same_device(u: LocalArray, points: Array, call: str) -> None:
-    """Raise a TypeError if points are on a device and the field isn't on the same one."""
+    """Raise a TypeError if points are on a device and the field isn't on the same device."""
     namespace = arrays_of(stop_gradient(points))
     if namespace is not None and namespace != arrays_of(stop_gradient(u)):
         raise TypeError(

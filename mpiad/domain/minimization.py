@@ -1,4 +1,4 @@
-"""`Domain.minimize`: `mpiad.minimize` for fields, of which each rank holds a block."""
+"""`Domain.minimize`: `mpiad.minimize` for distributed fields."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def minimize(
     with raising_together(domain._channel):
         if not (isinstance(method, str) and method.lower().endswith("-sharded")):
             raise ValueError(
-                f"{_CALL}: method must be 'L-BFGS-sharded' or 'Newton-CG-sharded', which keep each block on its rank, "
+                f"{_CALL}: method must be 'L-BFGS-sharded' or 'Newton-CG-sharded', for which each rank has its own block, "
                 f"but got {method!r}. "
                 "Use mpiad.minimize for methods that need all variables on the root."
             )
         for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
             checked_block(domain, leaf, _CALL)
-    # Imported here, because `optimize` is a layer above `domain`.
+    # Imported at the first call, because the package `optimize` imports `domain`.
     optimize = import_module("mpiad.optimize")
     file: Any = optimize.CheckpointFile(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
-    # The file contains the blocks' positions, so that any number of ranks can read it.
+    # The files contain the positions of blocks, so that any number of ranks can read them.
     if isinstance(file, optimize.CheckpointFile) and file.blocks is None:
         file = file._replace(blocks=domain.owned)
     return optimize.minimize(fun, x0, method=method, comm=domain.comm, checkpoint=file, **keywords)

@@ -19,8 +19,8 @@ from mpiad._typing import Rank, Shape
 class Partition:
     """A grid of cells, and the grid of ranks that own its blocks."""
 
-    shape: Shape  # cells along each dimension
-    dims: tuple[int, ...]  # ranks along each dimension
+    shape: Shape  # number of cells along each dimension
+    dims: tuple[int, ...]  # number of ranks along each dimension
     periodic: tuple[bool, ...]  # whether the last cell along a dimension is followed by the first
 
     def position(self, rank: Rank) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
         cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
         # At each cut across a dimension of n cells, h layers are exchanged, each with 1 / n of the grid's cells.
         exchanged = sum(cut * max(1, h) * (math.prod(shape) // n) for cut, h, n in zip(cuts, halo, shape))
-        # If costs are equal, more ranks along the first dimensions are better: their halo layers are contiguous in memory.
+        # At equal costs, more ranks along the first dimensions are better, since halo layers are then contiguous in memory.
         return exchanged, tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)

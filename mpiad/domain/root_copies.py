@@ -3,7 +3,7 @@
 Such a solve passes copies of the root's variables to every rank. If they have the shape of a block, every rank gets the
 same block, and the objective is computed for a grid of equal blocks. Therefore the solve registers the arrays that it
 passes, and operations of a domain raise an error if their argument is such an array, or a view of such an array. An array
-that is computed from the variables may be intended as a block. So it only causes a warning, if a variable has the shape
+that is computed from the variables may be intended as a block. It only causes a warning, if a variable has the shape
 of a block.
 """
 
@@ -26,19 +26,19 @@ _ADVICE = (
 
 
 class _Solve:
-    """The arrays that a solve has passed to the current function, and whether a warning was given."""
+    """The arrays that a solve has passed to the current function, and whether a warning was issued."""
 
     def __init__(self) -> None:
         self.arrays: tuple[Any, ...] = ()
         self.warned = False
 
 
-def of_root_copies(fun: Function) -> Function:
+def with_registered_copies(fun: Function) -> Function:
     """Return `fun` with a check: while `fun` runs, domains don't accept the arrays of its first argument as blocks."""
     solve = _Solve()
 
     def run(x: Array, *args: Any) -> Any:
-        # In nested solves, the variables of all of them are registered.
+        # In nested solves, the variables of all solves are registered.
         outer = tracing.root_copies
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))
         with restoring_state():
@@ -54,7 +54,7 @@ def of_root_copies(fun: Function) -> Function:
 def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
     """Raise a ValueError if u is a registered variable; warn, on rank 0, if it may be computed from one."""
     solve = tracing.root_copies
-    # If one rank owns the whole grid of a domain, several ranks may have such domains with equal fields.
+    # If a domain has only one rank, several ranks may have such domains with equal fields.
     if solve is None or ranks == 1:
         return
     block = getval(u)
@@ -81,7 +81,7 @@ def _is_view_of(block: Array, array: Array, shape: Shape) -> bool:
         return True
     if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
         return False
-    # True for the whole array in another shape, and for one of its fields. A block cut out of a whole grid is allowed.
+    # True for the whole array in another shape, and for one of its fields. A block sliced out of a whole grid is valid.
     return block.size == array.size or _ends_in(array, shape)
 
 

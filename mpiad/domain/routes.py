@@ -1,8 +1,9 @@
-"""The plan of an exchange: the cells that each rank sends to others, in consecutive stages.
+"""The plan of an exchange: the cells that each rank sends to other ranks, in consecutive stages.
 
-There are three schemes. "In turn" has one stage per dimension, and at most six messages; the layers of a stage include
-the halo of earlier dimensions, and thus the corners. "Together" has one stage for all neighbors, also diagonal ones, and
-at most 26 messages, which overlap with computation. "Faces" has one stage, for star stencils: no diagonal neighbors.
+There are three schemes. "In turn" has one stage per dimension, and at most six messages; the layers of a stage include the
+halo of earlier dimensions, and thus the corners. "Together" has one stage for all neighbors, including diagonal neighbors,
+and at most 26 messages, which overlap with computation. "Faces" has one stage without diagonal neighbors, for star
+stencils.
 
 All cells that a rank needs from another rank in one stage form one message, even if they lie on two sides of its block.
 """
@@ -27,7 +28,7 @@ class Route(NamedTuple):
     """The cells that two ranks copy from each other in one stage: one message in each direction."""
 
     peer: Rank
-    ours: tuple[Index, ...]  # this rank's cells that the peer copies, in the order of the message
+    owned: tuple[Index, ...]  # this rank's cells that the peer copies, in the order of the message
     ghosts: tuple[Index, ...]  # this rank's halo cells that are copies of the peer's, in the order of the message
 
 
@@ -35,10 +36,10 @@ class Stage(NamedTuple):
     """Copies of cells that don't depend on each other, and are made at the same time."""
 
     routes: tuple[Route, ...]
-    own_copies: tuple[tuple[Index, Index], ...]  # pairs: cells of the block, and the cells of its own halo that copy them
+    own_copies: tuple[tuple[Index, Index], ...]  # pairs: cells of the block, and cells of its halo that copy them
     # The physical sides, in the order in which they are filled afterwards: the dimension, 0 or 1 for the low or high side,
     # and the extent of the layers along the other dimensions.
-    beyond: tuple[tuple[int, int, tuple[slice, ...]], ...]
+    sides: tuple[tuple[int, int, tuple[slice, ...]], ...]
     empty: tuple[Index, ...] = ()  # halo cells that hold zero
 
 
@@ -60,17 +61,17 @@ class Geometry:
                 yield step
 
     def neighbour(self, step: Step) -> Rank | None:
-        """Return the neighbor in the direction of a step, None beyond a physical side."""
+        """Return the neighbor in the direction of a step, or None beyond a physical side."""
         position = self.partition.position(self.rank)
         return self.partition.rank(tuple(index + s for index, s in zip(position, step)))
 
-    def ghosts(self, step: Step, across: tuple[slice, ...]) -> Index:
-        """Return the halo cells in the direction of a step; along other dimensions they extend over `across`."""
-        return (..., *[self.layers(axis, s) if s else across[axis] for axis, s in enumerate(step)])
+    def ghosts(self, step: Step, extents: tuple[slice, ...]) -> Index:
+        """Return the halo cells in the direction of a step; along other dimensions they extend over `extents`."""
+        return (..., *[self.layers(axis, s) if s else extents[axis] for axis, s in enumerate(step)])
 
-    def ours(self, step: Step, across: tuple[slice, ...]) -> Index:
+    def owned(self, step: Step, extents: tuple[slice, ...]) -> Index:
         """Return the cells of the block that the neighbor at a step copies."""
-        layers = [self.layers(axis, s, inside=True) if s else across[axis] for axis, s in enumerate(step)]
+        layers = [self.layers(axis, s, inside=True) if s else extents[axis] for axis, s in enumerate(step)]
         return (..., *layers)
 
     def layers(self, axis: int, side: int, inside: bool = False) -> slice:
@@ -94,26 +95,27 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
     adjacent = list(geometry.steps(diagonal=False))
     diagonal = list(geometry.steps(diagonal=True))
     if scheme == FACES:
-        beyond = _beyond(geometry, lambda axis: geometry.block)
+        sides = _physical_sides(geometry, lambda axis: geometry.block)
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
-        return (_stage(geometry, adjacent, geometry.block, beyond, empty),)
+        return (_stage(geometry, adjacent, geometry.block, sides, empty),)
     extents = [geometry.extent(axis) for axis in range(ndim)]
-    # The layers of a side include the whole halo along earlier dimensions, but along later ones not beyond physical sides.
-    beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *extents[axis:]))
-    return (_stage(geometry, adjacent + diagonal, geometry.block, beyond),)
+    # The layers of a side include the whole halo along earlier dimensions. Along later dimensions, they exclude the halo
+    # beyond physical sides.
+    sides = _physical_sides(geometry, lambda axis: (*[slice(None)] * axis, *extents[axis:]))
+    return (_stage(geometry, adjacent + diagonal, geometry.block, sides),)
 
 
 def _stage_along(geometry: Geometry, axis: int) -> Stage:
     # The layers include the halo of earlier dimensions, so corners need no separate messages.
-    across = (*[slice(None)] * axis, *geometry.block[axis:])
+    extents = (*[slice(None)] * axis, *geometry.block[axis:])
     steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
-    sides = tuple(side for side in _beyond(geometry, lambda _: across) if side[0] == axis)
-    return _stage(geometry, steps, across, sides)
+    sides = tuple(side for side in _physical_sides(geometry, lambda _: extents) if side[0] == axis)
+    return _stage(geometry, steps, extents, sides)
 
 
-def _beyond(geometry: Geometry, across: Callable) -> tuple[tuple[int, int, tuple[slice, ...]], ...]:
+def _physical_sides(geometry: Geometry, extents: Callable) -> tuple[tuple[int, int, tuple[slice, ...]], ...]:
     return tuple(
-        (axis, end, across(axis))
+        (axis, end, extents(axis))
         for axis, (pair, h) in enumerate(zip(geometry.neighbours, geometry.widths))
         for end in (0, 1)
         if h and pair[end] is None
@@ -121,9 +123,9 @@ def _beyond(geometry: Geometry, across: Callable) -> tuple[tuple[int, int, tuple
 
 
 def _stage(
-    geometry: Geometry, steps: list[Step], across: tuple[slice, ...], beyond: tuple, empty: tuple[Index, ...] = ()
+    geometry: Geometry, steps: list[Step], extents: tuple[slice, ...], sides: tuple, empty: tuple[Index, ...] = ()
 ) -> Stage:
-    ours: dict[Rank, list[tuple[Step, Index]]] = {}
+    owned: dict[Rank, list[tuple[Step, Index]]] = {}
     ghosts: dict[Rank, list[tuple[Step, Index]]] = {}
     own_copies = []
     for step in steps:
@@ -134,13 +136,13 @@ def _stage(
         back = tuple(-s for s in step)
         if peer == geometry.rank:
             # With one rank along a periodic dimension, the halo is a copy of layers at the block's opposite side.
-            own_copies.append((geometry.ours(back, across), geometry.ghosts(step, across)))
+            own_copies.append((geometry.owned(back, extents), geometry.ghosts(step, extents)))
             continue
         # Sender and receiver sort the parts of a message by the sender's step.
-        ours.setdefault(peer, []).append((step, geometry.ours(step, across)))
-        ghosts.setdefault(peer, []).append((back, geometry.ghosts(step, across)))
-    routes = [Route(peer, _in_order(ours[peer]), _in_order(ghosts[peer])) for peer in ours]
-    return Stage(tuple(routes), tuple(own_copies), beyond, empty)
+        owned.setdefault(peer, []).append((step, geometry.owned(step, extents)))
+        ghosts.setdefault(peer, []).append((back, geometry.ghosts(step, extents)))
+    routes = [Route(peer, _in_order(owned[peer]), _in_order(ghosts[peer])) for peer in owned]
+    return Stage(tuple(routes), tuple(own_copies), sides, empty)
 
 
 def _in_order(parts: list[tuple[Step, Index]]) -> tuple[Index, ...]:

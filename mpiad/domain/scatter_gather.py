@@ -32,7 +32,7 @@ def gather(domain: Decomposition, u: LocalArray, root: Rank) -> RootArray:
     """See `Domain.gather`."""
     u = checked_block(domain, u, "Domain.gather")
     lead = u.shape[: u.ndim - len(domain.shape)]
-    # Blocks are concatenated along the first axis, their flattened cells; the other axes have the same length on all ranks.
+    # Flattened blocks are concatenated along the first axis; the other axes have the same lengths on all ranks.
     cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=domain.comm)
     if domain._channel.rank == root:
         return from_blocks(cells, domain._partition)
@@ -114,7 +114,7 @@ def into_blocks(u: RootArray, partition: Partition) -> RootArray:
 
 @primitive
 def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
-    """Return the whole array of shape (..., *partition.shape), the inverse of `into_blocks`."""
+    """Return the whole array, shape (..., *partition.shape): the inverse of `into_blocks`."""
     lead = cells.shape[1:]
     out = empty_like(cells, lead + partition.shape)
     for own, block in _ranges(partition):

@@ -1,10 +1,10 @@
-"""The operator S E of a stencil: E exchanges the halo, S computes the sums.
+"""The operator S E of a stencil, where E exchanges the halo and S computes the sums.
 
-It is one node on the tape, and saves no arrays. Communication overlaps with the sums of the interior. The transpose is
+It is one node on the tape, and saves no arrays. Communication overlaps with the sums in the interior. The transpose is
 Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights are reversed along each dimension. If each dimension is periodic or
 has the boundary "zero", Eᵀ Sᵀ is the mirrored stencil with the same exchange, so the reverse pass costs as much as the
-forward pass. With "edge" or "reflect", cells beyond a side are copies of cells inside; the transpose computes the sums of
-the mirrored stencil beyond the side, too, and adds each of them to the cell that was copied.
+forward pass. With "edge" or "reflect", cells beyond a side are copies of cells inside; the transpose also computes
+the sums of the mirrored stencil beyond the side, and adds each sum to the cell that was copied.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class StencilSums:
     def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):
         self.weights, self.radius, self.halo, self.sides, self.comm = weights, halo.widths, halo, sides, halo.comm
         self.terms: Terms = terms_of(weights)
-        reached = np.argwhere(weights) != np.array(self.radius)
+        offset_axes = np.argwhere(weights) != np.array(self.radius)
         # Star stencils, whose offsets are nonzero along one dimension only, need no corners.
-        self.scheme = FACES if (reached.sum(axis=1) <= 1).all() else TOGETHER
+        self.scheme = FACES if (offset_axes.sum(axis=1) <= 1).all() else TOGETHER
         (self._stage,) = halo.stages(self.scheme)
-        self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
-        # A cached array of the padded shape, since allocating a new one would take longer than the sums.
+        self._interior, self._boundary_boxes = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
+        # A cached array of the padded shape, since the allocation of a new array would take longer than the sums.
         self._buffers: list[Any] = []
 
     @cached_property
@@ -71,7 +71,7 @@ class StencilSums:
         buffer = self._buffers.pop() if self._buffers else None
         if buffer is not None and buffer.shape == shape and buffer.dtype == u.dtype and type(buffer) is type(u):
             return buffer
-        # Zeros, because unused sums may read halo cells that aren't filled yet, and NumPy mustn't warn of overflow.
+        # Zeros, because unused sums may read halo cells that aren't filled yet, and NumPy must not warn of overflow.
         return zeros_like(u, shape)
 
     def summed(self, u: LocalArray) -> LocalArray:
@@ -82,11 +82,11 @@ class StencilSums:
         out = empty_like(u, u.shape)
         # Cells whose neighbors are all in the block are summed during the exchange.
         pending = post(padded, stage.routes, False, _TAG, halo.comm)
-        if self._inside is not None:
-            weighted_sum(padded, self.terms, out, self._inside)
+        if self._interior is not None:
+            weighted_sum(padded, self.terms, out, self._interior)
         complete(padded, pending, False)
         fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
-        for box in self._along_sides:
+        for box in self._boundary_boxes:
             weighted_sum(padded, self.terms, out, box)
         self._buffers = [padded]
         return out
@@ -95,11 +95,11 @@ class StencilSums:
         """Return Eᵀ Sᵀ g."""
         halo, ndim = self.halo, len(self.halo.shape)
         lead = g.shape[: g.ndim - ndim]
-        # The sums are computed in the halo, too, so g is padded with 2 * radius layers of zeros on each side.
-        framed = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
-        framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
+        # The sums are also computed in the halo, so g is padded with 2 * radius layers of zeros on each side.
+        padded_g = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
+        padded_g[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
         total = empty_like(g, lead + halo.padded)
-        weighted_sum(framed, self.mirrored.terms, total, _all_of(halo.padded))
+        weighted_sum(padded_g, self.mirrored.terms, total, _all_of(halo.padded))
         for ghost in self._stage.empty:
             total[ghost] = 0
         fold_in_place(total, halo, self.sides, self.scheme)
@@ -124,14 +124,14 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) ->
     scratch = empty_like(out, target.shape)
     for number, (weight, offsets) in enumerate(terms):
         shifted = [[slice(cells.start + o, cells.stop + o) for cells, o in zip(box, offset)] for offset in offsets]
-        pieces, part = [source[(..., *index)] for index in shifted], scratch if number else target
+        parts, part = [source[(..., *index)] for index in shifted], scratch if number else target
         # Values of equal weight are added first and multiplied once.
-        if len(pieces) == 1:
-            np.multiply(pieces[0], weight, out=part)
+        if len(parts) == 1:
+            np.multiply(parts[0], weight, out=part)
         else:
-            np.add(pieces[0], pieces[1], out=part)
-            for piece in islice(pieces, 2, None):
-                part += piece
+            np.add(parts[0], parts[1], out=part)
+            for next_part in islice(parts, 2, None):
+                part += next_part
             if weight != 1:
                 part *= weight
         if number:
@@ -169,12 +169,12 @@ def _all_of(shape: Shape) -> Box:
 
 def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
     """Return the box of cells whose sums need no halo, or None, and boxes that cover the other cells."""
-    inside, boxes = list(_all_of(halo.shape)), []
+    interior, boxes = list(_all_of(halo.shape)), []
     for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
-        # If a block isn't longer than its two halos together, every sum needs halo cells.
+        # If a block isn't longer than the halos at both sides, every sum needs halo cells.
         if n <= 2 * r:
             return None, [_all_of(halo.shape)]
         if r:
-            boxes += [(*inside[:axis], cells, *inside[axis + 1 :]) for cells in (slice(0, r), slice(n - r, n))]
-            inside[axis] = slice(r, n - r)
-    return tuple(inside), boxes
+            boxes += [(*interior[:axis], cells, *interior[axis + 1 :]) for cells in (slice(0, r), slice(n - r, n))]
+            interior[axis] = slice(r, n - r)
+    return tuple(interior), boxes

@@ -1,7 +1,7 @@
-"""Stencils whose weights differ from cell to cell; they are bilinear in the field and the weights.
+"""Stencils with different weights in each cell, which are bilinear in the field and the weights.
 
-Each of three maps has the other two as derivatives: the sums y = Σ_k w_k u_k over shifted parts u_k of a padded field;
-the transpose, which adds w_k g to these parts; and the products g u_k, the derivative with respect to the weights.
+The derivatives of each of three maps are the other two maps: the sums y = Σ_k w_k u_k over shifted parts u_k of a padded
+field; the transpose, which adds w_k g to these parts; and the products g u_k, the derivative with respect to the weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mpiad.transport.buffers import empty_like, zeros_like
 def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
     """Return weighted sums, shape (..., *cells), of an array of shape (..., *padded), with weights (*lengths, *cells)."""
     lengths, cells = _shapes(weights)
-    like, shape = _wider(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
+    like, shape = _like_product(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
     total = zeros_like(like, shape)
     scratch = np.empty_like(total)
-    for offset, piece in _pieces(lengths, cells):
-        np.multiply(padded[piece], weights[offset], out=scratch)
+    for offset, part in _shifted_parts(lengths, cells):
+        np.multiply(padded[part], weights[offset], out=scratch)
         total += scratch
     return total
 
@@ -35,11 +35,11 @@ def varying_sum_transpose(g: LocalArray, weights: LocalArray) -> LocalArray:
     """Apply the transpose of `varying_sum`; return an array of shape (..., *padded)."""
     lengths, cells = _shapes(weights)
     padded = tuple(n + length - 1 for n, length in zip(cells, lengths))
-    total = zeros_like(_wider(g, weights), g.shape[: g.ndim - len(cells)] + padded)
+    total = zeros_like(_like_product(g, weights), g.shape[: g.ndim - len(cells)] + padded)
     scratch = empty_like(total, g.shape)
-    for offset, piece in _pieces(lengths, cells):
+    for offset, part in _shifted_parts(lengths, cells):
         np.multiply(g, weights[offset], out=scratch)
-        total[piece] += scratch
+        total[part] += scratch
     return total
 
 
@@ -48,14 +48,14 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
     """Return the derivative of `varying_sum` with respect to the weights, for a grid of `ndim` dimensions."""
     cells = g.shape[g.ndim - ndim :]
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
-    total = empty_like(_wider(g, padded), lengths + cells)
-    for offset, piece in _pieces(lengths, cells):
+    total = empty_like(_like_product(g, padded), lengths + cells)
+    for offset, part in _shifted_parts(lengths, cells):
         # The fields along leading axes share the weights, so their contributions are added.
-        total[offset] = (g * padded[piece]).reshape(-1, *cells).sum(axis=0)
+        total[offset] = (g * padded[part]).reshape(-1, *cells).sum(axis=0)
     return total
 
 
-def _wider(x: LocalArray, y: LocalArray) -> LocalArray:
+def _like_product(x: LocalArray, y: LocalArray) -> LocalArray:
     """Return an array that has the dtype of the product of x and y; its shape and values are arbitrary."""
     dtype = np.result_type(x.dtype, y.dtype)
     return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
@@ -66,13 +66,13 @@ def _shapes(weights: LocalArray) -> tuple[Shape, Shape]:
     return weights.shape[:ndim], weights.shape[ndim:]
 
 
-def _pieces(lengths: Shape, cells: Shape) -> Iterator[tuple[Shape, tuple]]:
+def _shifted_parts(lengths: Shape, cells: Shape) -> Iterator[tuple[Shape, tuple]]:
     """Yield each offset, and the index of the correspondingly shifted part of a padded array."""
     for offset in np.ndindex(lengths):
         yield offset, (..., *[slice(o, o + n) for o, n in zip(offset, cells)])
 
 
-def _of_kind(value: LocalArray, x: LocalArray) -> LocalArray:
+def _with_dtype_of(value: LocalArray, x: LocalArray) -> LocalArray:
     """Return `value` with the dtype of `x`; if `x` is real, the real part."""
     value = anp.real(value) if np.iscomplexobj(getval(value)) and not np.iscomplexobj(getval(x)) else value
     dtype = getval(x).dtype
@@ -82,18 +82,18 @@ def _of_kind(value: LocalArray, x: LocalArray) -> LocalArray:
 # Each map is the derivative of Σ g w u with respect to one factor, and linear in the other two.
 defvjp(
     varying_sum,
-    lambda ans, u, w: lambda g: _of_kind(varying_sum_transpose(g, w), u),
-    lambda ans, u, w: lambda g: _of_kind(products(g, u, w.ndim // 2), w),
+    lambda ans, u, w: lambda g: _with_dtype_of(varying_sum_transpose(g, w), u),
+    lambda ans, u, w: lambda g: _with_dtype_of(products(g, u, w.ndim // 2), w),
 )
 defvjp(
     varying_sum_transpose,
-    lambda ans, g, w: lambda v: _of_kind(varying_sum(v, w), g),
-    lambda ans, g, w: lambda v: _of_kind(products(g, v, w.ndim // 2), w),
+    lambda ans, g, w: lambda v: _with_dtype_of(varying_sum(v, w), g),
+    lambda ans, g, w: lambda v: _with_dtype_of(products(g, v, w.ndim // 2), w),
 )
 defvjp(
     products,
-    lambda ans, g, u, ndim: lambda v: _of_kind(varying_sum(u, v), g),
-    lambda ans, g, u, ndim: lambda v: _of_kind(varying_sum_transpose(g, v), u),
+    lambda ans, g, u, ndim: lambda v: _with_dtype_of(varying_sum(u, v), g),
+    lambda ans, g, u, ndim: lambda v: _with_dtype_of(varying_sum_transpose(g, v), u),
 )
 for _map in (varying_sum, varying_sum_transpose, products):
     defjvp(

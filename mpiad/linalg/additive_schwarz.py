@@ -1,8 +1,9 @@
 """`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices, with exact local solves by SciPy.
 
-Each rank solves a local system: its own rows, and some layers of its neighbors' rows around them. The solutions are
-added. On more ranks, global components of the error converge more slowly. Therefore a coarse problem is solved, too: its
-unknowns are one constant per rank. A residual on a device is copied to the host, and the correction to the device.
+Each rank solves a local system, which consists of its own rows and some layers of its neighbors' rows around them. The
+solutions are added. The more ranks there are, the more slowly global components of the error converge. Therefore a coarse
+problem with one unknown per rank is also solved. A residual on a device is copied to the host, and the correction to the
+device.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ _CALL = "linalg.AdditiveSchwarz"
 
 
 class AdditiveSchwarz:
-    """A preconditioner: the sum of exact solutions of local systems, each with one rank's rows and some layers around them.
+    """A preconditioner: the sum of the exact solutions of overlapping local systems, one per rank.
 
     Parameters
     ----------
     matrix : DistributedMatrix
         A square matrix, whose rows and columns are distributed in the same way.
     overlap : int
-        Number of layers of the neighbors' rows in each local system; with 0, the preconditioner is block Jacobi.
+        Number of layers of the neighbors' rows in each local system; with 0, the local systems are those of block Jacobi.
     restricted : bool
         Whether each rank uses the local solution on its own rows only. This takes fewer iterations and messages, but the
-        preconditioner isn't symmetric, so it is for "gmres" and "bicgstab" only.
+        preconditioner isn't symmetric, so only "gmres" and "bicgstab" can use it.
     coarse : bool
         Whether to solve a coarse problem with one unknown per rank. The number of iterations then grows less with the
         number of ranks. Each rank stores a dense matrix with one row per rank.
@@ -77,7 +78,7 @@ class AdditiveSchwarz:
         with raising_together(group):
             if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
                 raise ValueError(
-                    f"{_CALL}: the matrix must be square, with rows and columns divided alike, but is {matrix!r}."
+                    f"{_CALL}: the matrix must be square, with equally distributed rows and columns, but is {matrix!r}."
                 )
             if not isinstance(overlap, (int, np.integer)) or overlap < 0:
                 raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
@@ -128,8 +129,8 @@ class AdditiveSchwarz:
     def _corrected(self, r: LocalArray) -> LocalArray:
         # The restricted variant uses the solution on own rows only; its transpose uses the residual of own rows only.
         fetches, adds = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
-        outside = self._plan.fetch(r) if fetches else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
-        extended = np.concatenate([r, outside], axis=-1)
+        ghosts = self._plan.fetch(r) if fetches else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
+        extended = np.concatenate([r, ghosts], axis=-1)
         if self._factors is not None:
             columns = self._factors.solve(extended.reshape(-1, extended.shape[-1]).T, "T" if self._transposed else "N")
             extended = np.ascontiguousarray(columns.T).reshape(extended.shape)
@@ -144,34 +145,34 @@ class AdditiveSchwarz:
         return out
 
     def refusal(self, r: LocalArray) -> Exception | None:
-        """Return the error if this rank's block can't be preconditioned, else None."""
+        """Return the error if `r` doesn't match the rows of this rank, else None."""
         if r.shape[-1:] == (self.rows,):
             return None
         return ValueError(
-            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual there has "
+            f"{_CALL}: the preconditioner's matrix has {self.rows} rows on rank {self.rank}, but the residual has "
             f"shape {r.shape}. Create the preconditioner from the system's matrix, divided among the ranks in the same way."
         )
 
 
 def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, group: Channel) -> tuple[Any, GhostPlan]:
-    """Return the matrix of this rank's rows and of some layers around them, and the plan for fetching these layers."""
+    """Return the matrix of this rank's rows and `overlap` layers around them, and the plan for fetching these layers."""
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     surrounding, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
-    # Each step adds a layer: the rows of all columns in which the matrix has entries. Steps are collective.
+    # Each step, which is collective, adds a layer: the rows of all columns in which the matrix has entries.
     for _ in range(overlap):
-        touched = np.unique(whole.indices)
-        surrounding = np.union1d(surrounding, np.setdiff1d(touched, own)).astype(np.int64)
+        columns = np.unique(whole.indices)
+        surrounding = np.union1d(surrounding, np.setdiff1d(columns, own)).astype(np.int64)
         plan = GhostPlan(surrounding, matrix.offsets[0], matrix.comm)
-        whole = scipy.sparse.vstack([rows, _rows_of_others(rows, plan, group)], format="csr")
+        whole = scipy.sparse.vstack([rows, _ghost_rows(rows, plan, group)], format="csr")
     return whole[:, np.concatenate([own, surrounding])].tocsc(), plan
 
 
-def _rows_of_others(rows: LocalArray, plan: GhostPlan, group: Channel) -> Any:
+def _ghost_rows(rows: LocalArray, plan: GhostPlan, group: Channel) -> Any:
     """Return the matrix rows of the plan's ghosts, in the order of the ghosts."""
     sent: list[Any] = [None] * group.size
-    for rank, places in plan.destinations:
-        sent[rank] = rows[places]
+    for rank, indices in plan.destinations:
+        sent[rank] = rows[indices]
     received = group.data.alltoall(sent)
     blocks: list[Any] = [scipy.sparse.csr_matrix((0, rows.shape[1]), dtype=rows.dtype)]
     # A plan's ghosts are sorted by index, and therefore by owner.

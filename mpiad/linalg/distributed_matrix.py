@@ -30,22 +30,23 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
-# Probing: the matrix of an operator on a domain, from products with a few fields.
+# Probing: the matrix of an operator on a domain is computed from products with a few fields.
 #
 # If the stencil isn't wider than the halo, no point couples with two points whose distance is more than 2 halo. Points
-# whose indices are equal modulo 2 halo + 1 have the same *color*: the product with a field that is one at these points,
-# and zero elsewhere, gives their columns. The number of colors doesn't depend on the size of the grid.
+# whose indices are equal modulo the number of colors, at least 2 halo + 1 per dimension, have the same *color*: the product
+# with a field that is one at these points, and zero elsewhere, gives their columns. The number of colors doesn't depend on
+# the size of the grid.
 
 _CALL = "DistributedMatrix.from_operator"
 
 
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
-    """Return this rank's rows of an operator's matrix, and its number of columns; points are numbered block by block."""
+    """Return this rank's rows of an operator's matrix, and its number of columns; points are numbered by blocks."""
     group = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
     numbers = (sum(counts[: group.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
-    # Each halo cell gets the number of the point that it copies, or -1 beyond a physical side.
+    # Each halo cell gets the number of the point of which it is a copy, or -1 beyond a physical side.
     neighbor_numbers = domain.exchange(numbers, -1.0)
     colors = tuple(_color_count(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
     found: list[tuple[np.ndarray, ...]] = []
@@ -53,14 +54,14 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     for color in itertools.product(*map(range, colors)):
         field = _has_color(domain, colors, color, (0,) * len(colors)).astype(float)
         image = _image(matvec, field, params, failures)
-        rest = image != 0.0
+        remaining = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
             # In these rows, the neighbor at this offset is the only point of this color in the stencil.
-            taken = rest & (neighbor_numbers[window] >= 0.0) & _has_color(domain, colors, color, offset)
-            found.append((numbers[taken] - numbers.flat[0], neighbor_numbers[window][taken], image[taken]))
-            rest &= ~taken
-        raise_together(group, _too_far(rest, domain))
+            selected = remaining & (neighbor_numbers[window] >= 0.0) & _has_color(domain, colors, color, offset)
+            found.append((numbers[selected] - numbers.flat[0], neighbor_numbers[window][selected], image[selected]))
+            remaining &= ~selected
+        raise_together(group, _halo_error(remaining, domain))
     rows, columns, values = (np.concatenate(part) for part in zip(*found))
     shape = count, int(sum(counts))
     return scipy.sparse.csr_matrix((values, (rows.astype(np.int64), columns.astype(np.int64))), shape), count
@@ -76,11 +77,11 @@ def _has_color(domain: Domain, colors: tuple[int, ...], color: tuple[int, ...], 
 
 
 def _color_count(n: int, halo: int, periodic: bool) -> int:
-    least = 2 * halo + 1
+    minimum = 2 * halo + 1
     if not periodic:
-        return min(n, least)
+        return min(n, minimum)
     # Along a periodic dimension, the number of colors must divide the number of points.
-    return next((k for k in range(least, n + 1) if n % k == 0), n)
+    return next((k for k in range(minimum, n + 1) if n % k == 0), n)
 
 
 def _image(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
@@ -88,15 +89,15 @@ def _image(matvec: Function, field: np.ndarray, params: tuple, failures: Deferre
     if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
         shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
         text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}."
-        failures.note(TypeError(text))  # this error is ignored after an exception of matvec
+        failures.note(TypeError(text))  # ignored if matvec has already raised an exception
     failures.raise_together()
     return image
 
 
-def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
-    if not rest.any():
+def _halo_error(remaining: np.ndarray, domain: Domain) -> Exception | None:
+    if not remaining.any():
         return None
-    point = tuple(int(k) for k in np.argwhere(rest)[0])
+    point = tuple(int(k) for k in np.argwhere(remaining)[0])
     return ValueError(
         f"{_CALL}: at point {point} of a block, matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
         "(it adds a constant). Give the domain a halo as wide as the stencil of the operator."
@@ -115,10 +116,10 @@ def _require_matrix(matrix: Array, name: str) -> None:
         raise ValueError(f"{name} must have two dimensions, but got shape {matrix.shape}.")
 
 
-def _misfit(all_sizes: np.ndarray, columns: int | None) -> Exception | None:
+def _column_error(all_sizes: np.ndarray, columns: int | None) -> Exception | None:
     rows, parts, totals = (all_sizes[:, k].tolist() for k in range(3))
     if len(set(totals)) > 1:
-        return ValueError(f"DistributedMatrix: rows of all ranks must have one number of columns, but got {totals}.")
+        return ValueError(f"DistributedMatrix: rows of all ranks must have the same number of columns, but got {totals}.")
     if sum(parts) != totals[0]:
         problem = f"the ranks' rows, {rows}, add up to {sum(rows)}"
         if columns is not None:
@@ -131,7 +132,7 @@ def _misfit(all_sizes: np.ndarray, columns: int | None) -> Exception | None:
 
 
 def _counts(counts: Sequence[int], size: int, total: int) -> list[int]:
-    """Return the user's numbers of rows per rank; raise a ValueError if they don't fit the matrix."""
+    """Return the user's numbers of rows per rank; raise a ValueError if they don't match the matrix."""
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:  # raised below, with a better message
@@ -153,7 +154,7 @@ class DistributedMatrix:
         This rank's rows; rows are numbered in the order of ranks. m may differ between ranks. The values of duplicate
         entries are added.
     columns : int, optional
-        This rank's number of columns, which is the length of its part of x. By default the number of its rows.
+        This rank's number of columns, which is the length of its part of x. By default it is the number of its rows.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -176,7 +177,7 @@ class DistributedMatrix:
 
     Ranks
     -----
-    All ranks of `comm` call the constructor, and all methods except `with_values` and `diagonal`.
+    All ranks of `comm` call the constructor, the products, `solve` and `gathered`; other methods don't communicate.
 
     Examples
     --------
@@ -199,10 +200,10 @@ class DistributedMatrix:
             # The caller's matrix is copied, because duplicate entries are added in place.
             matrix = matrix.copy()
             matrix.sum_duplicates()
-        mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
+        local = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
         all_sizes = np.empty((group.size, 3), np.int64)
-        group.data.Allgather(mine, all_sizes)
-        raise_together(group, _misfit(all_sizes, columns))
+        group.data.Allgather(local, all_sizes)
+        raise_together(group, _column_error(all_sizes, columns))
         self.offsets = [np.concatenate([[0], np.cumsum(all_sizes[:, k])]) for k in (0, 1)]
         own = [slice(int(at[group.rank]), int(at[group.rank + 1])) for at in self.offsets]
         self.owned_rows, self.owned_columns = own
@@ -211,7 +212,7 @@ class DistributedMatrix:
         self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
         owned = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
         ghosts = np.unique(matrix.indices[~owned])
-        # In the order of `Pattern`, this rank's columns come first, followed by the columns of ghosts.
+        # In a `Pattern`, this rank's columns are followed by the columns of ghosts.
         numbers = np.where(
             owned, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
         )
@@ -240,13 +241,13 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if the root's `matrix` isn't a sparse matrix of floats, or `counts` doesn't add up to its rows.
+            On all ranks, if the root's `matrix` isn't a sparse matrix of floats, or `counts` don't add up to its rows.
 
         Ranks
         -----
         All ranks call it.
         """
-        call, pieces = "DistributedMatrix.from_scipy", None
+        call, parts = "DistributedMatrix.from_scipy", None
         group = channel(comm, call)
         if not 0 <= root < group.size:
             raise ValueError(f"{call}: root must be a rank from 0 to {group.size - 1}, but got {root!r}.")
@@ -257,13 +258,13 @@ class DistributedMatrix:
                 n, m = whole.shape
                 rows = even_lengths(n, group.size) if counts is None else _counts(counts, group.size, n)
                 columns = rows if n == m else even_lengths(m, group.size)
-                pieces = [(whole[stop - k : stop], int(own)) for stop, k, own in zip(np.cumsum(rows), rows, columns)]
-        mine, length = group.data.scatter(pieces, root)
-        return cls(mine, columns=length, comm=comm)
+                parts = [(whole[stop - k : stop], int(own)) for stop, k, own in zip(np.cumsum(rows), rows, columns)]
+        local, length = group.data.scatter(parts, root)
+        return cls(local, columns=length, comm=comm)
 
     @classmethod
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:
-        """Compute the matrix of an operator on a domain, by products with (2 halo + 1) fields per dimension.
+        """Compute the matrix of an operator on a domain from about (2 halo + 1)ᵈ products, for d dimensions.
 
         Parameters
         ----------
@@ -365,7 +366,7 @@ class DistributedMatrix:
         return Transposed(self)
 
     def diagonal(self) -> LocalArray:
-        """Return this rank's part of a square matrix's diagonal, with zeros for missing entries; nothing is sent.
+        """Return this rank's part of a square matrix's diagonal, with zeros for missing entries, without communication.
 
         Adjoint
         -------
@@ -446,13 +447,13 @@ class DistributedMatrix:
 
     def gathered(self, root: Rank = 0) -> Any:
         """Return the whole matrix as an untraced CSR matrix of SciPy on the root, and None on other ranks."""
-        pieces = self._channel.data.gather(self.local_rows(), root)
-        return None if pieces is None else scipy.sparse.vstack(pieces, format="csr")
+        parts = self._channel.data.gather(self.local_rows(), root)
+        return None if parts is None else scipy.sparse.vstack(parts, format="csr")
 
     def _require_square(self, call: str) -> None:
         if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():  # the same on all ranks
             raise ValueError(
-                f"DistributedMatrix.{call}: the matrix must be square, with rows and columns divided alike, but has shape "
+                f"DistributedMatrix.{call}: the matrix must be square, with equally distributed rows and columns, but is "
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
             )
 
@@ -505,7 +506,7 @@ class GatheredFactors:
     def __init__(self, matrix: DistributedMatrix):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
-        # Only rank 0 detects a singular matrix, so all ranks raise together; otherwise the others would wait for rank 0.
+        # Only rank 0 detects a singular matrix. All ranks raise together, since the others would wait for rank 0.
         with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
             if whole is not None:
                 self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
@@ -522,7 +523,7 @@ class GatheredFactors:
         return through_host(self._solved, r)
 
     def _solved(self, r: LocalArray) -> LocalArray:
-        # The distributed axis comes first, so that right-hand sides are the columns of one array for one call of SciPy.
+        # The distributed axis comes first, so that all right-hand sides are columns of one array, for one call of SciPy.
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))

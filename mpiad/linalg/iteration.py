@@ -25,12 +25,12 @@ Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.nda
 the norms to the history of the system. If it raises a ValueError or ConvergenceError, it does so on all ranks. If it
 returns False, the driver calls it again with the true residual."""
 
-_SLACK = 10.0  # largest accepted true residual, as a multiple of the tolerance
-_PATIENCE = 3  # number of successive restarts without progress after which the iteration fails
+_SLACK = 10.0  # maximum accepted true residual, as a multiple of the tolerance
+_PATIENCE = 3  # the iteration fails after this number of successive restarts without progress
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
-    """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; raises as `solve`."""
+    """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; errors as in `solve`."""
     b = system.rows(b)
     targets, norms = system.start(b)
     if not targets.any():
@@ -42,8 +42,8 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         x, r = np.zeros_like(b), b.copy()
     else:
         # For a zero right-hand side the solution is zero.
-        usable = on_device_of(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
-        x = np.where(usable, system.rows(x0) / units, 0.0).astype(b.dtype)
+        nonzero = on_device_of(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
+        x = np.where(nonzero, system.rows(x0) / units, 0.0).astype(b.dtype)
         r, norms = _true_residual(system, b, x)
     system.note(norms)
     # With left preconditioning, the method uses another residual, so the true residual must meet the tolerance itself.
@@ -62,7 +62,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         if restarts_without_progress == (1 if converged else _PATIENCE):
             _stalled(system, norms, targets, converged)
     if system.settings.verify and system.settings.probe:
-        require_determined(system, x, targets)
+        require_unique(system, x, targets)
     x *= units
     return system.block(x)
 
@@ -75,14 +75,14 @@ def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalA
 
 
 def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: bool) -> None:
-    worst = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
-    norm, wanted = float(norms[worst] * system.units[worst]), float(targets[worst] * system.units[worst])
-    which = f" of system {worst}" if len(norms) > 1 else ""
+    largest = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
+    norm, target = float(norms[largest] * system.units[largest]), float(targets[largest] * system.units[largest])
+    name = f" of system {largest}" if len(norms) > 1 else ""
     if converged:
-        problem = f"the recurrence met the tolerance, but the true residual{which} has norm {norm:.3e}, above {wanted:.3e}"
+        problem = f"the recurrence met the tolerance, but the true residual{name} has norm {norm:.3e}, above {target:.3e}"
         advice = "Is matvec linear, and symmetric for 'cg'? If so, increase rtol, or compute in a higher precision."
     else:
-        problem = f"it stalls: the residual{which} stays at {norm:.3e}, but must fall to {wanted:.3e}"
+        problem = f"it stalls: the residual{name} stays at {norm:.3e}, but must fall to {target:.3e}"
         advice = "Try a larger restart, a better preconditioner, or another method."
     found = diagnosis(system)
     system.fail(f"{problem}: {found}" if found else f"{problem}. {advice}")
@@ -95,7 +95,7 @@ _SINGULAR = (
     "if b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of u "
     "to the operator"
 )
-_CONTRAST = 1e-8  # rows smaller than this fraction of the mean are very small
+_CONTRAST = 1e-8  # a row is very small if it is smaller than this fraction of the mean
 
 
 def require_iterations(system: System, targets: np.ndarray) -> None:
@@ -111,34 +111,34 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
 
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
     """Return an estimate of the smallest norm of the residual of a rounded solution, for each system."""
-    # Rounding changes each entry of x by up to half a unit in the last place, so the residual changes by about eps A (±x)
+    # Rounding changes each entry of x by up to half a unit in the last place, so the residual changes by about eps A (±x),
     # with random signs. The factor `_MARGIN` accounts for several such errors in an iteration.
     image = system.apply((_signs(x, 0) * x).astype(x.dtype))
     return np.maximum(targets, _MARGIN * np.finfo(x.dtype).eps * system.norms(image))
 
 
-def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> None:
+def require_unique(system: System, x: LocalArray, targets: np.ndarray) -> None:
     """Raise on all ranks if the solution isn't unique, since the operator maps constants to zero."""
     # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose,
     # this may happen with a nonsingular operator; another product shows whether the image of a constant is only rounding.
     image = system.apply(np.ones_like(x))
-    # The number of entries is included, to compute the mean square of the solution.
-    own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
-    squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
-    change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
+    # The number of entries is needed for the mean square of the solution.
+    local = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
+    squares, image_squares, total = np.real(system.sums(local)).reshape(3, -1)
+    change = np.sqrt(squares * image_squares / np.maximum(total, 1.0))
     doubtful = (squares > 0.0) & (change <= targets)
     if doubtful.any():
         image = system.apply(_signs(x, 0).astype(x.dtype))
-        rounding = of_image <= _rounding_squared(x.dtype) * system.dots((image, image))[0].real
+        rounding = image_squares <= _rounding_squared(x.dtype) * system.dots((image, image))[0].real
         if rounding[doubtful].any():
             system.fail(diagnosis(system) or _SINGULAR)
 
 
 def diagnosis(system: System) -> str:
-    """Return a description of the operator's problem, for a system that wasn't solved; empty if no problem is found."""
+    """Return a description of a problem of the operator after a failed solve; empty if no problem is found."""
     like = system.full(0.0)
     one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
-    # The images of zero, of a constant, of two fields, and of the sum of the fields: the sum of images if A is linear.
+    # The images of zero, of a constant, of two fields, and of their sum, which is the sum of their images if A is linear.
     images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
     squares = np.real(system.dots(*[(v, v) for v in images]))
     gap = images[4] - images[2] - images[3]
@@ -179,5 +179,5 @@ def _rounding_squared(dtype: np.dtype) -> float:
 
 
 def _signs(like: LocalArray, number: int) -> LocalArray:
-    # All ranks may use the same signs.
+    # The signs may be the same on all ranks.
     return on_device_of(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)

@@ -25,7 +25,7 @@ from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
 # Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner
 # products s of the basis with the new vector w, and the inner products of the basis with its last vector, which complete
 # the Gram matrix G of the basis. So the correction of the second pass, s - G s, needs no further reduction. The norm of
-# the remainder follows from the same numbers; if too many digits cancel, the norm is computed directly, with another
+# the remainder follows from the same inner products; if too many digits cancel, the norm is computed directly, with another
 # pass. The basis needn't be exactly orthonormal, since A V = V H holds for any basis V computed in this way.
 #
 # References
@@ -49,19 +49,19 @@ class _Basis:
 
     def extend(self, system: System, j: int, w: LocalArray, active: np.ndarray) -> None:
         """Append w, the product with basis vector j, to the basis, after orthogonalization."""
-        known = self.vectors[:, : j + 1]
-        last = known[:, j]
-        s, square = self._products(system, known, last, w)
-        # Both passes of Gram-Schmidt: s + (s - G s).
+        basis = self.vectors[:, : j + 1]
+        last = basis[:, j]
+        s, square = self._products(system, basis, last, w)
+        # The sum of both passes of Gram-Schmidt is s + (s - G s).
         h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
-        w = w - combined(known, h)
-        seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
-        # |w - V h|² is computed from known inner products.
-        rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
+        w = w - combined(basis, h)
+        gram_h = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
+        # |w - V h|² is computed from these inner products.
+        remainder = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * gram_h, axis=1).real
         # If the remainder is below this fraction of |w|², half of the digits are lost by cancellation.
-        if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
-            w, h, rest = self._refine(system, known, w, h, square)
-        norm = np.sqrt(np.maximum(rest, 0.0))
+        if (active & (remainder <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
+            w, h, remainder = self._refine(system, basis, w, h, square)
+        norm = np.sqrt(np.maximum(remainder, 0.0))
         self.hessenberg[:, : j + 1, j] = np.where(active[:, None], h, 0.0)
         self.hessenberg[:, j + 1, j] = np.where(active, norm, 0.0)
         inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
@@ -70,9 +70,9 @@ class _Basis:
         # If the remainder is zero, the space can't grow; the true residual shows whether the space contains the solution.
         self.complete |= active & (norm == 0.0)
 
-    def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
+    def _products(self, system: System, basis: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
         squares = np.einsum("kn,kn->k", w.conj(), w)
-        local = [products(known, v).ravel() for v in (last, w)]
+        local = [products(basis, v).ravel() for v in (last, w)]
         total = system.sums(on_host(np.concatenate([*local, squares])))
         system.require_finite(total, w, "a product with matvec or preconditioner")
         column, s = total[: -len(w)].reshape(2, len(w), -1)
@@ -81,14 +81,14 @@ class _Basis:
         self.gram[:, j, : j + 1] = column.conj()
         return s, np.real(total[-len(w) :])
 
-    def _refine(self, system: System, known: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
-        total = system.sums(on_host(np.concatenate([products(known, w).ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
-        s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
-        w = w - combined(known, s)
-        rest = left - np.sum(np.abs(s) ** 2, axis=1)
+    def _refine(self, system: System, basis: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
+        total = system.sums(on_host(np.concatenate([products(basis, w).ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
+        s, squares = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
+        w = w - combined(basis, s)
+        remainder = squares - np.sum(np.abs(s) ** 2, axis=1)
         # A remainder below this bound consists of rounding errors.
         floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
-        return w, h + s, np.where(rest > floor, rest, 0.0)
+        return w, h + s, np.where(remainder > floor, remainder, 0.0)
 
     def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Return each system's minimal norm of the residual after step j, and `before` for inactive systems."""
@@ -103,11 +103,11 @@ class _Basis:
 
     def _least_squares(self, c: int) -> tuple[np.ndarray, float]:
         steps = self.steps[c]
-        known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
+        h, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
         right[:1] = self.norms[c]
         # `lstsq` uses singular values, since the columns may be dependent.
-        y = np.linalg.lstsq(known, right, rcond=None)[0]
-        return y, float(np.linalg.norm(right - known @ y))
+        y = np.linalg.lstsq(h, right, rcond=None)[0]
+        return y, float(np.linalg.norm(right - h @ y))
 
     def combination(self) -> LocalArray:
         """Return the vectors in the Krylov spaces with minimal residuals, shape (k, n)."""
@@ -125,7 +125,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
     length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
     basis = _Basis(first, norms, length)
     for j in range(length):
-        # Systems that have converged, or whose Krylov space can't grow, don't change.
+        # Systems that have converged, or have a Krylov space that can't grow, don't change.
         active = (norms > targets) & (basis.steps == j) & ~basis.complete
         if not active.any():
             break
@@ -157,9 +157,9 @@ _DIVERGED = 1e6
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Improve the solutions of nonsingular systems until convergence or breakdown; this is a `Method`."""
     require_iterations(system, targets)
-    seen, norms, scale = preconditioned_start(system, r, norms)
+    first, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
-    r, shadow, p = seen.copy(), seen.copy(), seen.copy()
+    r, shadow, p = first.copy(), first.copy(), first.copy()
     # The shadow residual is equal to the first residual, so their inner product is the square of its norm.
     rho = (norms**2).astype(np.result_type(r.dtype, float))
     active, at_start = norms > targets, norms
@@ -181,7 +181,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         beta = _quotient(rho * alpha, rho_before * omega, active)
         add_scaled(p, -omega, v)
         scale_and_add(p, beta, r)
-        # The norm of r - ω t, from known inner products; if rounding makes its square negative, it is zero.
+        # The norm of r - ω t follows from these inner products; if rounding makes its square negative, it is zero.
         left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
         norms = np.where(active, left, norms)
         system.note(norms / scale)
@@ -206,26 +206,26 @@ def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems; this is a `Method`, and updates the residual r."""
     p, s = np.zeros_like(r), np.zeros_like(r)
-    # Infinite at first, so that β is zero: there is no earlier direction.
+    # Initially infinite, so that β is zero in the first iteration.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
-    shortest, before, known = np.full(len(x), np.inf), norms, True
-    while not (known and (norms <= targets).all()):
+    min_steps, before, norm_known = np.full(len(x), np.inf), norms, True
+    while not (norm_known and (norms <= targets).all()):
         z = system.precondition(r)
         w = system.apply(z)
         rr, rz, wz = system.dots((r, r), (r, z), (w, z))
         system.require_finite(rr, r, "the residual")
         system.require_finite(rz, z, "the result of preconditioner")
         system.require_finite(wz, w, "the result of matvec")
-        if not known:
+        if not norm_known:
             before, norms = norms, np.sqrt(rr.real)
             system.note(norms)
             if (norms <= targets).all():
                 break
         active = norms > targets
         require_iterations(system, targets)
-        wrong = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
-        if wrong.any():
-            found = complex(rz[wrong][0])
+        invalid = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
+        if invalid.any():
+            found = complex(rz[invalid][0])
             shown = f"{found.real:.3e}" if found.imag == 0.0 else f"{found:.3e}"
             system.fail(
                 f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a nonzero residual r"
@@ -234,7 +234,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
-        shortest = _require_curvature(system, curvature, wz, rz.real, shortest, active)
+        min_steps = _require_curvature(system, curvature, wz, rz.real, min_steps, active)
         scale_and_add(p, beta, z)
         scale_and_add(s, beta, w)
         alpha = np.where(active, rz.real, 0.0) / np.where(active, curvature, 1.0)
@@ -243,30 +243,30 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
         # If the next norm would meet the target after a decrease by the same factor as in the last step, it is computed
         # now, by an additional reduction.
-        known = bool((norms * norms <= 2.0 * targets * before).all())
-        if known:
+        norm_known = bool((norms * norms <= 2.0 * targets * before).all())
+        if norm_known:
             before, norms = norms, system.norms(r)
             system.note(norms)
     return True
 
 
 def _require_curvature(
-    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, shortest: np.ndarray, active: np.ndarray
+    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, min_steps: np.ndarray, active: np.ndarray
 ) -> np.ndarray:
     """Check that the curvature p·Ap is positive; return the smallest step lengths of all iterations so far."""
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
         found = complex(wz[active][0])
         system.fail(f"it needs a Hermitian operator, but z·Az = {found:.3e} is not real. Take method='gmres'")
-    wrong = active & (curvature <= 0.0)
-    if wrong.any():
-        found = float(curvature[wrong][0])
+    invalid = active & (curvature <= 0.0)
+    if invalid.any():
+        found = float(curvature[invalid][0])
         cause = "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ?"
         cause = cause if found else "it is singular."
         problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
     # The operator maps the direction of such a long step to zero, up to rounding.
-    if (active & (step * np.finfo(system.dtype).eps > shortest)).any():
+    if (active & (step * np.finfo(system.dtype).eps > min_steps)).any():
         cause = diagnosis(system) or "the ratio of its largest and smallest curvature exceeds floating-point precision."
         system.fail(f"the operator is singular to working precision: {cause}")
-    return np.where(active, np.minimum(shortest, step), shortest)
+    return np.where(active, np.minimum(min_steps, step), min_steps)

@@ -1,8 +1,8 @@
 """`newton`: the solution of a distributed nonlinear system, differentiated by the implicit function theorem.
 
-From F(u, p) = 0 follows J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. So a tangent takes one linear
-solve, and so does a cotangent: Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of `linalg.solve`, with the product
-by J as `matvec` and with u among the parameters. So the solves can be differentiated again.
+F(u, p) = 0 implies J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. So a tangent takes one linear solve. A
+cotangent also takes one: Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of `linalg.solve`, with the product by J as
+`matvec` and with u among the parameters, so the solves can be differentiated again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
-from mpiad.linalg.solve import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint, wrong_function
-from mpiad.linalg.system import Settings, System, agree_on, mistake_in, unfit_preconditioner
-from mpiad.linalg.vectors import wrong_block
+from mpiad.linalg.solve import (
+    METHODS,
+    Problem,
+    direction_of,
+    function_error,
+    param_cotangents,
+    solution,
+    solution_of_adjoint,
+)
+from mpiad.linalg.system import Settings, System, agree_on, preconditioner_error, settings_error
+from mpiad.linalg.vectors import block_error
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten
@@ -37,7 +45,7 @@ from mpiad.transport.user_failures import DeferredFailures
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
 _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
 _SHORTEST = 1e-8  # fraction of Newton's step below which the search ends
-_LONG_STEP = 1e6  # length of a step, compared with the norms of u and f, from which the Jacobian may be singular
+_LONG_STEP = 1e6  # ratio of a step's length to the norms of u and f above which the Jacobian may be singular
 _PATIENCE, _SLOW = 5, 0.99  # the iteration fails if `_PATIENCE` steps don't reduce the residual to the fraction `_SLOW`
 
 Linear = Callable[[LocalArray, float], System]
@@ -58,7 +66,7 @@ def find_root(
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
-        # Near the end, the linear system isn't solved more accurately than the target requires.
+        # Near the root, the linear system isn't solved more accurately than the target requires.
         tolerance = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
         step = _newton_step(system, linear(system.block(u), tolerance), METHODS[settings.method], u, f)
@@ -70,13 +78,13 @@ def find_root(
         reference = system.history[-1 - _PATIENCE :][0]
         stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * reference
         if found is None or stalled:
-            # The residual may exceed the target, if this is only the effect of rounding u.
+            # The residual may exceed the target if this is only an effect of rounding u.
             if norm <= rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
                 break
             if found is None:
                 system.fail(
                     f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: its norm "
-                    "has a minimum that is no root, or a kink. Start nearer to the solution, for example from the solution "
+                    "has a minimum but no root, or a kink. Start nearer to the solution, for example from the solution "
                     "of an easier problem, or check that the residual is differentiable"
                 )
             system.fail(
@@ -126,7 +134,7 @@ def _search(
 
 
 _CALL = "linalg.newton"
-_DERIVATIVE_RTOL = 1e-10  # relative tolerance for derivatives if the user gave only an absolute one
+_DERIVATIVE_RTOL = 1e-10  # relative tolerance of derivatives if the user passes only an absolute one
 
 
 @opaque
@@ -147,7 +155,7 @@ def newton(
     comm: Comm = None,
     callback: Callable[[float], Any] | None = None,
 ) -> LocalArray:
-    """Solve residual(u, params) = 0 by Newton's method, each rank holding a block of u.
+    """Solve residual(u, params) = 0 by Newton's method, with a block of u on each rank.
 
     The linear systems are solved only as accurately as needed (Eisenstat and Walker's second choice), with Jacobian
     products by forward mode. Each step is shortened until the residual decreases.
@@ -217,7 +225,7 @@ def newton(
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
     # These settings are for the solves of derivatives; each Newton step has its own tolerance.
     linear = settings._replace(rtol=rtol or _DERIVATIVE_RTOL, atol=0.0, maxiter=linear_maxiter, callback=None)
-    settings = agree_on(settings, _mistake(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
+    settings = agree_on(settings, _arg_error(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
     leaves, build = flatten(params)
 
@@ -268,7 +276,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
         )
         multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures)
         # The cotangent of u is Jᵀ λ, which must be equal to g; this is checked if the method assumes that J is symmetric.
-        of_leaves = pulled_back(pull, multiplier, g, problem.jacobian, failures)
+        of_leaves = param_cotangents(pull, multiplier, g, problem.jacobian, failures)
         return [None if part is None else -part for part in of_leaves]
 
     return vjp
@@ -281,25 +289,25 @@ def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem)
     change = failures.attempt(
         "residual", lambda u: make_jvp(problem.at)([u, *leaves])(tangents)[1], ans, again=lambda: problem.start
     )
-    right = tangents[0] if change is None else -change
-    return solution(right, ans, *leaves, problem=problem.jacobian._replace(failures=failures))
+    rhs = tangents[0] if change is None else -change
+    return solution(rhs, ans, *leaves, problem=problem.jacobian._replace(failures=failures))
 
 
 defvjp_together(root, _adjoint)
 defjvp_together(root, _tangent)
 
 
-def _mistake(
+def _arg_error(
     residual: object, u0: Array, preconditioner: Function | None, linear: Settings, settings: Settings
 ) -> Exception | None:
     functions = {"residual": residual, "preconditioner": preconditioner, "callback": settings.callback}
-    error = wrong_function(_CALL, functions) or wrong_block(_CALL, "u0", u0)
+    error = function_error(_CALL, functions) or block_error(_CALL, "u0", u0)
     if error is not None:
         return error
     if settings.maxiter is None:
         return ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
     return (
-        mistake_in(settings, METHODS, u0.ndim)
-        or mistake_in(linear, METHODS, u0.ndim)
-        or unfit_preconditioner([preconditioner], u0)
+        settings_error(settings, METHODS, u0.ndim)
+        or settings_error(linear, METHODS, u0.ndim)
+        or preconditioner_error([preconditioner], u0)
     )

@@ -17,7 +17,7 @@ from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.solve import Problem, solution
-from mpiad.linalg.system import Settings, System, agree_on, mistake_in
+from mpiad.linalg.system import Settings, System, agree_on, settings_error
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
@@ -25,7 +25,7 @@ from mpiad.transport.device_arrays import is_device_array, named
 from mpiad.transport.recovery import recoverable
 
 _CALL = "linalg.petsc.solve"
-_prefixes = itertools.count()  # of option names: one per solve, since PETSc has one table of options per process
+_prefixes = itertools.count()  # prefixes of option names, one per solve, since PETSc has one table of options per process
 
 
 @recoverable(_CALL)
@@ -41,13 +41,13 @@ def solve(
     verify: bool = True,
     comm: Comm = None,
 ) -> LocalArray:
-    """Solve A(params) u = b with PETSc, each rank holding a block of u and b; derivatives as in `mpiad.linalg.solve`.
+    """Solve A(params) u = b with PETSc, with a block of u and b on each rank; derivatives as in `mpiad.linalg.solve`.
 
     Parameters
     ----------
     operator : callable or DistributedMatrix
         ``operator(u, *params)``, like the `matvec` of `linalg.solve`, which PETSc uses as a shell matrix; or a sparse
-        matrix, with which all preconditioners of PETSc work.
+        matrix, which all preconditioners of PETSc accept.
     b : array
         This rank's block of the right-hand side. Its dtype is PETSc's scalar type, float64 or complex128.
     *params : pytree of arrays
@@ -68,7 +68,7 @@ def solve(
     Exception
         On all ranks, if `operator` raises it on any rank, as in `solve`.
     TypeError, ValueError, ConvergenceError
-        On all ranks, as in `solve`. If PETSc fails, the message contains PETSc's name of the reason.
+        On all ranks, as in `solve`. If PETSc fails, the message contains its name of the reason.
 
     Ranks
     -----
@@ -78,12 +78,12 @@ def solve(
     -------
     One solve with the transposed operator and the same options.
     """
-    petsc = _imported()
+    petsc = _import_petsc()
     matrix = operator if isinstance(operator, DistributedMatrix) else None
     comm = matrix.comm if matrix is not None else comm
     group = channel(comm, _CALL)
     settings = Settings("petsc", rtol, atol, maxiter, comm, None, verify=verify, call=_CALL)
-    settings = agree_on(settings, _mistake(petsc, operator, stop_gradient(b), params, settings))
+    settings = agree_on(settings, _arg_error(petsc, operator, stop_gradient(b), params, settings))
     matvec: Any = operator if matrix is None else matrix.operator()
     leaves, build = flatten(params if matrix is None else (matrix.values,))
     method = _method(petsc, group, matrix, dict(options or {}))
@@ -91,7 +91,7 @@ def solve(
     return solution(b, *leaves, problem=Problem(matvec, None, build, settings, start, solver=method))
 
 
-def _imported() -> Any:
+def _import_petsc() -> Any:
     try:
         from petsc4py import PETSc  # type: ignore[import-not-found]
     except ImportError as error:
@@ -102,7 +102,7 @@ def _imported() -> Any:
     return PETSc
 
 
-def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, settings: Settings) -> Exception | None:
+def _arg_error(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, settings: Settings) -> Exception | None:
     scalar = np.dtype(petsc.ScalarType)
     if not callable(operator) and not isinstance(operator, DistributedMatrix):
         return TypeError(f"{_CALL}: operator must be a function or a DistributedMatrix, but got {type(operator).__name__}.")
@@ -116,9 +116,9 @@ def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, 
                 "mpiad.device.to_host, and the result back with mpiad.device.to_device; linalg.solve runs on devices."
             )
     if not isinstance(b, np.ndarray) or b.dtype != scalar:
-        kind = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
-        return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {kind}.")
-    return mistake_in(settings, ("petsc",), b.ndim)
+        integer_type = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
+        return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {integer_type}.")
+    return settings_error(settings, ("petsc",), b.ndim)
 
 
 def _method(
@@ -129,9 +129,9 @@ def _method(
     def of_system(params: tuple, transposed: bool) -> Method:
         def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
             operator = (
-                _shell(petsc, group, system) if matrix is None else _assembled(petsc, group, matrix, params[0], transposed)
+                _shell(petsc, group, system) if matrix is None else _assemble(petsc, group, matrix, params[0], transposed)
             )
-            # A relative tolerance, since PETSc may use the norms of preconditioned residuals.
+            # The tolerance is relative, since PETSc may use the norms of preconditioned residuals.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
             prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
             for name, value in options.items():
@@ -144,9 +144,9 @@ def _method(
                 ksp.setConvergenceHistory()
                 ksp.setFromOptions()
                 # The right-hand side is copied, since PETSc's vector uses the memory of the array.
-                right = petsc.Vec().createWithArray(np.array(r[0]), comm=group.user)
-                step = right.duplicate()
-                ksp.solve(right, step)
+                rhs = petsc.Vec().createWithArray(np.array(r[0]), comm=group.user)
+                step = rhs.duplicate()
+                ksp.solve(rhs, step)
                 x[0] += step.getArray()
                 reason, history = int(ksp.getConvergedReason()), [float(norm) for norm in ksp.getConvergenceHistory()]
             finally:
@@ -157,11 +157,11 @@ def _method(
             for norm in history[1:]:
                 system.note(np.array([norm]))
             if reason < 0:
-                system.settle()  # raises if the operator has raised on any rank; PETSc then got NaN
+                system.settle()  # raises if the operator raised on any rank, in which case PETSc got NaN
                 names = [
                     name for name, value in vars(petsc.KSP.ConvergedReason).items() if value == reason and name[0] != "_"
                 ]
-                system.fail(f"PETSc gave up: {names[0] if names else f'reason {reason}'}. Its options were {options}")
+                system.fail(f"PETSc failed: {names[0] if names else f'reason {reason}'}. Its options were {options}")
             return True
 
         return method
@@ -180,10 +180,10 @@ def _shell(petsc: ModuleType, group: Channel, system: System) -> Any:
     return petsc.Mat().createPython((size, size), Context(), comm=group.user)
 
 
-def _assembled(petsc: ModuleType, group: Channel, matrix: DistributedMatrix, values: LocalArray, transposed: bool) -> Any:
+def _assemble(petsc: ModuleType, group: Channel, matrix: DistributedMatrix, values: LocalArray, transposed: bool) -> Any:
     rows = matrix.with_values(values).local_rows()
     size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
-    kind = petsc.IntType
-    csr = rows.indptr.astype(kind), rows.indices.astype(kind), rows.data.astype(petsc.ScalarType)
+    integer_type = petsc.IntType
+    csr = rows.indptr.astype(integer_type), rows.indices.astype(integer_type), rows.data.astype(petsc.ScalarType)
     found = petsc.Mat().createAIJ(size, csr=csr, comm=group.user)
     return found.transpose() if transposed else found

@@ -30,7 +30,7 @@ from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
 _ASYMMETRY = 1e-3  # accepted asymmetry of a projected matrix, relative to its norm: products may contain inexact solves
-_DEPENDENT = 1e-15  # if an eigenvalue of a Gram matrix is below this fraction of the largest, vectors are dependent
+_DEPENDENT = 1e-15  # vectors are dependent if an eigenvalue of their Gram matrix is below this fraction of the largest
 _BATCH = 16  # number of vectors per product; a product needs memory for about ten times as many vectors
 
 Product = Callable[[LocalArray], LocalArray]
@@ -136,8 +136,8 @@ def ritz_pairs(
     with raising_together(group):
         if like.dtype.kind != "f":
             raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
-        whole = isinstance(k, (int, np.integer)) and isinstance(oversample, (int, np.integer))
-        if not (whole and k >= 1 and oversample >= 0):
+        are_integers = isinstance(k, (int, np.integer)) and isinstance(oversample, (int, np.integer))
+        if not (are_integers and k >= 1 and oversample >= 0):
             raise ValueError(f"{_CALL}: k must be 1 or more and oversample 0 or more, but got {k!r} and {oversample!r}.")
         if not isinstance(seed, (int, np.integer)) and np.shape(seed) != (k + oversample, *like.shape):
             raise ValueError(
@@ -146,10 +146,10 @@ def ritz_pairs(
             )
         if (mass is None) != (mass_solve is None):
             raise ValueError(f"{_CALL}: mass and mass_solve must be given together, but got one of them.")
-    named = seed if isinstance(seed, (int, np.integer)) else "directions"
-    given = "given" if mass else None
-    require_same(group, f"k={k}, oversample={oversample}, seed={named}, mass={given}, batch={batch}", _CALL)
-    size = int(_summed(group, np.array([float(like.size)]))[0])
+    seed_name = seed if isinstance(seed, (int, np.integer)) else "directions"
+    mass_name = "given" if mass else None
+    require_same(group, f"k={k}, oversample={oversample}, seed={seed_name}, mass={mass_name}, batch={batch}", _CALL)
+    size = int(_total(group, np.array([float(like.size)]))[0])
     if k > size:
         raise agreed(group, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
     failures = DeferredFailures(comm, _CALL, apart=True)
@@ -166,9 +166,9 @@ def ritz_pairs(
             weighted = basis if mass is None else _products(failures, "mass", mass, basis, batch)
             basis = _combined(_orthonormal(group, basis, weighted), basis)
         projected = _gram(group, basis, _products(failures, "product", product, basis, batch))
-        skew = np.linalg.norm(projected - projected.T)
-        if not skew <= _ASYMMETRY * np.linalg.norm(projected):
-            found = f"its projection differs from its transpose by {skew:.3e}, of {np.linalg.norm(projected):.3e}"
+        asymmetry = np.linalg.norm(projected - projected.T)
+        if not asymmetry <= _ASYMMETRY * np.linalg.norm(projected):
+            found = f"its projection differs from its transpose by {asymmetry:.3e}, of {np.linalg.norm(projected):.3e}"
             raise agreed(group, ValueError(f"{_CALL}: product must be symmetric, but {found}."))
         values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
         order = np.argsort(values)[::-1][:k]
@@ -195,25 +195,25 @@ def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
 
 def _gram(group: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
     """Return the inner products of all vectors of two sets, bitwise the same on all ranks."""
-    return _summed(group, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
+    return _total(group, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
 
 
-def _summed(group: Channel, local: np.ndarray) -> np.ndarray:
+def _total(group: Channel, local: np.ndarray) -> np.ndarray:
     total = np.array(allreduce(group, local, SUM, _CALL))
-    group.data.Bcast(total, 0)  # since the results of an all-reduction may differ between ranks by rounding
+    group.data.Bcast(total, 0)  # the results of an all-reduction may differ between ranks by rounding
     if not np.all(np.isfinite(total)):
         raise agreed(group, ValueError(f"{_CALL}: a product isn't finite."))
     return total
 
 
 def _orthonormal(group: Channel, vectors: LocalArray, weighted: LocalArray) -> np.ndarray:
-    """Return coefficients of orthonormal combinations of vectors, fewer if these are dependent; `weighted` = B vectors."""
+    """Return coefficients of orthonormal combinations of vectors, fewer if they are dependent; `weighted` = B vectors."""
     gram = _gram(group, vectors, weighted)
-    skew, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
+    asymmetry, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
-    if not skew <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
-        found = f"vᵀ B v has the values {values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {skew:.3e}"
+    if not asymmetry <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
+        found = f"vᵀ B v has the values {values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {asymmetry:.3e}"
         text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {found}."
         raise agreed(group, ValueError(text))
-    kept = values > _DEPENDENT * values[-1]
-    return rotation[:, kept] / np.sqrt(values[kept])
+    independent = values > _DEPENDENT * values[-1]
+    return rotation[:, independent] / np.sqrt(values[independent])

@@ -14,8 +14,8 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
-from mpiad.linalg.system import Settings, System, agree_on, mistake_in, unfit_preconditioner
-from mpiad.linalg.vectors import inner, wrong_block
+from mpiad.linalg.system import Settings, System, agree_on, preconditioner_error, settings_error
+from mpiad.linalg.vectors import block_error, inner
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
@@ -29,7 +29,7 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # The solution of a linear system as one operator, differentiated by the implicit function theorem.
 #
-# From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u, so a tangent takes one solve. The transpose of this map is: if Aᵀ λ = ū,
+# A(p) u = b implies A u̇ = ḃ - (∂A/∂p ṗ) u, so a tangent takes one solve. The transpose of this map follows from Aᵀ λ = ū:
 # the cotangent of b is λ, and the cotangent of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at
 # the solution. The iteration is never traced. Both rules use only this operator and the user's operator, so they can be
 # differentiated again.
@@ -39,7 +39,7 @@ from mpiad.transport.user_failures import DeferredFailures
 #
 # An operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
 # preconditioner is the argument `preconditioner_transpose`, its attribute `T`, or the result of its method `transpose()`.
-# If there is none of these, the preconditioner is used for both systems: if it isn't symmetric, more iterations are needed.
+# Without any of these, the preconditioner is used for both systems; if it isn't symmetric, more iterations are needed.
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
     transposed: bool = False  # whether the operator of the system is the transposed one
-    # ``solver(params, transposed)`` returns the method of another library; None: the method is in `METHODS`.
+    # ``solver(params, transposed)`` returns the method of another library; if it is None, the method is in `METHODS`.
     solver: Callable[..., Method] | None = None
     failures: DeferredFailures | None = None  # this rank's failures in the enclosing call, before the solve
     talkers: set[str] | None = None  # names of the user functions that have communicated; see `DeferredFailures`
@@ -78,7 +78,7 @@ class Problem(NamedTuple):
         """Return the product of `matvec` with u, the first leaf; an enclosing trace records the computation."""
         return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
 
-    def own_product(self, all_leaves: Tree) -> LocalArray:
+    def product_of_system(self, all_leaves: Tree) -> LocalArray:
         """Return the product of this system's operator (transposed if `transposed`) with u, the first leaf."""
         if not self.transposed:
             return self.product(all_leaves)
@@ -86,9 +86,9 @@ class Problem(NamedTuple):
 
     def transposed_matvec(self, params: tuple, like: LocalArray) -> Function:
         """Return the product with the transpose: the user's method `transpose`, or a product derived by a trace."""
-        given = getattr(self.matvec, "transpose", None)
-        if callable(given):
-            return lambda u: given(u, *params)
+        transpose = getattr(self.matvec, "transpose", None)
+        if callable(transpose):
+            return lambda u: transpose(u, *params)
         return transposed_function(lambda u: self.matvec(u, *params), like)
 
     def system(self, leaves: Tree, b: LocalArray) -> System:
@@ -103,7 +103,7 @@ class Problem(NamedTuple):
                 "transpose", transposed_preconditioner, self.preconditioner, self.preconditioner_transpose, params, b
             )
         elif self.preconditioner is not None:
-            precondition = taking(self.preconditioner, params)
+            precondition = bind_params(self.preconditioner, params)
         return System(apply, precondition, b, self.settings, failures=failures)
 
     def new_failures(self) -> DeferredFailures:
@@ -129,26 +129,26 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
     def vjp(g: LocalArray) -> list:
         failures = problem.new_failures()
 
-        def pull_at(u: LocalArray) -> Any:
+        def vjp_at(u: LocalArray) -> Any:
             zero = spec_like(stop_gradient(u)).zeros()
             return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
 
-        # In both cases, the user's operator is differentiated: the function λᵀ A u of the parameters.
+        # In both cases, the function λᵀ A u of the parameters is differentiated, where A is the user's operator.
         if not problem.transposed:
             # The operator is traced before the solve, since the solve's first reduction reports exceptions to all ranks.
-            pull = pull_at(ans)
+            pull = vjp_at(ans)
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
             left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures)
-            pull = pull_at(multiplier)
+            pull = vjp_at(multiplier)
             failures.raise_together()
-        of_leaves = pulled_back(pull, left, g, problem, failures)
+        of_leaves = param_cotangents(pull, left, g, problem, failures)
         return [multiplier, *[None if part is None else -part for part in of_leaves]]
 
     return vjp
 
 
-def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
+def param_cotangents(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
     """Return the cotangents of a user function's arguments except the first; `left` is the cotangent of its result."""
     found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
@@ -173,7 +173,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
         zero = spec_like(stop_gradient(ans)).zeros()
         tangents = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
         change = failures.attempt(
-            "matvec", lambda u: make_jvp(problem.own_product)([u, *leaves])(tangents)[1], ans, again=lambda: zero
+            "matvec", lambda u: make_jvp(problem.product_of_system)([u, *leaves])(tangents)[1], ans, again=lambda: zero
         )
         residual = residual if change is None else residual - change
     return solution(residual, *leaves, problem=problem.derived(failures))
@@ -214,24 +214,24 @@ def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]
     return make_vjp(fun)(spec_like(like).zeros())[0]
 
 
-def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
-    """Return the transpose of a preconditioner; `given` is the user's argument: a function, "derived", or None."""
-    if given is None:
-        given = getattr(preconditioner, "T", None)
-    if given is None and callable(getattr(preconditioner, "transpose", None)):
-        given = preconditioner.transpose()
-    if isinstance(given, str):
-        return transposed_function(taking(preconditioner, rest), like)
-    return taking(preconditioner if given is None else given, rest)
+def transposed_preconditioner(preconditioner: Function, transpose: Any, params: tuple, like: LocalArray) -> Function:
+    """Return the transpose of a preconditioner; `transpose` is the user's argument: a function, "derived", or None."""
+    if transpose is None:
+        transpose = getattr(preconditioner, "T", None)
+    if transpose is None and callable(getattr(preconditioner, "transpose", None)):
+        transpose = preconditioner.transpose()
+    if isinstance(transpose, str):
+        return transposed_function(bind_params(preconditioner, params), like)
+    return bind_params(preconditioner if transpose is None else transpose, params)
 
 
-def taking(fun: Function, params: tuple) -> Function:
-    """Return `fun` as a function of its first argument only; if `fun` requires the params, they are bound."""
-    rest = params if _takes(fun, len(params)) else ()
-    return lambda r: fun(r, *rest)
+def bind_params(fun: Function, params: tuple) -> Function:
+    """Return `fun` as a function of its first argument only, with bound params if `fun` requires them."""
+    params = params if _requires_params(fun, len(params)) else ()
+    return lambda r: fun(r, *params)
 
 
-def _takes(fun: Function, extra: int) -> bool:
+def _requires_params(fun: Function, extra: int) -> bool:
     try:
         kinds = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -262,7 +262,7 @@ def solve(
     comm: Comm = None,
     callback: Callable[[float], Any] | None = None,
 ) -> LocalArray:
-    """Solve A(params) u = b, each rank holding a block of u and b; derivatives by the implicit function theorem.
+    """Solve A(params) u = b, with a block of u and b on each rank; differentiable by the implicit function theorem.
 
     Parameters
     ----------
@@ -284,8 +284,8 @@ def solve(
         definite. It isn't differentiated.
     preconditioner_transpose : callable or "derived", optional
         The transpose of the preconditioner (without conjugation), for the adjoint systems of "gmres" and "bicgstab".
-        "derived": from a trace of the preconditioner. By default, the preconditioner's attribute ``T``, the result of its
-        method ``transpose()``, or, without these, the preconditioner itself.
+        If it is "derived", it is computed from a trace of the preconditioner. By default, it is the preconditioner's
+        attribute ``T``, the result of its method ``transpose()``, or, without these, the preconditioner itself.
     side : {"right", "left"}, optional
         Side of the preconditioner, for "gmres" and "bicgstab"; "right" by default.
     rtol, atol : float
@@ -346,29 +346,29 @@ def solve(
     leaves, build = flatten(params)
     start = None if x0 is None else stop_gradient(x0)
     problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, talkers=set())
-    problem = problem._replace(settings=agree_on(settings, _mistake(problem, stop_gradient(b)), preconditioner))
+    problem = problem._replace(settings=agree_on(settings, _arg_error(problem, stop_gradient(b)), preconditioner))
     return solution(b, *leaves, problem=problem)
 
 
-def _mistake(problem: Problem, b: Array) -> Exception | None:
-    given, x0 = problem.preconditioner_transpose, problem.start
+def _arg_error(problem: Problem, b: Array) -> Exception | None:
+    transpose, x0 = problem.preconditioner_transpose, problem.start
     functions = {
         "matvec": problem.matvec,
         "preconditioner": problem.preconditioner,
-        "preconditioner_transpose": None if isinstance(given, str) and given == "derived" else given,
+        "preconditioner_transpose": None if isinstance(transpose, str) and transpose == "derived" else transpose,
         "callback": problem.settings.callback,
     }
-    error = wrong_function("linalg.solve", functions) or wrong_block("linalg.solve", "b", b)
+    error = function_error("linalg.solve", functions) or block_error("linalg.solve", "b", b)
     if error is not None:
         return error
     if x0 is not None and is_device_array(x0) != is_device_array(b):
-        return TypeError("linalg.solve: x0 and b must be in one place, but one is on the host, the other on a device.")
+        return TypeError("linalg.solve: x0 and b must be on one device, but only one of them is on a device.")
     if x0 is not None and np.shape(x0) != b.shape:
         return ValueError(f"linalg.solve: x0 must have the shape of b, {b.shape}, but has {np.shape(x0)}.")
-    return mistake_in(problem.settings, METHODS, b.ndim) or unfit_preconditioner(functions.values(), b)
+    return settings_error(problem.settings, METHODS, b.ndim) or preconditioner_error(functions.values(), b)
 
 
-def wrong_function(call: str, functions: dict[str, Any]) -> Exception | None:
+def function_error(call: str, functions: dict[str, Any]) -> Exception | None:
     """Return an error if one of the functions isn't callable; all but the first may be None."""
     for number, (name, fun) in enumerate(functions.items()):
         if not callable(fun) and (fun is not None or number == 0):

@@ -2,7 +2,7 @@
 
 They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: A
 x with respect to y, Aᵀ y with respect to x, and the products x_col(k) y_row(k) with respect to the values v. Since T is
-linear in each argument, the derivatives of each operator, of any order, are the other two. Nothing is conjugated. SciPy
+linear in each argument, the derivatives of each operator, of any order, are the other two. No factor is conjugated. SciPy
 computes the sums on the host, `SegmentSums` on devices.
 """
 
@@ -42,10 +42,10 @@ class GhostPlan:
         self.sources: list[tuple[Rank, slice]] = [
             (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
         ]
-        wanted = np.zeros(group.size, np.int64)
-        wanted[ranks] = counts
+        requested = np.zeros(group.size, np.int64)
+        requested[ranks] = counts
         with restoring_state(), suspended():
-            sizes = mpi_alltoall(wanted, comm=comm)
+            sizes = mpi_alltoall(requested, comm=comm)
             # Receives are posted first, so that MPI needn't buffer the messages.
             pending = [
                 (int(r), mpi_irecv(np.empty(sizes[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(sizes)
@@ -67,7 +67,7 @@ class GhostPlan:
         return ghosts
 
     def add_to_owners(self, ghosts: LocalArray, out: LocalArray) -> None:
-        """Add each ghost to the owner's entry, in the owner's `out`. This is the transpose of `fetch`; collective."""
+        """Add each ghost to the owner's entry, in the owner's `out`: the transpose of `fetch`; collective."""
         pending = []
         for r, indices in self._destinations(out):
             buffer = empty_like(out, (*out.shape[:-1], len(indices)))
@@ -85,7 +85,7 @@ class GhostPlan:
 
 
 class Pattern:
-    """The sparsity pattern of this rank's rows; `starts` are the row pointers. Columns of ghosts follow own columns."""
+    """The sparsity pattern of this rank's rows, with row pointers `starts`; ghost columns follow this rank's columns."""
 
     def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
         # If the types of the index arrays differed, SciPy would copy them for each product.
@@ -126,7 +126,7 @@ def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
     if xp is None:
         return _times(pattern.matrix(values), extended)
     columns, _ = pattern.indices.on(xp)
-    return pattern.by_row(_entries(values, extended[..., columns]))
+    return pattern.by_row(_entry_products(values, extended[..., columns]))
 
 
 @custom_operator
@@ -137,7 +137,7 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
         extended = _times(pattern.matrix(values).T, y)
     else:
         _, rows = pattern.indices.on(xp)
-        extended = pattern.by_column(_entries(values, y[..., rows]))
+        extended = pattern.by_column(_entry_products(values, y[..., rows]))
     part = extended[..., :own]
     out = contiguous(part)
     pattern.plan.add_to_owners(extended[..., own:], out)
@@ -153,7 +153,7 @@ def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray
     return parts.sum(axis=tuple(range(parts.ndim - 1)))
 
 
-def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
+def _entry_products(values: LocalArray, of_vector: LocalArray) -> LocalArray:
     """Return the elementwise product of matrix values and vector entries on a device, followed by a zero."""
     xp: Any = arrays_of(values)
     lead, count = of_vector.shape[:-1], of_vector.shape[-1]
@@ -224,8 +224,8 @@ class SegmentSums:
         order, lengths = np.argsort(segments, kind="stable"), np.bincount(segments, minlength=count)
         starts, digits = np.cumsum(lengths) - lengths, np.frexp(lengths)[1]
         self._tables = [
-            Constants(which, _table(order, starts[which], lengths[which], segments.dtype))
-            for which in (np.flatnonzero(digits == number) for number in np.unique(digits[lengths > 0]))
+            Constants(segment_indices, _table(order, starts[segment_indices], lengths[segment_indices], segments.dtype))
+            for segment_indices in (np.flatnonzero(digits == number) for number in np.unique(digits[lengths > 0]))
         ]
 
     def __call__(self, entries: LocalArray) -> LocalArray:
@@ -233,8 +233,8 @@ class SegmentSums:
         xp = arrays_of(entries)
         out = xp.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
         for table in self._tables:
-            which, indices = table.on(xp)
-            out[..., which] = np.sum(entries[..., indices], axis=-2)
+            segment_indices, indices = table.on(xp)
+            out[..., segment_indices] = np.sum(entries[..., indices], axis=-2)
         return out
 
 

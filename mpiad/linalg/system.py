@@ -51,28 +51,28 @@ class Settings(NamedTuple):
 
 
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the settings with `reported` and `preconditioned`; raise on all ranks if any has an error or they differ."""
+    """Return the settings with `reported` and `preconditioned`; raise on all ranks for an error or different settings."""
     group = channel(settings.comm, settings.call)
-    # The `repr` of communicators and functions differs between processes.
-    given = settings._replace(comm=None, callback=None)
-    number = zlib.crc32(repr(given).encode())
-    # If the maxima of a number and of its negative have the same size, the number is the same on all ranks.
+    # Communicators and functions are excluded, since their `repr` differs between processes.
+    compared = settings._replace(comm=None, callback=None)
+    checksum = zlib.crc32(repr(compared).encode())
+    # The maxima of a checksum and of its negative add up to zero only if the checksum is the same on all ranks.
     functions = settings.callback is not None, preconditioner is not None
-    mine, largest = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
-    group.data.Allreduce(mine, largest, MAX)
+    local, largest = np.array([error is not None, checksum, -checksum, *functions], np.int64), np.empty(5, np.int64)
+    group.data.Allreduce(local, largest, MAX)
     if largest[0]:
         raise_first(group, error)
     if largest[1] != -largest[2]:
-        require_same(group, ", ".join(f"{name}={value!r}" for name, value in given._asdict().items()), settings.call)
+        require_same(group, ", ".join(f"{name}={value!r}" for name, value in compared._asdict().items()), settings.call)
     return settings._replace(reported=bool(largest[3]), preconditioned=bool(largest[4]))
 
 
-def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
+def settings_error(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
     """Return an error if the settings are invalid for a right-hand side with `ndim` axes, else None."""
     sides = () if s.method == "cg" else SIDES
     allowed = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
     tolerances = 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0
-    for met, text in (
+    for valid, text in (
         (s.method in methods, f"method must be one of {', '.join(map(repr, methods))}, but got {s.method!r}."),
         (s.side is None or s.side in sides, f"side must be {allowed}, but got {s.side!r}."),
         (tolerances, f"rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
@@ -83,20 +83,20 @@ def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | 
         (_is_count(s.restart), f"restart must be an integer above zero, but got {s.restart!r}."),
         (_is_count(s.batch, 0, ndim), f"batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
     ):
-        if not met:
+        if not valid:
             return ValueError(f"{s.call}: {text}")
     return None
 
 
-def _is_count(value: Any, least: int = 1, most: float = math.inf) -> bool:
-    return isinstance(value, Integral) and least <= int(value) <= most
+def _is_count(value: Any, minimum: int = 1, maximum: float = math.inf) -> bool:
+    return isinstance(value, Integral) and minimum <= int(value) <= maximum
 
 
-def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
+def preconditioner_error(functions: Iterable[Any], b: object) -> Exception | None:
     """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, else None."""
     # This is checked before a call: if one rank raised during the call, the other ranks would wait for its messages.
-    refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
-    return next((error for error in refusals if error is not None), None)
+    errors = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
+    return next((error for error in errors if error is not None), None)
 
 
 _MAX_ITERATIONS = 10_000
@@ -112,7 +112,7 @@ class System:
         self.settings = settings
         # The failures of this rank's user functions in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
-        self.usable: LocalArray | None = None  # an argument that the operator accepts; if None, zeros are used
+        self.usable: LocalArray | None = None  # an argument that the operator accepts; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
@@ -167,7 +167,7 @@ class System:
         """Return the error for the result of a user function that isn't an array like b."""
         if isbox(out):
             return TypeError(
-                f"{subject} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
+                f"{subject} uses a traced variable of an enclosing function (it returned a {type(out).__name__}), "
                 "through which no derivative can flow. Pass it to solve among the params, and take it as an argument; "
                 "mpiad.stop_gradient(x) returns its plain value if no derivative is needed."
             )
@@ -199,19 +199,19 @@ class System:
 
     def sums(self, local: np.ndarray) -> np.ndarray:
         """Return sums over all ranks, in double precision; raise on all ranks if a user function has failed on any rank."""
-        wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
-        # A failure makes the sum NaN, so the ranks needn't exchange further messages unless there is one.
+        doubles = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
+        # A failure makes the sum NaN, so the ranks exchange further messages only after a failure.
         if self.failures.error is not None:
-            wide[...] = np.nan
+            doubles[...] = np.nan
         with self.failures:
-            sums = mpi_allreduce(wide, comm=self.settings.comm)
+            sums = mpi_allreduce(doubles, comm=self.settings.comm)
         self._may_have_raised = False
         if not np.isfinite(sums).all():
             self.failures.raise_together()
         return sums
 
     def settle(self) -> None:
-        """Raise on all ranks if a user function has failed on any rank since the last sum; communicates only if needed."""
+        """Raise on all ranks if a user function has failed on any rank since the last sum."""
         if self._may_have_raised:
             self.failures.raise_together()
 
@@ -230,7 +230,7 @@ class System:
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, the row is divided by a power of two,
-        # without rounding errors. `iterate` multiplies the solution by it.
+        # which causes no rounding errors. `iterate` multiplies the solution by this power.
         edge = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
@@ -252,7 +252,7 @@ class System:
         """Raise an error on all ranks if sums over an array aren't finite; it names a rank with NaN or infinities."""
         if np.isfinite(sums).all():
             return
-        # The sums are the same on all ranks, so all of them raise.
+        # The sums are the same on all ranks, so all ranks raise.
         group = channel(self.settings.comm, self.settings.call)
         bad = int(array.size - on_host(np.sum(np.isfinite(array))))
         text = (

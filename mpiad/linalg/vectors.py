@@ -1,7 +1,8 @@
-"""Vectors of several systems: operations on them, and checks that all are on the host, or all on one device.
+"""Operations on the vectors of several systems, and checks that all are on the host, or all on one device.
 
 The operations of an iteration work in place. *Rows* are arrays of shape (k, n), on the host or on a device, with one
-row per system. *Numbers*, one per row, are always on the host; those computed on a device are copied once per reduction.
+row per system. *Numbers*, one per row, are always on the host; if they are computed on a device, they are copied once per
+reduction.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def combined(basis: LocalArray, numbers: np.ndarray) -> LocalArray:
 
 
 def lengths(x: LocalArray) -> np.ndarray:
-    """Return the norm of this rank's part of each row, also if squares overflow or underflow."""
+    """Return the norm of this rank's part of each row, even if squares overflow or underflow."""
     if not x.shape[1]:
         return np.zeros(len(x))
     if type(x) is np.ndarray and x.dtype.char in "fF":  # the squares of floats neither overflow nor underflow in doubles
@@ -94,7 +95,7 @@ def require_floats(call: str, value: Array, length: int) -> None:
         raise TypeError(f"{call}: expected an array of floats of shape (..., {length}), but got {kind}.")
 
 
-def wrong_block(call: str, name: str, value: Array) -> Exception | None:
+def block_error(call: str, name: str, value: Array) -> Exception | None:
     """Return a TypeError if an untraced argument isn't an array of single- or double-precision numbers."""
     known = isinstance(value, np.ndarray) or is_device_array(value)
     if known and value.dtype.char in "fdFD" and value.dtype.isnative:
@@ -105,7 +106,7 @@ def wrong_block(call: str, name: str, value: Array) -> Exception | None:
 
 
 def require_together(call: str, **values: Any) -> None:
-    """Raise a TypeError unless all untraced arrays are on the host, or all on one device; numbers may be anywhere."""
+    """Raise a TypeError unless all untraced arrays are on the host, or all on one device; numbers are ignored."""
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
     for name, value in arrays:
         if arrays_of(value) != arrays_of(arrays[0][1]):
@@ -114,7 +115,7 @@ def require_together(call: str, **values: Any) -> None:
                 for label, x in (arrays[0], (name, value))
             )
             raise TypeError(
-                f"{call}: {first} and {other} must be in one place, but {first} is {one} and {other} {two}. Copies are "
+                f"{call}: {first} and {other} must be on one device, but {first} is {one} and {other} {two}. Copies are "
                 "never implicit: see mpiad.device.to_device and to_host."
             )
 

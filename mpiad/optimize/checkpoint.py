@@ -85,7 +85,7 @@ class WriteFailures:
 
     @staticmethod
     def reason(error: OSError, file: Path) -> str:
-        """Return a text with the reason for which a file wasn't written, and a remedy."""
+        """Return the reason for a failed write, and a remedy, as text."""
         return f"{file}: {error.strerror or error}. {remedy(error, file)}"
 
     def warn(self, iteration: int, reason: str) -> None:
@@ -99,7 +99,7 @@ class WriteFailures:
         self._last = reason
 
     def end(self) -> None:
-        """Forget the last reason, after a state was written."""
+        """Clear the last reason after a successful write."""
         self._last = ""
 
 
@@ -117,7 +117,7 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
         "ranks": size,
         "objective": program.objective,
         "root": int(program.root),
-        "variables": packing.described,
+        "variables": packing.descriptions,
         "x0 (checksum)": fingerprint(start),
     }
 
@@ -131,13 +131,13 @@ class RootCheckpoint:
 
     @property
     def active(self) -> bool:
-        """Return whether there is a checkpoint."""
+        """Return whether the user passed a checkpoint."""
         return self._checkpoint is not None
 
-    def found(self) -> dict[str, np.ndarray] | None:
-        """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None if there is none.
+    def load(self) -> dict[str, np.ndarray] | None:
+        """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None if there is no file.
 
-        The gradient is empty if it wasn't known.
+        The gradient is empty if it wasn't evaluated.
         """
         if self._checkpoint is None:
             return None
@@ -155,19 +155,19 @@ class RootCheckpoint:
         self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 
-    def keep(self, iteration: int, ended: bool, point: Point, counts: Iterable[int], record: Record) -> None:
+    def write_if_due(self, iteration: int, ended: bool, point: Point, counts: Iterable[int], record: Record) -> None:
         """Write an iterate if it is due; `counts` are the numbers of evaluations per kind."""
         if self._checkpoint is None:
             return
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return
-        x, made = point.x, np.array(list(counts))
+        x, evaluations = point.x, np.array(list(counts))
         # At the end of a solve an iterate is written again if the last line search has found a better point or made further
         # evaluations, which count for `maxfun`.
-        if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(made, self._counts):
+        if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(evaluations, self._counts):
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient
-        arrays = {"x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": made}
+        arrays = {"x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": evaluations}
         arrays["history"] = record.table()
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
@@ -175,4 +175,4 @@ class RootCheckpoint:
             self._failures.warn(iteration, self._failures.reason(error, self._checkpoint.file))
         else:
             self._failures.end()
-            self._written, self._x, self._counts = iteration, x, made
+            self._written, self._x, self._counts = iteration, x, evaluations

@@ -29,8 +29,8 @@ from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 from mpiad.transport.device_arrays import is_device_array, named
 
-# Bertsekas's epsilon: a variable this close to a bound is held there if the steepest descent leads across the bound.
-_CLOSE = 1e-6
+# Bertsekas's epsilon: the largest distance between an active bound and its variable.
+_MAX_MARGIN = 1e-6
 
 
 class Box:
@@ -44,7 +44,7 @@ class Box:
         """Return the lower and the upper bounds."""
         return self._low, self._high
 
-    def excess(self, x: np.ndarray) -> float:
+    def violation(self, x: np.ndarray) -> float:
         """Return the largest violation of a bound by x."""
         return float(max(np.max(self._low - x, initial=0.0), np.max(x - self._high, initial=0.0)))
 
@@ -65,15 +65,15 @@ class Box:
         return np.clip(x - gradient, self._low[part], self._high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
-        """Return a mask of a part's variables that aren't held at a bound; `norm` is the largest entry of `projected_step`.
+        """Return a mask of a part's free variables; `norm` is the largest absolute entry of `projected_step` on any rank.
 
-        A variable is held if it is at a bound or close to it, and the negative gradient leads across the bound.
+        A variable isn't free if it is at a bound or close to it, and a step along the negative gradient violates it.
         """
-        # The margin goes to zero with the projected step, so no variable is held at a wrong bound forever.
-        close = min(_CLOSE, norm)
-        held = (x - self._low[part] <= close) & (gradient > 0.0)
-        held |= (self._high[part] - x <= close) & (gradient < 0.0)
-        return ~held
+        # The margin goes to zero with the projected step, so variables can leave bounds that aren't active at the solution.
+        margin = min(_MAX_MARGIN, norm)
+        at_bound = (x - self._low[part] <= margin) & (gradient > 0.0)
+        at_bound |= (self._high[part] - x <= margin) & (gradient < 0.0)
+        return ~at_bound
 
     def free_and_step(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> tuple[np.ndarray, np.ndarray]:
         """Return the results of `free` and `projected_step`."""
@@ -120,47 +120,47 @@ def box_of(bounds: Any, size: int) -> Box | None:
     return Box(low, high)
 
 
-_REMEMBERED = 4  # number of stored values of a constraint
-_ROUNDING = 1e-8  # violations up to this size count as rounding
+_MAX_STORED = 4  # number of stored values of a constraint
+_ROUNDING = 1e-8  # smaller violations are treated as rounding errors
 _ON_ROOT = "constraints are evaluated on the root alone, and the other ranks don't participate"
 
 
-class _Function:
-    """A constraint's function of the vector of variables, with its Jacobian."""
+class _ConstraintFunction:
+    """A constraint as a function of the vector of variables, with its Jacobian."""
 
     def __init__(self, fun: Callable, jac: Function | None, args: tuple, packing: Packing, used: Channel):
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
-        self._given = jac if callable(jac) else None
-        self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
+        self._user_jacobian = jac if callable(jac) else None
+        self._stored: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_MAX_STORED)
         # The exact Jacobian replaces '2-point', which is SciPy's default.
         self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
 
     def value(self, vector: np.ndarray) -> np.ndarray:
         """Return the constraint's values, shape (k,)."""
         key = np.asarray(vector, dtype=float).tobytes()
-        for known, value in self._known:
-            if known == key:
+        for stored_key, value in self._stored:
+            if stored_key == key:
                 return value.copy()
         with self._used.refusing(_ON_ROOT):
             found = to_host(self._fun(self._packing.unpack(vector), *self._args))
         # Copies, because the user's function may write its next result into the same array.
         value = np.array(found, dtype=float).reshape(-1)
-        self._known.append((key, value))
+        self._stored.append((key, value))
         return value.copy()
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         x = self._packing.unpack(vector)
         with self._used.refusing(_ON_ROOT):
-            if self._given is not None:
-                return np.atleast_2d(np.array(to_host(self._given(x, *self._args)), dtype=float))
-            # By reverse mode, since a constraint has few values and many variables.
-            pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
-            rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]
+            if self._user_jacobian is not None:
+                return np.atleast_2d(np.array(to_host(self._user_jacobian(x, *self._args)), dtype=float))
+            # Reverse mode is used, since a constraint has few values and many variables.
+            vjp, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
+            rows = [self._packing.pack_gradient(vjp(unit)) for unit in np.eye(value.size)]
         return np.array(rows).reshape(value.size, self._packing.size)
 
 
 class ConstraintSet:
-    """The constraints in SciPy's form, and the violation at a point."""
+    """The constraints as SciPy's objects, and their violation at a point."""
 
     def __init__(self) -> None:
         self.for_scipy: list[Any] = []
@@ -171,18 +171,18 @@ class ConstraintSet:
         self.for_scipy.append(constraint)
         self._checks.append((fun, low, high))
 
-    def excess(self, vector: np.ndarray) -> float:
-        """Return the largest violation; 0 if it is only rounding."""
-        worst = 0.0
+    def violation(self, vector: np.ndarray) -> float:
+        """Return the largest violation of a constraint; 0 if it is at most a rounding error."""
+        largest = 0.0
         for fun, low, high in self._checks:
             value = fun(vector)
             gaps = np.maximum(np.asarray(low) - value, value - np.asarray(high))
-            worst = max(worst, float(np.max(gaps, initial=0.0))) if not np.any(np.isnan(gaps)) else np.inf
-        return worst if worst > _ROUNDING else 0.0
+            largest = max(largest, float(np.max(gaps, initial=0.0))) if not np.any(np.isnan(gaps)) else np.inf
+        return largest if largest > _ROUNDING else 0.0
 
 
 def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
-    """Return the root's constraints as functions of the vector of variables; raise if one isn't of a SciPy type."""
+    """Return the root's constraints as functions of the vector of variables; raise if one is invalid."""
     found = ConstraintSet()
     for constraint in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(constraint, dict):
@@ -205,15 +205,15 @@ def _add_dict(found: ConstraintSet, given: dict, packing: Packing, used: Channel
         raise ValueError(
             f"minimize: a constraint's dict must have a type, 'eq' or 'ineq', and a function fun, but got {given!r:.80}."
         )
-    made = _Function(fun, given.get("jac"), args if isinstance(args, tuple) else (args,), packing, used)
+    function = _ConstraintFunction(fun, given.get("jac"), args if isinstance(args, tuple) else (args,), packing, used)
     high = 0.0 if kind.lower() == "eq" else np.inf
-    found.add({"type": kind, "fun": made.value, "jac": made.jacobian}, made.value, 0.0, high)
+    found.add({"type": kind, "fun": function.value, "jac": function.jacobian}, function.value, 0.0, high)
 
 
 def _add_nonlinear(
     found: ConstraintSet, given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel
 ) -> None:
-    made = _Function(given.fun, given.jac, (), packing, used)
+    fun = _ConstraintFunction(given.fun, given.jac, (), packing, used)
     hess = given.hess
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
 
@@ -222,5 +222,5 @@ def _add_nonlinear(
                 return given.hess(packing.unpack(vector), weights)
 
     kept = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
-    constraint = scipy.optimize.NonlinearConstraint(made.value, given.lb, given.ub, jac=made.jacobian, hess=hess, **kept)
-    found.add(constraint, made.value, given.lb, given.ub)
+    constraint = scipy.optimize.NonlinearConstraint(fun.value, given.lb, given.ub, jac=fun.jacobian, hess=hess, **kept)
+    found.add(constraint, fun.value, given.lb, given.ub)

@@ -12,15 +12,15 @@ import numpy as np
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
 
-_REMEMBERED = 4  # number of stored points, since a line search may accept an earlier point than the last one
+_MAX_STORED = 4  # number of stored points, since a line search may accept an earlier point than the last one
 # In all methods, if the objective isn't finite at a trial point, the next trial step has this fraction of the length. For
 # log barriers values from 0.2 to 0.4 take the fewest evaluations.
 RETREAT = 0.3
-_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "product"}
+_COUNT_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "product"}
 
 
 class Ending(NamedTuple):
-    """The end of a solve: its status, zero for success, and message."""
+    """The status of a result, zero for success, and its message."""
 
     status: int
     message: str
@@ -35,8 +35,8 @@ INTERRUPTED = Ending(
 STOPPED = Ending(99, "`callback` raised `StopIteration`.")
 
 
-class Left(Exception):  # noqa: N818 - like StopIteration, not an error
-    """Raised to end a method, in a function that it calls; `at_best`: return the best point, not the last iterate."""
+class EndMethod(Exception):  # noqa: N818 - like StopIteration, not an error
+    """Raised in a function that a method calls, to end the method; `at_best`: whether the result is the best point."""
 
     def __init__(self, ending: Ending, at_best: bool = False):
         super().__init__(ending.message)
@@ -58,7 +58,7 @@ class Counts(dict):
 
 
 class Point:
-    """A point with its known value and gradient."""
+    """A point, with the value and the gradient if they have been evaluated."""
 
     __slots__ = ("_bits", "gradient", "value", "x")
 
@@ -70,15 +70,15 @@ class Point:
 
     @property
     def norm(self) -> float:
-        """Return the gradient's largest absolute entry; NaN if the gradient isn't known."""
+        """Return the gradient's largest absolute entry; NaN if it hasn't been evaluated."""
         if self.gradient is None:
             return math.nan
         return float(max(self.gradient.max(initial=0.0), -self.gradient.min(initial=0.0)))
 
-    def lies_at(self, x: np.ndarray) -> bool:
+    def is_at(self, x: np.ndarray) -> bool:
         """Return whether this is the point x."""
         bits = x.view(np.int64)
-        # Different points mostly differ in the first entry, and comparing one entry takes less time than comparing arrays.
+        # Different points usually differ in the first entry; comparing it first avoids most comparisons of arrays.
         return not x.size or bool(self._bits[0] == bits[0] and (self._bits == bits).all())
 
 
@@ -91,16 +91,16 @@ class Points:
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
         self._evaluation, self._instructions, self._together = evaluation, instructions, together
         self._for_value = BOTH if together or evaluation.only_both else VALUE
-        self._last_valued: Point | None = None
-        self._recent: deque[Point] = deque(maxlen=_REMEMBERED)
+        self._last_with_value: Point | None = None
+        self._recent: deque[Point] = deque(maxlen=_MAX_STORED)
         self.counts = Counts(value=0, gradient=0, both=0, product=0)
         self.maxfun: float | None = None  # maximum number of evaluations of the objective; the first is always made
-        self.excess: Callable[[np.ndarray], float] | None = None  # returns the violation of bounds and constraints
+        self.violation: Callable[[np.ndarray], float] | None = None  # the largest violation of bounds and constraints
         self.best: Point | None = None  # with the lowest finite objective of the points with the least violation
-        self._first: Point | None = None
+        self._first_point: Point | None = None
         self.iterate: Point | None = None  # the last iterate
         self.interruptible = False  # whether the solve ends after a rank received SIGTERM
-        self._least = math.inf
+        self._least_violation = math.inf
 
     @property
     def exhausted(self) -> bool:
@@ -108,23 +108,23 @@ class Points:
         # The objective at x0 is evaluated in any case.
         return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
 
-    def limit_reached(self) -> Left:
+    def limit_reached(self) -> EndMethod:
         """Return the exception that leaves a method when it needs more evaluations than `maxfun`."""
         text = f"STOP: all maxfun={self.maxfun:.0f} evaluations are done. Raise options['maxfun'], or accept "
-        return Left(Ending(1, text + "x, the best point so far."), at_best=True)
+        return EndMethod(Ending(1, text + "x, the best point so far."), at_best=True)
 
     @property
-    def broken(self) -> bool:
+    def any_not_finite(self) -> bool:
         """Return whether a value or gradient isn't finite at one of the last points."""
-        known = [thing for point in self._recent for thing in (point.value, point.gradient) if thing is not None]
-        return not all(np.all(np.isfinite(thing)) for thing in known)
+        numbers = [each for point in self._recent for each in (point.value, point.gradient) if each is not None]
+        return not all(np.all(np.isfinite(each)) for each in numbers)
 
-    def valued(self, x: np.ndarray) -> Point:
-        """Return the point x with its objective. The user's function gets x itself, and may overwrite it."""
+    def with_value(self, x: np.ndarray) -> Point:
+        """Return the point x with its objective. The user's function gets x without a copy, and may overwrite it."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:
-            self._ask(self._for_value, point, x)
+            self._evaluate(self._for_value, point, x)
         return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
@@ -132,100 +132,100 @@ class Points:
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.gradient is None:
-            # All ranks have kept the forward pass of the last value.
-            ready = point is self._last_valued or (self._evaluation.separate and point.value is not None)
-            self._ask(GRADIENT if ready else BOTH, point, x)
-        gradient: np.ndarray = self._continuation(point)[1]
+            # All ranks store the forward pass of the last evaluation of the value.
+            ready = point is self._last_with_value or (self._evaluation.separate and point.value is not None)
+            self._evaluate(GRADIENT if ready else BOTH, point, x)
+        gradient: np.ndarray = self._value_and_gradient(point)[1]
         if not self._together:
             return gradient.copy()
         view = gradient.view()
         view.flags.writeable = False
         return view
 
-    def shown(self, point: Point) -> float:
-        """Return the objective at a point; a substitute if it isn't finite."""
-        return self._continuation(point)[0]
+    def value_for_method(self, point: Point) -> float:
+        """Return the objective at a point, or a substitute if it isn't finite."""
+        return self._value_and_gradient(point)[0]
 
-    def value_found(self, x: np.ndarray, shown: float) -> float:
-        """Return the objective at the end of a method, given its value `shown`, which may be a substitute."""
+    def value_of_result(self, x: np.ndarray, reported: float) -> float:
+        """Return the objective at the result x of a method; `reported`, the method's value, may be a substitute."""
         value = self.at(np.ascontiguousarray(x, dtype=float)).value
-        return shown if value is None or math.isfinite(value) else value
+        return reported if value is None or math.isfinite(value) else value
 
-    def _continuation(self, point: Point) -> tuple[Any, Any]:
-        """Return value and gradient at a point; substitutes if they aren't finite, since SciPy's line searches fail at NaN.
+    def _value_and_gradient(self, point: Point) -> tuple[Any, Any]:
+        """Return value and gradient at a point, or substitutes if they aren't finite: SciPy's line searches fail at NaN.
 
         The substitutes belong to a parabola along the line from the iterate, with the value and slope of the iterate. Its
         minimum is the point that a line search should try next.
         """
-        here, known = self.iterate, (point.value, point.gradient)
-        finite = all(thing is None or np.all(np.isfinite(thing)) for thing in known)
-        if finite or here is None or here.gradient is None or here.value is None:
+        iterate, known = self.iterate, (point.value, point.gradient)
+        finite = all(each is None or np.all(np.isfinite(each)) for each in known)
+        if finite or iterate is None or iterate.gradient is None or iterate.value is None:
             return known
         with np.errstate(over="ignore", invalid="ignore"):
-            move = point.x - here.x
-            slope, square = float(here.gradient @ move), float(move @ move)
-        if not (slope < 0.0 and 0.0 < square < math.inf and math.isfinite(here.value)):
+            step = point.x - iterate.x
+            slope, square = float(iterate.gradient @ step), float(step @ step)
+        if not (slope < 0.0 and 0.0 < square < math.inf and math.isfinite(iterate.value)):
             return known
-        return here.value + slope * (1.0 - 0.5 / RETREAT), move * (slope * (1.0 - 1.0 / RETREAT) / square)
+        return iterate.value + slope * (1.0 - 0.5 / RETREAT), step * (slope * (1.0 - 1.0 / RETREAT) / square)
 
     def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
         """Return the product of the Hessian at x with a direction, shape (n,)."""
         return self._carry_out(PRODUCT, x, np.asarray(direction, dtype=float).reshape(-1))
 
     def at(self, x: np.ndarray) -> Point:
-        """Return the stored point at x, an array of doubles, or a new point if none is stored there."""
+        """Return the stored point at x, an array of doubles, or a new point if none is stored."""
         # The best point and the iterate may be older than the recent points.
         for point in (*reversed(self._recent), self.best, self.iterate):
-            if point is not None and point.lies_at(x):
+            if point is not None and point.is_at(x):
                 return point
         self._recent.append(Point(x))
         return self._recent[-1]
 
-    def _ask(self, kind: int, point: Point, x: np.ndarray) -> None:
-        if kind != GRADIENT and self.exhausted and self._first is not None:
+    def _evaluate(self, kind: int, point: Point, x: np.ndarray) -> None:
+        if kind != GRADIENT and self.exhausted and self._first_point is not None:
             raise self.limit_reached()
         if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
-            raise Left(INTERRUPTED)
-        self._first = self._first or point
+            raise EndMethod(INTERRUPTED)
+        self._first_point = self._first_point or point
         value, gradient = self._carry_out(kind, x)
-        self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, consumes the forward pass
+        self._last_with_value = point if kind == VALUE else None  # a gradient, or both at once, consumes the forward pass
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value
-            self._compare(point)
+            self._update_best(point)
 
-    def _compare(self, point: Point) -> None:
+    def _update_best(self, point: Point) -> None:
         if not math.isfinite(point.value):  # type: ignore[arg-type]
             return
-        excess = 0.0 if self.excess is None else self.excess(point.x)
-        if self.best is None or (excess, point.value) < (self._least, self.best.value):
-            self.best, self._least = point, excess
+        violation = 0.0 if self.violation is None else self.violation(point.x)
+        if self.best is None or (violation, point.value) < (self._least_violation, self.best.value):
+            self.best, self._least_violation = point, violation
 
-    def lowers(self, x: np.ndarray, value: float) -> bool:
+    def best_improves_on(self, x: np.ndarray, value: float) -> bool:
         """Return whether the best point has a smaller violation than x, or the same violation and a lower value."""
         if self.best is None:
             return False
-        excess = 0.0 if self.excess is None else self.excess(x)
-        return (self._least, self.best.value) < (excess, value)
+        violation = 0.0 if self.violation is None else self.violation(x)
+        return (self._least_violation, self.best.value) < (violation, value)
 
     def not_finite_at_start(self) -> str:
-        """Return a sentence about the ranks on which the objective or its gradient isn't finite at x0, or ""."""
-        first = self._first
+        """Return a sentence that names the ranks with values that aren't finite at x0; "" if all are finite."""
+        first = self._first_point
         if first is None or all(np.all(np.isfinite(known)) for known in (first.value, first.gradient) if known is not None):
             return ""
         self._instructions.give(NOT_FINITE, first.x)
         return self._evaluation.carry_out(NOT_FINITE, first.x, None)
 
     @property
-    def foremost(self) -> Point | None:
+    def last_or_best(self) -> Point | None:
         """Return the last iterate or the best point, whichever is better: SLSQP reports trial points as iterates."""
         if self.iterate is None or self.iterate.value is None or self.best is None:
             return self.iterate or self.best
         finite = math.isfinite(self.iterate.value)
-        return self.best if not finite or self.lowers(self.iterate.x, self.iterate.value) else self.iterate
+        return self.best if not finite or self.best_improves_on(self.iterate.x, self.iterate.value) else self.iterate
 
     def _carry_out(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.agreement.raise_if_failed()  # after a failure the other ranks no longer wait for instructions
-        self.counts[_NAMES[kind]] += 1
+        self.counts[_COUNT_NAMES[kind]] += 1
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)

@@ -21,12 +21,12 @@ class Iterate(Protocol):
 
     @property
     def value(self) -> float | None:
-        """Return the objective; None if it isn't known."""
+        """Return the objective; None if it hasn't been evaluated."""
         ...
 
     @property
     def norm(self) -> float:
-        """Return the gradient's largest absolute entry; NaN if it isn't known."""
+        """Return the gradient's largest absolute entry; NaN if it hasn't been evaluated."""
         ...
 
 
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     gradient_norm : float
         Largest absolute entry of the gradient.
     step : float
-        Euclidean length of the step that led here; 0 at the starting point.
+        Euclidean length of the step from the previous iterate; 0 at the starting point.
     evaluations : int
         Evaluations of the objective so far.
     seconds : float
@@ -87,8 +87,8 @@ class History(NamedTuple):
 class Record:
     """The rows of a solve in progress.
 
-    Some methods call the callback before they request the gradient at their iterate. The row gets the norm of this gradient
-    when the next row is added.
+    Some methods call the callback before they request the gradient at their iterate. The norm of this gradient is added to
+    the row later: with the next row, or when the rows are read.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Record:
         self._last: Iterate | None = None
 
     def add(self, point: Iterate, evaluations: int, step: float) -> Row:
-        """Append an iterate, with the length of the step from the one before, and return its row."""
+        """Append an iterate, with the length of the step from the previous one, and return its row."""
         self._complete_last()
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
@@ -130,37 +130,37 @@ class Progress:
     """The progress bar of a solve, on the root.
 
     The bar counts iterations, or evaluations if the user's options limit only these. It doesn't use default limits, which
-    are too high to be informative.
+    are too high to be useful.
     """
 
     def __init__(self, options: dict[str, Any] | None):
         self._options = options
         self._bar: Any = None
-        self._by_evaluations = False
+        self._counts_evaluations = False
 
     def show(self, row: Row) -> None:
-        """Show an iterate."""
+        """Update the bar for an iterate."""
         if self._bar is None:
             self._bar = self._begin(row)
-        done, other = row.iteration, f"{row.evaluations} evaluations"
-        if self._by_evaluations:
-            done, other = row.evaluations, f"iteration {row.iteration}"
+        count, other = row.iteration, f"{row.evaluations} evaluations"
+        if self._counts_evaluations:
+            count, other = row.evaluations, f"iteration {row.iteration}"
         self._bar.set_postfix_str(f"loss {row.loss:.6e}, |gradient| {row.gradient_norm:.2e}, {other}", refresh=False)
-        self._bar.update(done - self._bar.n)
+        self._bar.update(count - self._bar.n)
 
     def _begin(self, row: Row) -> Any:
         iterations, evaluations = self._limit("maxiter"), self._limit("maxfun") or self._limit("max_nfev")
-        self._by_evaluations = iterations is None and evaluations is not None
-        count = row.evaluations if self._by_evaluations else row.iteration
-        unit = "evaluations" if self._by_evaluations else "iterations"
-        # The remaining time is estimated without the iterations of an earlier run.
-        return progress_bar(unit, evaluations if self._by_evaluations else iterations, count)
+        self._counts_evaluations = iterations is None and evaluations is not None
+        count = row.evaluations if self._counts_evaluations else row.iteration
+        unit = "evaluations" if self._counts_evaluations else "iterations"
+        # The estimate of the remaining time excludes the iterations of an earlier run.
+        return progress_bar(unit, evaluations if self._counts_evaluations else iterations, count)
 
     def _limit(self, name: str) -> int | None:
         found = (self._options or {}).get(name)
         return int(found) if isinstance(found, (int, float, np.integer)) and found < math.inf else None
 
     def close(self) -> None:
-        """End the bar's line."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()

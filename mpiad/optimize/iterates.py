@@ -1,4 +1,4 @@
-"""The iterates of a solve, which are recorded, shown, written and passed to the user's callback."""
+"""The iterates of a solve: each is recorded, shown, written to a checkpoint and passed to the user's callback."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mpiad.transport.threads import vdot
 from mpiad.transport.user_failures import StageFailures
 
 
-class Moved(Iterate, Protocol):
+class IterateWithStep(Iterate, Protocol):
     """An iterate with the length of its step."""
 
     @property
     def length(self) -> float:
-        """Return the length of the step from the one before, over all ranks."""
+        """Return the length of the step from the previous iterate, over all ranks."""
         ...
 
 
 class Iterates:
     """The iterates of a method that the root drives; `in_callback` is true while the callback runs, and after it raised."""
 
-    def __init__(self, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
-        self._callback, self._keeper = _of_iterates(callback), keeper
+    def __init__(self, callback: Function | None, leader: Leader, checkpoint: RootCheckpoint):
+        self._callback, self._checkpoint = _with_row(callback), checkpoint
         self._packing, self._progress, self._used = leader.packing, leader.progress, leader.used
         self._last: np.ndarray | None = None
         self._step_vector = np.zeros(0)
@@ -43,8 +43,8 @@ class Iterates:
         """Return the number of iterations."""
         return max(len(self.record.rows) - 1, 0)
 
-    def note(self, point: Iterate, evaluations: int) -> Row:
-        """Add a row to the history, and show it."""
+    def add_row(self, point: Iterate, evaluations: int) -> Row:
+        """Add a row to the history and update the progress bar."""
         row = self.record.add(point, evaluations, self._step_to(point.x))
         if self._progress is not None:
             self._progress.show(row)
@@ -60,21 +60,21 @@ class Iterates:
             np.subtract(x, last, out=self._step_vector)
             return float(np.sqrt(vdot(self._step_vector, self._step_vector)))
 
-    def found(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
+    def restore(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
         """Return the last iterate of an earlier run, and continue its counts; None if there was none."""
-        found = self._keeper.found()
-        if found is not None:
-            self.record.restore(found["history"])
-            counts.update(zip(counts, found["counts"].tolist()))
-            self._step_to(found["x"])  # start of the next step
-        return found
+        state = self._checkpoint.load()
+        if state is not None:
+            self.record.restore(state["history"])
+            counts.update(zip(counts, state["counts"].tolist()))
+            self._step_to(state["x"])  # start of the next step
+        return state
 
     def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
-        """Write an iterate, if there is one and it is due."""
+        """Write the state at a point to the checkpoint if it is due; do nothing without a point."""
         if point is not None:
-            self._keeper.keep(self.count, ended, point, counts.values(), self.record)
+            self._checkpoint.write_if_due(self.count, ended, point, counts.values(), self.record)
 
-    def tell(self, x: np.ndarray, row: Row) -> Any:
+    def call_callback(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, which may raise StopIteration."""
         if self._callback is None:
             return None
@@ -90,79 +90,79 @@ class Iterates:
 class IteratesOfPoints(Iterates):
     """The callback and the objective for SciPy's minimizers; the first point that they evaluate is the first iterate."""
 
-    def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
-        super().__init__(callback, leader, keeper)
-        # The number of iterations of earlier runs, and whether these have used all evaluations.
-        self._points, self.done, self.spent = points, 0, False
+    def __init__(self, points: Points, callback: Function | None, leader: Leader, checkpoint: RootCheckpoint):
+        super().__init__(callback, leader, checkpoint)
+        # The number of iterations of earlier runs, and whether these runs have used all evaluations.
+        self._points, self.earlier, self.exhausted = points, 0, False
         self._resumed = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
-        points, found = self._points, self.found(self._points.counts)
-        points.interruptible = self._keeper.active
+        points, found = self._points, self.restore(self._points.counts)
+        points.interruptible = self._checkpoint.active
         if found is None:
             return start
-        points.iterate, self.done, self._resumed = points.at(found["x"]), self.count, True
-        self.spent = points.exhausted
-        if self.spent:
-            # SciPy won't be called, so value and gradient are read from the file.
+        points.iterate, self.earlier, self._resumed = points.at(found["x"]), self.count, True
+        self.exhausted = points.exhausted
+        if self.exhausted:
+            # SciPy won't be called, so value and gradient are those of the checkpoint.
             points.iterate.value, gradient = float(found["value"]), found["gradient"]
             points.iterate.gradient = gradient if gradient.size else None
         return found["x"]
 
-    def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
+    def with_total_counts(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
         """Replace the counts in a result by those of all runs, if the solve was resumed."""
         if self._resumed:
             result.nit = self.count
             result.nfev, result.njev = self._points.counts.of_objective, self._points.counts.of_gradient
         return result
 
-    def keep(self, ended: bool = False) -> None:
-        """Write the last iterate if it is due."""
+    def write_last(self, ended: bool = False) -> None:
+        """Write the last iterate, or the best point, to the checkpoint if it is due."""
         if self._points.iterate is not None:
-            self.write(self._points.foremost, self._points.counts, ended)
+            self.write(self._points.last_or_best, self._points.counts, ended)
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; record the starting point."""
-        point = self._points.valued(x)
+        point = self._points.with_value(x)
         if not self.record.rows:
-            self._note(point)
-        return self._points.shown(point)
+            self._add_row(point)
+        return self._points.value_for_method(point)
 
-    def _note(self, point: Point) -> Row:
+    def _add_row(self, point: Point) -> Row:
         self._points.iterate = point
-        return self.note(self._points.iterate, self._points.counts.of_objective)
+        return self.add_row(self._points.iterate, self._points.counts.of_objective)
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Record an iterate and call the user's callback."""
-        row = self._note(self._points.at(np.ascontiguousarray(x, dtype=float)))
-        self.keep()
-        return self.tell(x, row)
+        row = self._add_row(self._points.at(np.ascontiguousarray(x, dtype=float)))
+        self.write_last()
+        return self.call_callback(x, row)
 
 
 class ShardedIterates:
     """The iterates of a sharded method: history and callback on all ranks, progress on the root.
 
-    `anyone`: whether any rank has a callback.
+    `called`: whether any rank has a callback.
     """
 
     def __init__(
-        self, packing: Packing, agreement: StageFailures, callback: Function | None, anyone: bool, progress: Progress | None
+        self, packing: Packing, agreement: StageFailures, callback: Function | None, called: bool, progress: Progress | None
     ):
-        self._packing, self._agreement, self.anyone, self._progress = packing, agreement, anyone, progress
-        self._callback = _of_iterates(callback)
+        self._packing, self._agreement, self.called, self._progress = packing, agreement, called, progress
+        self._callback = _with_row(callback)
         self.record = Record()
 
-    def note(self, point: Moved, evaluations: int) -> Row:
-        """Add a row to the history."""
+    def add_row(self, point: IterateWithStep, evaluations: int) -> Row:
+        """Add a row to the history and update the progress bar."""
         row = self.record.add(point, evaluations, point.length)
         if self._progress is not None:
             self._progress.show(row)
         return row
 
-    def report(self, point: Moved, evaluations: int) -> bool:
+    def report(self, point: IterateWithStep, evaluations: int) -> bool:
         """Add a row and call the callback; return whether it raised StopIteration. All ranks call this."""
-        row = self.note(point, evaluations)
+        row = self.add_row(point, evaluations)
 
         def ends() -> bool:
             if self._callback is not None:
@@ -172,10 +172,10 @@ class ShardedIterates:
                     return True
             return False
 
-        return self.anyone and self._agreement.run(ends)
+        return self.called and self._agreement.run(ends)
 
 
-def _of_iterates(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
+def _with_row(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
     """Return a function that calls the callback with variables, or with an OptimizeResult made from variables and row."""
     if callback is None:
         return None

@@ -1,9 +1,9 @@
 """`least_squares`: the root runs SciPy's trust-region method; residuals and Jacobian remain distributed.
 
-At a trial point the root needs the cost. At an iterate with few variables it also needs the factor R of a QR factorization
-of the matrix [f, J] of residuals and Jacobian. Each rank reduces its own rows to a triangle of (n + 1)² numbers, and the
-root reduces all triangles to one. With many variables the root needs products with J and its transpose instead, for which
-vectors of residuals are gathered on the root and scattered.
+At a trial point the root needs the cost. If there are few variables, it also needs, at each iterate, the factor R of
+a QR factorization of the matrix [f, J] of residuals and Jacobian. Each rank factorizes its own rows, and the root
+factorizes the stacked factors of all ranks, which have (n + 1)² numbers each. With many variables the root needs products
+with J and its transpose instead, for which vectors of residuals are gathered on the root and scattered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpiad._typing import Array, Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize, make_jvp
 from mpiad.optimize.checkpoint import CheckpointFile, RootCheckpoint, as_checkpoint, fingerprint, problem_of
-from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending, Left, Point
+from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending, EndMethod, Point
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program, StartValues, check_program
@@ -75,9 +75,9 @@ class Loss:
     def __init__(self, rho: Callable[[np.ndarray], Any], scale: float):
         self._rho, self._scale = rho, scale
 
-    def weighed(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    def weighted(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows."""
-        # If residuals aren't finite at a trial point, the trust region shrinks, without a warning.
+        # No warnings: if residuals aren't finite at a trial point, the trust region shrinks.
         with np.errstate(all="ignore"):
             z = (f / self._scale) ** 2
         rho = np.asarray(self._rho(z), dtype=float)
@@ -91,7 +91,7 @@ class Loss:
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the `Loss`, None for the sum of squares; raise a ValueError if loss or scale are invalid."""
+    """Return the `Loss`, or None for the sum of squares; raise a ValueError if loss or scale are invalid."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
@@ -104,23 +104,23 @@ def loss_of(loss: object, scale: Scalar) -> Loss | None:
 class ResidualEvaluation:
     """Evaluation of residuals and their derivatives; every rank calls the same method with the root's variables.
 
-    - `few`: largest number of variables for which the solver is "exact" by default.
-    - `agreement`: makes an exception on one rank known to all.
+    - `max_dense`: largest number of variables for which the solver is "exact" by default.
+    - `agreement`: raises an exception of one rank on all ranks.
     - `gathers`: whether the residuals are gathered on the root. `counts`: the number of residuals of each rank.
     """
 
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm,
-        loss: Loss | None, solver: str | None, few: int,
+        loss: Loss | None, solver: str | None, max_dense: int,
     ):  # fmt: skip
         self._program, self._packing, self.agreement = program, packing, agreement
         self._comm = comm
-        self._leads = used.rank == program.root
+        self._is_root = used.rank == program.root
         self.loss = loss
-        self.gathers = packing.size > few if solver is None else solver == "lsmr"
+        self.gathers = packing.size > max_dense if solver is None else solver == "lsmr"
         self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
         self.counts: list[int] = []
-        self._kept: tuple[bytes, Any, np.ndarray] | None = None
+        self._stored: tuple[bytes, Any, np.ndarray] | None = None
         self._rows: tuple[bytes, np.ndarray] | None = None
         self._at_start = StartValues()
 
@@ -139,23 +139,23 @@ class ResidualEvaluation:
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
         """Return, on the root, twice the cost and the sum of squares of the weighted residuals of all ranks, shape (2,)."""
         f = self._residuals(vector)
-        local = np.array(self.agreement.run(lambda: self._weighed(f)[:2]))
+        local = np.array(self.agreement.run(lambda: self._weighted(f)[:2]))
         return total_on_root(self._comm, self._program.root, local)
 
-    def _weighed(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
-        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighed(f)
+    def _weighted(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
+        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighted(f)
         with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: at a trial point, residuals may be huge
             square = float(model @ model)
         return square if factors is None else twice, square, model, factors
 
     def gathered(self, vector: np.ndarray) -> np.ndarray | None:
-        """Return the residuals of all ranks, in their order, on the root."""
+        """Return, on the root, the residuals of all ranks, in the order of ranks."""
         f = self._residuals(vector)
         if not self.counts:
             self.counts = self._comm.allgather(f.size)
-        return self._gathered(self.agreement.run(lambda: self._counted(f)))
+        return self._gathered(self.agreement.run(lambda: self._as_vector(f)))
 
-    def _counted(self, found: object, size: int | None = None) -> np.ndarray:
+    def _as_vector(self, found: object, size: int | None = None) -> np.ndarray:
         """Return residuals or their tangents; raise if their number isn't `size`, by default that of the first call."""
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
@@ -165,7 +165,7 @@ class ResidualEvaluation:
         return found
 
     def _gathered(self, f: np.ndarray) -> np.ndarray | None:
-        whole = np.empty(sum(self.counts)) if self._leads else None
+        whole = np.empty(sum(self.counts)) if self._is_root else None
         self._comm.Gatherv(f, None if whole is None else (whole, self.counts), self._program.root)
         return whole
 
@@ -175,16 +175,16 @@ class ResidualEvaluation:
         rows = self._jacobian(vector)
 
         def reduced() -> tuple[np.ndarray, np.ndarray]:
-            model, factors = self._weighed(f)[2:]
-            weighed = rows if factors is None else rows * factors[:, None]
-            # If the loss weights far outliers, a gradient computed from R would have only half of the digits.
-            return _triangle(np.column_stack([model, weighed])), model @ weighed
+            model, factors = self._weighted(f)[2:]
+            weighted = rows if factors is None else rows * factors[:, None]
+            # With a robust loss and large outliers, a gradient computed from R would have only half of the digits.
+            return _qr_factor(np.column_stack([model, weighted])), model @ weighted
 
-        # The factor R of the stacked triangles is that of all rows, since RᵀR is the sum over the ranks.
-        pieces = self._comm.gather(self.agreement.run(reduced), self._program.root)
-        if pieces is None:
+        # The factor R of the stacked factors is that of all rows, since RᵀR is the sum over the ranks.
+        factors = self._comm.gather(self.agreement.run(reduced), self._program.root)
+        if factors is None:
             return None
-        return _triangle(np.concatenate([piece[0] for piece in pieces])), np.sum([piece[1] for piece in pieces], axis=0)
+        return _qr_factor(np.concatenate([r for r, _ in factors])), np.sum([gradient for _, gradient in factors], axis=0)
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's rows of the Jacobian, shape (m_r, n)."""
@@ -194,60 +194,60 @@ class ResidualEvaluation:
         size = self._residuals(vector).size
         if callable(given):
             # A copy, because the user's function may write its next result into the same array.
-            rows = self.agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
+            rows = self.agreement.run(lambda: self._checked_jacobian(np.array(to_host(given(x, *args)), dtype=float), size))
         else:
 
             def column(unit: np.ndarray) -> np.ndarray:
-                along = make_jvp(lambda x: self.agreement.run(lambda: self._piece(x)))(x)
-                return self.agreement.run(lambda: self._counted(along(self._packing.unpack(unit))[1], size))
+                jvp = make_jvp(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x)
+                return self.agreement.run(lambda: self._as_vector(jvp(self._packing.unpack(unit))[1], size))
 
             rows = np.stack([column(unit) for unit in np.eye(self._packing.size)], axis=1)
         self._rows = vector.tobytes(), rows
         return rows
 
-    def _checked(self, rows: np.ndarray, size: int) -> np.ndarray:
+    def _checked_jacobian(self, rows: np.ndarray, size: int) -> np.ndarray:
         if rows.shape != (size, self._packing.size):
             expected = size, self._packing.size
             raise WrongValueError(f"least_squares: jac must return shape {expected}, but got {rows.shape}.")
         return rows
 
     def tangent(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return the product of the Jacobian with a direction, on the root."""
+        """Return, on the root, the product of the Jacobian with a direction."""
         if callable(self._program.jac):
             rows = self._jacobian(vector)
             return self._gathered(self.agreement.run(lambda: rows @ direction))
         self._residuals(vector)
-        kept, v = self._kept[1], self._packing.unpack(direction)  # type: ignore[index]
-        return self._gathered(self.agreement.run(lambda: self._counted(kept.jvp(v))))
+        kept, v = self._stored[1], self._packing.unpack(direction)  # type: ignore[index]
+        return self._gathered(self.agreement.run(lambda: self._as_vector(kept.jvp(v))))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
         own = np.empty(self.counts[self._comm.rank])
-        self._comm.Scatterv((weights, self.counts) if self._leads else None, own, self._program.root)
+        self._comm.Scatterv((weights, self.counts) if self._is_root else None, own, self._program.root)
         if callable(self._program.jac):
             rows = self._jacobian(vector)
             return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: rows.T @ own))
         f = self._residuals(vector)
-        kept = self._kept[1]  # type: ignore[index]
+        kept = self._stored[1]  # type: ignore[index]
         part = self.agreement.run(lambda: self._packing.pack_gradient(kept.vjp(own.reshape(f.shape))))
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
-        """Return this rank's residuals, shape (m_r,); keep them, since SciPy later requests the Jacobian at this point."""
+        """Return this rank's residuals, shape (m_r,); store them, since SciPy may request the Jacobian at this point."""
         key = vector.tobytes()
-        if self._kept is None or self._kept[0] != key:
-            self._kept = None  # frees its memory before the next one is allocated
+        if self._stored is None or self._stored[0] != key:
+            self._stored = None  # frees its memory before the next one is allocated
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
-                kept = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._piece(x)))(x))
+                kept = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x))
                 f = kept.value
             else:
-                kept, f = None, self.agreement.run(lambda: self._piece(x))
-            self._kept = key, kept, np.ascontiguousarray(f, dtype=float)
+                kept, f = None, self.agreement.run(lambda: self._call_fun(x))
+            self._stored = key, kept, np.ascontiguousarray(f, dtype=float)
             self._at_start.note("residuals", f)
-        return self._kept[2]
+        return self._stored[2]
 
-    def _piece(self, x: Tree) -> Array:
+    def _call_fun(self, x: Tree) -> Array:
         out = self._program.fun(x, *self._program.args)
         if out is None:
             return np.zeros(0)
@@ -259,7 +259,7 @@ class ResidualEvaluation:
         return anp.reshape(array, (-1,))
 
 
-def _triangle(rows: np.ndarray) -> np.ndarray:
+def _qr_factor(rows: np.ndarray) -> np.ndarray:
     """Return the factor R of a QR factorization, padded with rows of zeros to a square matrix."""
     found = np.linalg.qr(rows, mode="r")
     out = np.zeros((rows.shape[1], rows.shape[1]))
@@ -271,8 +271,8 @@ def _triangle(rows: np.ndarray) -> np.ndarray:
 #
 # Let R be the triangular factor of [f, J]. Its first column is (‖f‖, 0, ..., 0) up to a sign, and ‖f + J p‖ = ‖R e₁ + R[:,
 # 1:] p‖ for all p. So SciPy gets the first column of R as residuals, and the other columns as Jacobian, with n + 1 rows. J
-# isn't needed at trial points, since the first column is known without J. With a robust loss, the cost isn't the norm of f.
-# A second row passes it to the `loss` function that SciPy calls.
+# isn't needed at trial points, since the first column depends only on ‖f‖. With a robust loss, the cost isn't ‖f‖²/2; an
+# additional row passes the cost to the `loss` function that SciPy calls.
 
 
 _STOPPED = Ending(-2, STOPPED.message)
@@ -307,27 +307,27 @@ class RootArguments(NamedTuple):
 class _Problem:
     """The functions that SciPy calls on the root."""
 
-    def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint):
+    def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, file: RootCheckpoint):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
-        self.iterates = Iterates(callback, leader, keeper)
+        self.iterates = Iterates(callback, leader, file)
         self._robust = evaluation.loss is not None
-        self.seen, self._cost = np.zeros(0), np.nan
+        self.last_residuals, self._cost = np.zeros(0), np.nan
         self.iterate: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
-        self.record, self._active = self.iterates.record, keeper.active
-        self.resumed = self._again = False
+        self.record, self._active = self.iterates.record, file.active
+        self.resumed = self._restarted = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
-        """Return the last point of an earlier run, and continue its counts; `start` if there was none."""
-        found = self.iterates.found(self.counts)
+        """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
+        found = self.iterates.restore(self.counts)
         if found is None:
             return start
         self.iterate = Point(found["x"], float(found["value"]))
         self.iterate.gradient = found["gradient"] if found["gradient"].size else None
-        self.resumed = self._again = True
+        self.resumed = self._restarted = True
         return self.iterate.x
 
-    def _ask(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
+    def _instruct(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
         self._evaluation.agreement.raise_if_failed()
         self.counts[name] += 1
         self._instructions.give(kind, x, direction)
@@ -335,23 +335,23 @@ class _Problem:
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
         if self._active and self.iterate is not None and self._evaluation.agreement.end_requested:
-            raise Left(INTERRUPTED)
-        self._ask(RESIDUALS, "residuals", x)
+            raise EndMethod(INTERRUPTED)
+        self._instruct(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
             found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
             loss = self._evaluation.loss
             with np.errstate(over="ignore", invalid="ignore"):  # at a trial point, residuals may be huge
                 square = float(found @ found)
-            self._cost, self.seen = 0.5 * (square if loss is None else loss.weighed(found)[0]), found
+            self._cost, self.last_residuals = 0.5 * (square if loss is None else loss.weighted(found)[0]), found
         else:
             sums: np.ndarray = self._evaluation.cost(x)  # type: ignore[assignment]
-            self._cost, self.seen = 0.5 * float(sums[0]), _surrogate_residuals(sums, x.size, self._robust)
-        return self.seen
+            self._cost, self.last_residuals = 0.5 * float(sums[0]), _surrogate_residuals(sums, x.size, self._robust)
+        return self.last_residuals
 
     def jacobian(self, x: np.ndarray) -> Any:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
-        first, self._again = self._again, False  # the first point of a resumed run is recorded already
-        if (self.iterate is None or first) and not np.all(np.isfinite(self.seen)):
+        first, self._restarted = self._restarted, False  # the first point of a resumed run is already recorded
+        if (self.iterate is None or first) and not np.all(np.isfinite(self.last_residuals)):
             self._instructions.give(NOT_FINITE, x)
             found = self._evaluation.carry_out(NOT_FINITE, x, None)
             raise ValueError(
@@ -360,17 +360,17 @@ class _Problem:
         self.iterate = Point(x, self._cost)
         found = self._operator(self.iterate) if self._evaluation.gathers else self._matrix(self.iterate)
         if not first:
-            row = self.iterates.note(self.iterate, self.counts["residuals"])
+            row = self.iterates.add_row(self.iterate, self.counts["residuals"])
             if row.iteration > 0:
                 self.iterates.write(self.iterate, self.counts, ended=False)
-                self.iterates.tell(x, row)
+                self.iterates.call_callback(x, row)
         return found
 
     def _matrix(self, iterate: Point) -> np.ndarray:
-        self._ask(FACTOR, "factor", iterate.x)
+        self._instruct(FACTOR, "factor", iterate.x)
         triangle, iterate.gradient = self._evaluation.factor(iterate.x)  # type: ignore[misc]
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
-        rows, norm = triangle[:, 1:].copy(), float(self.seen[0])
+        rows, norm = triangle[:, 1:].copy(), float(self.last_residuals[0])
         if norm > 0.0:
             # With this row, Jᵀf in SciPy is the summed gradient, which is more accurate than its value from R.
             rows[0] = iterate.gradient / norm
@@ -378,7 +378,7 @@ class _Problem:
 
     def _operator(self, iterate: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
-            self._ask(COTANGENT, "product", iterate.x)
+            self._instruct(COTANGENT, "product", iterate.x)
             found = self._evaluation.cotangent(iterate.x, np.array(weights, dtype=float).reshape(-1))
             # The first product that SciPy requests at a point is the gradient.
             if iterate.gradient is None:
@@ -387,13 +387,13 @@ class _Problem:
 
         def forward(direction: np.ndarray) -> np.ndarray:
             direction = np.array(direction, dtype=float).reshape(-1)
-            self._ask(TANGENT, "product", iterate.x, direction)
+            self._instruct(TANGENT, "product", iterate.x, direction)
             return self._evaluation.tangent(iterate.x, direction)  # type: ignore[return-value]
 
-        shape = self.seen.size, self._size
+        shape = self.last_residuals.size, self._size
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
 
-    def ended(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
+    def result_at_iterate(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
         """Return the result of a solve that ends at the last iterate."""
         iterate: Point = self.iterate  # type: ignore[assignment]
         gradient = np.full_like(iterate.x, np.nan) if iterate.gradient is None else iterate.gradient
@@ -403,44 +403,44 @@ class _Problem:
         return result
 
 
-def descend(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
+def drive(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
     """Run SciPy's method on the root; return its result without `fun` and `jac`."""
     evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
     start = leader.packing.pack(leader.start)
-    keeper = RootCheckpoint(
+    checkpoint = RootCheckpoint(
         arguments.checkpoint, arguments.problem(leader, start) if arguments.checkpoint else {}, "least_squares"
     )
-    problem = _Problem(leader, evaluation, arguments.callback, keeper)
+    problem = _Problem(leader, evaluation, arguments.callback, checkpoint)
     if evaluation.gathers:
         solver = {"tr_solver": "lsmr", **arguments.robust}
     else:
-        solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else _carried_cost}
+        solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else _loss_with_cost}
     start = problem.resume(start)
     try:
         keywords = {**arguments.keywords, "max_nfev": _remaining(arguments.keywords["max_nfev"], problem, start.size)}
         result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
-        result = problem.ended(*_STOPPED)
-    except Left as left:
-        result = problem.ended(*left.ending)
+        result = problem.result_at_iterate(*_STOPPED)
+    except EndMethod as end:
+        result = problem.result_at_iterate(*end.ending)
     problem.iterates.write(problem.iterate, problem.counts, ended=True)
     return _outcome(result, problem)
 
 
 def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
-    """Return the maximum number of evaluations, less those of earlier runs."""
+    """Return the maximum number of evaluations, minus those of earlier runs."""
     if not problem.resumed:
         return limit
     # 100 n is SciPy's default.
-    left = (100 * size if limit is None else limit) - problem.counts["residuals"]
-    if left <= 0:
-        raise Left(_LIMIT)
-    return left
+    remaining = (100 * size if limit is None else limit) - problem.counts["residuals"]
+    if remaining <= 0:
+        raise EndMethod(_LIMIT)
+    return remaining
 
 
 def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
     outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
-    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's is the square of a root, with rounding
+    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's has the rounding error of a square root
     history = problem.record.history()
     if problem.resumed:  # SciPy counts from the restart
         outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
@@ -463,8 +463,8 @@ def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarra
     return out
 
 
-def _carried_cost(z: np.ndarray) -> np.ndarray:
-    """Return the loss for SciPy if the user's loss is robust, given weighted residuals, the second of them the cost."""
+def _loss_with_cost(z: np.ndarray) -> np.ndarray:
+    """Return the values of SciPy's loss if the user's is robust; z are the squared surrogates, z[1] twice the cost."""
     rho = np.zeros((3, z.size))
     rho[0, 1] = z[1]
     rho[1] = 1.0
@@ -473,7 +473,7 @@ def _carried_cost(z: np.ndarray) -> np.ndarray:
 
 _CALL = "least_squares"
 # Up to this number of variables the Jacobian is computed as a matrix, by one forward-mode evaluation per variable.
-_FEW = 100
+_MAX_DENSE = 100
 
 
 @recoverable(_CALL, verdict=partial(verdict, call=_CALL))
@@ -518,21 +518,24 @@ def least_squares(
         As in SciPy: numbers, or arrays of shape (n,). Bounds are used on the root only, as are tolerances, `x_scale`,
         `max_nfev`, `tr_options` and the callback.
     method : {"trf", "dogbox"}
+        SciPy's trust-region reflective or dogleg algorithm.
     ftol, xtol, gtol : float or None
+        SciPy's tolerances of the changes of cost and variables, and of the gradient.
     x_scale : float, array of shape (n,), or "jac"
         "jac" needs the "exact" solver.
     max_nfev : int, optional
         Maximum number of evaluations; 100 n by default.
     tr_options : dict, optional
     loss : {"linear", "soft_l1", "huber", "cauchy", "arctan"} or callable
-        Weighting of outliers. A function is called with squared residuals z, shape (m,), and returns ρ(z) and its first two
-        derivatives, shape (3, m).
+        The robust loss, which reduces the weight of outliers. A function is called with squared residuals z, shape (m,),
+        and returns ρ(z) and its first two derivatives, shape (3, m).
     f_scale : float
         Residuals larger than this are outliers.
     tr_solver : {"exact", "lsmr"}, optional
         With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, and the root
         stores (n + 1)² numbers per rank. "lsmr", the default for more variables, needs at least two variables. It uses
-        products with the Jacobian, by `linearize`; the root stores several vectors with the residuals of all ranks.
+        products with the Jacobian, which `linearize` computes if `jac` isn't given; the root stores several vectors of the
+        length of all residuals.
     callback : callable, optional
         As in `minimize`; `fun` of its OptimizeResult is the cost.
     root : int
@@ -582,13 +585,13 @@ def least_squares(
     keywords = {"bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale}
     keywords |= {"max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options}
     with restoring_state(), suspended():
-        start, weigh, kept = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
-        kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)
+        start, robust, kept = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
+        kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver, max_dense=_MAX_DENSE)
         solve = RootDriven(used, program, start, kind, _CALL)
         arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
         shown = Progress(keywords) if progress else None
         with solve.ending(kept, shown):
-            return solve.run(partial(descend, arguments), shown)
+            return solve.run(partial(drive, arguments), shown)
 
 
 def _agree_on_arguments(
@@ -605,13 +608,13 @@ def _agree_on_arguments(
             raise ValueError(f"least_squares: method must be 'trf' or 'dogbox', but got {method!r}.")
         if solver not in (None, "exact", "lsmr"):
             raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {solver!r}.")
-        weigh = loss_of(loss, scale)
+        robust = loss_of(loss, scale)
         start = sendable_variables(x0, _CALL) if used.rank == program.root else None
     named = loss if isinstance(loss, str) else "a function"
-    # All ranks or none must have `jac`, because differentiation repeats the communications of the function.
+    # Either all ranks or none must pass `jac`, because differentiation of `fun` repeats its communication.
     jac = None if program.jac is None else "a function"
     described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
     described += f", jac={jac}"
     described += "" if kept is None else f", a checkpoint every {kept.every} iterations"
     require_same(used, described, _CALL)
-    return shared_start(used, program, start, x0, _CALL), weigh, kept
+    return shared_start(used, program, start, x0, _CALL), robust, kept

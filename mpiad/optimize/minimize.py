@@ -2,7 +2,7 @@
 
 The root makes every decision (another trial, stop, a limit, an error) and sends it to all ranks. `root_driven` begins and
 ends a solve, `root_protocol` sends the root's instructions, `objective_evaluation` executes them, `transport.user_failures`
-makes a failure on one rank known to all, `evaluated_points` stores evaluated points, and `scipy_methods` runs the method
+raises a failure on one rank on all ranks, `evaluated_points` stores evaluated points, and `scipy_methods` runs the method
 and corrects its result. The package `sharded` contains the methods for distributed variables.
 """
 
@@ -23,7 +23,7 @@ from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import RootDriven, shared_start
 from mpiad.optimize.scipy_methods import MethodArguments, drive, is_sharded, method_named
-from mpiad.optimize.sharded import Piece, Sharded, piece_of
+from mpiad.optimize.sharded import LocalArguments, Sharded, check_local_arguments
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
@@ -54,13 +54,14 @@ def minimize(
 ) -> scipy.optimize.OptimizeResult:
     """Minimize the objective of all ranks, with the variables on the root or distributed over the ranks.
 
-    The root updates the variables by one of SciPy's methods, and all ranks evaluate the objective when it asks for it. With
+    The root updates the variables by one of SciPy's methods, and all ranks evaluate the objective at its request. With
     "L-BFGS-sharded" and "Newton-CG-sharded" each rank holds and updates its own variables.
 
     Parameters
     ----------
     fun : callable
-        ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
+        ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's term L_r of the objective,
+        one real number.
     x0 : pytree of arrays
         The starting point. It is used on the root; other ranks pass None or the same pytree. With a sharded method it is
         this rank's own part of the variables, of any structure and size (for blocks of a `Domain` use `Domain.minimize`). A
@@ -69,19 +70,19 @@ def minimize(
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
         "trust-constr", "L-BFGS-sharded" or "Newton-CG-sharded".
     jac : callable or True, optional
-        ``jac(x, *args)`` returns the gradient of L_r, in the structure of x; True: `fun` returns ``(L_r, gradient)``. By
-        default `value_and_grad` computes it, with ``shared=True``. With sharded methods it is the gradient of J with
-        respect to this rank's variables.
+        ``jac(x, *args)`` returns the gradient of L_r, in the structure of x. If it is True, `fun` returns
+        ``(L_r, gradient)``. By default `value_and_grad` computes it, with ``shared=True``. With sharded methods it is the
+        gradient of the objective with respect to this rank's variables.
     hessp : callable, optional
         ``hessp(x, v, *args)`` returns the Hessian of L_r times v, for methods that use it. By default `make_hvp` computes
-        it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of J.
+        it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of the objective.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
         Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". They
         are used on the root only, as are `constraints`, `tol`, `options` and `callback`. With sharded methods they are
         those of this rank's own variables; `tol` and `options` must then be the same on all ranks.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's constraints, for "SLSQP" and "trust-constr". Their functions are called on the root only, with the variables
-        in the structure of x0, and mustn't communicate. Their Jacobians are those with respect to the flattened variables,
+        in the structure of x0, and must not communicate. Their Jacobians are those with respect to the flattened variables,
         shape (k, n); by default they are computed by differentiation. A LinearConstraint applies to the flattened
         variables.
     root : int
@@ -101,7 +102,7 @@ def minimize(
         The other options are `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
         Called on the root after each iteration, as in SciPy: ``callback(x)``, or with an OptimizeResult if its only
-        parameter is named `intermediate_result`. It mustn't communicate. If it raises StopIteration, the solve ends. With
+        parameter is named `intermediate_result`. It must not communicate. If it raises StopIteration, the solve ends. With
         sharded methods the callback of each rank is called with its variables.
     objective : {"root", "sum", "mean"}
         The objective: L_root, the sum of all L_r, or their mean.
@@ -114,8 +115,8 @@ def minimize(
         rounding on another. Other methods resume from the last iterate. After SIGTERM on any rank the state is written, and
         all ranks return with status 143.
     progress : bool
-        Whether the root shows its progress on standard error: each iterate, and the maximum remaining time if `maxiter` or
-        `maxfun` is among the options.
+        Whether the root shows its progress on standard error: each iterate, and an estimate of the remaining time if
+        `maxiter` or `maxfun` is among the options.
 
     Returns
     -------
@@ -123,7 +124,7 @@ def minimize(
         SciPy's fields, with `x` and `jac` in the structure of x0, and
 
         - `history`: arrays with an entry for the starting point and each iterate: `loss`, `gradient_norm` (largest entry),
-          `step` (its length), `evaluations` and `seconds` since the start;
+          `step` (length of the step), `evaluations` and `seconds` since the start;
         - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product".
 
         If a limit is reached, the result is the best point found, with ``success=False``. The same holds if a method ends
@@ -158,12 +159,12 @@ def minimize(
     [3. 3.]
     """
     used = channel(comm, "minimize")
-    jac = None if jac is False else jac  # SciPy takes False for "not given"
+    jac = None if jac is False else jac  # as in SciPy, False means "not given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with restoring_state(), suspended():
         arguments = MethodArguments(bounds, constraints, tol, options, callback, checkpoint)
         start, arguments = _agree_on_arguments(used, program, method, x0, arguments)
-        solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
+        solve = Sharded(used, program, start) if isinstance(start, LocalArguments) else RootDriven(used, program, start)
         shown = Progress(options) if progress else None
         with solve.ending(arguments.checkpoint, shown):
             if isinstance(solve, Sharded):
@@ -173,10 +174,10 @@ def minimize(
 
 def _agree_on_arguments(
     used: Channel, program: Program, method: object, x0: Tree, arguments: MethodArguments
-) -> tuple[Tree | Piece, MethodArguments]:
-    """Check the arguments on all ranks; return the root's x0 as variables, or this rank's `Piece`."""
+) -> tuple[Tree | LocalArguments, MethodArguments]:
+    """Check the arguments on all ranks; return the root's x0 as variables, or this rank's `LocalArguments`."""
     settings = ""
-    # Invalid arguments are reported before differences between ranks, since an invalid argument often differs, too.
+    # Invalid arguments are reported before differences between ranks, since invalid arguments often differ, too.
     with raising_together(used, Exception):
         sharded = is_sharded(method)
         writes = sharded or used.rank == program.root
@@ -187,7 +188,7 @@ def _agree_on_arguments(
             if arguments.constraints is not None and np.size(arguments.constraints):
                 got = f"{arguments.constraints!r:.60}. Use 'SLSQP' or 'trust-constr'"
                 raise ValueError(f"minimize: method {method!r} doesn't support constraints, but got {got}.")
-            start = piece_of(str(method), as_variables(x0), arguments)
+            start = check_local_arguments(str(method), as_variables(x0), arguments)
             settings = f", {start.settings}"
             if arguments.callback is not None and not callable(arguments.callback):
                 kind = type(arguments.callback).__name__
@@ -197,7 +198,7 @@ def _agree_on_arguments(
     described += f"hessp={'none' if program.hessp is None else 'a function'}{settings}"
     described += "" if arguments.checkpoint is None else f", a checkpoint every {arguments.checkpoint.every} iterations"
     require_same(used, described, "minimize")
-    if isinstance(start, Piece):
+    if isinstance(start, LocalArguments):
         return start, arguments
     return shared_start(used, program, start, x0), arguments
 
@@ -220,12 +221,12 @@ def mpi_optimize(
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
-    """Minimize f with its gradient g; all ranks evaluate f or g when the root asks for it.
+    """Minimize f with its gradient g; all ranks evaluate f and g at the request of the root.
 
     Parameters
     ----------
     f : callable
-        ``f(x, *args)`` returns this rank's L_r, one real number.
+        ``f(x, *args)`` returns this rank's term L_r of the objective, one real number.
     g : callable
         ``g(x, *args)`` returns the gradient of this rank's L_r, in the structure of x. With ``objective="root"`` only the
         root's result is used. For an `f` that communicates, pass ``mpiad.grad(f, shared=True)``.
@@ -263,7 +264,7 @@ def mpi_optimize(
     >>> print(np.round(result.x, 4))
     [3. 3.]
     """
-    # For `minimize`, None and booleans have another meaning. A string is invalid, so `minimize` raises an error.
+    # None and booleans have other meanings in `minimize`, so a string replaces them, for which it raises a TypeError.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     solver = {"method": method, "bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
     output = {"callback": callback, "checkpoint": checkpoint, "progress": progress}

@@ -33,7 +33,7 @@ class Evaluation:
     - `used`: the user's communicator.
     - `comm`: the solve's communicator, over which gradients are summed; None if each rank has its own variables. In that
       case the gradients that the user's functions return are those of the whole objective, and get no weights.
-    - `agreement`: makes an exception on one rank known to all.
+    - `agreement`: raises an exception of one rank on all ranks.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Evaluation:
         self._used, self._comm = used, comm
         self._weight = weight_of(program.objective, used, program.root)
         self._gradient_weight = 1.0 if comm is None else self._weight  # weight of the result of `jac`
-        self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
+        self._zeros = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: tuple[Traced, Variables] | None = None  # the last forward pass, until its reverse pass
         self._hessian: tuple[bytes, Callable] | None = None
-        self._begun = self._unreached = False
+        self._evaluated_once = self._not_converged = False
         self.at_start = StartValues()
-        # Whether value and gradient are only available together, and whether the gradient needs no forward pass.
+        # Whether `fun` returns value and gradient together, and whether `jac` returns the gradient without a forward pass.
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
@@ -64,28 +64,28 @@ class Evaluation:
         return self.product(vector, direction)  # type: ignore[arg-type]
 
     def not_finite_at_start(self) -> str:
-        """Return a sentence about the values that aren't finite at x0, and their ranks; collective."""
+        """Return a sentence about the values that aren't finite at x0, and their ranks, or ""; collective."""
         return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
-        """Return the objective, on all ranks; keep the forward pass for `gradient`.
+        """Return the objective, on all ranks; store the forward pass for `gradient`.
 
         If a solver inside the function doesn't converge on some rank, value and gradient are NaN, except at the start.
         """
         return self.attempted(lambda: self._value(vector), lambda: math.nan)
 
     def attempted(self, evaluate: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return ``evaluate()``, or on all ranks ``otherwise()`` if a solver inside it doesn't converge on some rank."""
-        self.agreement.tolerates = self._begun  # at the start there is no step to shorten
+        """Return ``evaluate()``, or ``otherwise()`` on all ranks if a solver inside it doesn't converge on some rank."""
+        self.agreement.tolerates = self._evaluated_once  # at the start there is no step to shorten
         try:
             found = evaluate()
         except Unreached:
-            self._forward, self._unreached = None, True
+            self._forward, self._not_converged = None, True
             self.agreement.clear(self._used.members)
             return otherwise()
         finally:
             self.agreement.tolerates = False
-        self._begun, self._unreached = True, False
+        self._evaluated_once, self._not_converged = True, False
         return found
 
     def _value(self, vector: np.ndarray) -> float:
@@ -100,8 +100,8 @@ class Evaluation:
         return float(share(traced.build(traced.values), self._weight, traced.problem, self._used))
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
-        """Return the gradient on the root; without `jac`, at the point of the last `value`."""
-        if self._forward is None and self._unreached and not self.separate:
+        """Return the gradient, on the root; without `jac` it is the gradient at the point of the last call of `value`."""
+        if self._forward is None and self._not_converged and not self.separate:
             return vector * math.nan
         return self.attempted(lambda: self._gradient(vector), lambda: vector * math.nan)
 
@@ -115,11 +115,11 @@ class Evaluation:
     def _backward(self) -> np.ndarray:
         traced, variables = self._forward  # type: ignore[misc]
         self._forward = None
-        # All ranks take part, even those with weight zero, since cotangents of other ranks pass through them.
+        # Ranks with weight zero participate, too, since cotangents of other ranks pass through them.
         found = cotangents_of_variables(traced, seeds_of_term(traced, self._weight), variables)
-        return self._flat(variables.filled(found, lambda leaf: None))
+        return self._packed_gradient(variables.filled(found, lambda leaf: None))
 
-    def _flat(self, gradient: Tree) -> np.ndarray:
+    def _packed_gradient(self, gradient: Tree) -> np.ndarray:
         """Return this rank's part of a gradient as a vector, which may be a view of the user's array."""
         flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
         self.at_start.note("entries of the gradient", flat)
@@ -139,7 +139,7 @@ class Evaluation:
         def pair() -> tuple[Any, np.ndarray]:
             out = self._program.fun(x, *self._program.args)
             if out is None and self._gradient_weight == 0.0:
-                return None, self._nothing
+                return None, self._zeros
             if not isinstance(out, tuple) or len(out) != 2:
                 raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
             return self._checked(out[0]), self._weighted(out[1], "fun")
@@ -148,7 +148,7 @@ class Evaluation:
         return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return the product of the Hessian with a direction, on the root; keep the record for this point."""
+        """Return, on the root, the product of the Hessian with a direction; store the traced program for this point."""
         if self._hessian is None or self._hessian[0] != vector.tobytes():
             self._hessian = None  # frees its memory before the next one is allocated
             self._hessian = vector.tobytes(), self.hessian(vector)
@@ -158,10 +158,10 @@ class Evaluation:
         """Return a function that returns, on the root, the product of the Hessian at a point with a direction."""
         x, given, args = self._packing.unpack(vector), self._program.hessp, self._program.args
         if given is not None:
-            return lambda v: self._multiplied(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
-        # The product for the shared variables is the sum of the products for the copies of all ranks.
+            return lambda v: self._total_product(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
+        # The product for the shared variables is the sum of the products for all ranks' copies of them.
         product = self.differentiated(self.value_at, x).product
-        return lambda v: self._multiplied(lambda v: self._packing.pack_gradient(product(v)), v)
+        return lambda v: self._total_product(lambda v: self._packing.pack_gradient(product(v)), v)
 
     def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
         """Return value, gradient and Hessian products of the objective at x, with `fun` as the user's function."""
@@ -171,7 +171,7 @@ class Evaluation:
         )
         return self.agreement.run(lambda: evaluate(x))
 
-    def _multiplied(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
+    def _total_product(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
         v = self._packing.unpack(direction)
         return self._total(self.agreement.run(lambda: multiply(v)))
 
@@ -179,7 +179,7 @@ class Evaluation:
         return part if self._comm is None else total_on_root(self._comm, self._program.root, part)
 
     def value_at(self, x: Tree) -> Scalar:
-        """Return this rank's number, without a check for failures on other ranks."""
+        """Return this rank's value of `fun`, without a check for failures on other ranks."""
         out = self._program.fun(x, *self._program.args)
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
 
@@ -194,16 +194,16 @@ class Evaluation:
     def _weighted(self, local: Tree, source: str) -> np.ndarray:
         """Return this rank's part of a gradient, given the result of a user's function."""
         if self._gradient_weight == 0.0:
-            return self._nothing
+            return self._zeros
         try:
-            packed = self._flat(local)
+            packed = self._packed_gradient(local)
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
-        # Not in place, since it may be the user's array.
+        # Not in place, since `packed` may be the user's array.
         return packed if self._gradient_weight == 1.0 else packed * self._gradient_weight
 
     def _term(self, value: Scalar) -> float:
-        """Return the contribution of this rank's number to the objective."""
+        """Return the contribution of this rank's value to the objective."""
         if self._weight == 0.0:
             return 0.0
         if type(value) in Box.types:
@@ -222,18 +222,18 @@ class StartValues:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def note(self, name: str, values: Any) -> None:
-        """Count values that aren't finite at the first evaluation; do nothing at later ones, and for device arrays."""
+        """Count values that aren't finite in the first call for a name; do nothing in later calls and for device arrays."""
         if name not in self._counts and not is_device_array(values := stop_gradient(values)):
             array = np.asarray(values)
             self._counts[name] = int(np.sum(~np.isfinite(array))), array.size
 
     def not_finite(self, comm: Comm, args: tuple) -> str:
-        """Return a sentence about the ranks whose values, or numbers in `args`, aren't finite; collective."""
+        """Return a sentence about the ranks whose values or `args` aren't finite; collective."""
         for path, leaf in named_leaves(args, "args"):
             if getattr(getattr(leaf, "dtype", None), "kind", None) in ("f", "c"):
                 self.note(f"values of {path}", leaf)
-        mine = ", ".join(f"{bad} of {size} {name}" for name, (bad, size) in self._counts.items() if bad)
-        ranks = [f"on rank {rank} {text}" for rank, text in enumerate(comm.allgather(mine)) if text]
+        text = ", ".join(f"{bad} of {size} {name}" for name, (bad, size) in self._counts.items() if bad)
+        ranks = [f"on rank {rank} {each}" for rank, each in enumerate(comm.allgather(text)) if each]
         return f" NaN or infinite at x0: {'; '.join(ranks)}." if ranks else ""
 
 

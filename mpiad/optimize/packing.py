@@ -19,7 +19,7 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 @dataclass(frozen=True)
 class RemoteArray:
-    """The placeholder, on other ranks, of an array on the root's device; `arrays` are those of this rank's device."""
+    """The placeholder of an array on the root's device; `arrays` is the array module of this rank's device."""
 
     shape: Shape
     dtype: np.dtype
@@ -30,35 +30,35 @@ class RemoteArray:
 class BufferPool:
     """Vectors of one length for the user's function, without an allocation in each evaluation.
 
-    The function may keep or overwrite its argument. A vector is used again if there are no other references to it.
+    The function may keep or overwrite its argument. A vector is reused if there are no other references to it.
     """
 
     def __init__(self, size: int):
         self._size = size
-        self._kept: list[np.ndarray] = []
+        self._vectors: list[np.ndarray] = []
 
     def vector(self) -> np.ndarray:
         """Return a vector, shape (size,), to which there are no other references."""
-        for array in self._kept:
-            if _holders(array) <= _UNHELD:
+        for array in self._vectors:
+            if _reference_count(array) <= _UNSHARED:
                 return array
-        self._kept = [np.empty(self._size)]
-        return self._kept[0]
+        self._vectors = [np.empty(self._size)]
+        return self._vectors[0]
 
 
-def _holders(array: np.ndarray) -> float:
-    # Only CPython counts references; elsewhere every vector is new.
+def _reference_count(array: np.ndarray) -> float:
+    # Only CPython counts references; in other interpreters every vector is new.
     return sys.getrefcount(array) if hasattr(sys, "getrefcount") else np.inf
 
 
-def _count_of_unheld() -> float:
-    kept = [np.empty(1)]
-    for array in kept:
-        return _holders(array)
+def _unshared_count() -> float:
+    vectors = [np.empty(1)]
+    for array in vectors:
+        return _reference_count(array)
     return 0.0
 
 
-_UNHELD = _count_of_unheld()
+_UNSHARED = _unshared_count()
 
 
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -113,18 +113,18 @@ class Packing:
     """The layout of a pytree in one vector of doubles, with complex numbers as pairs.
 
     The `template` defines structure, shapes, dtypes and the leaves that aren't variables (integers, strings). `size` is the
-    length of the vector. `specs` and `namespaces` are shape and dtype, and the device, of each array of variables.
+    length of the vector. `specs` are the shape and dtype, and `namespaces` the array module, of each array of variables.
     """
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)
-        self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is RemoteArray]
-        found = [self._leaves[p] for p in self._places]
+        self._positions = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is RemoteArray]
+        found = [self._leaves[p] for p in self._positions]
         # A dtype from a message isn't NumPy's own object, which would change pickled results.
         self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.namespaces = [leaf.arrays if type(leaf) is RemoteArray else arrays_of(leaf) for leaf in found]
         self._on_device = any(xp is not None for xp in self.namespaces)
-        # A complex number is packed as two variables, since methods work with real ones.
+        # A complex number is packed as two variables, since methods work with real variables.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
         # One array of doubles has the memory layout of its vector.
@@ -132,7 +132,7 @@ class Packing:
         self._plain = self._plain and not self._on_device
 
     @property
-    def described(self) -> list[str]:
+    def descriptions(self) -> list[str]:
         """Return shape and dtype of each array of variables, as text."""
         return [f"{dtype}{list(shape)}" for shape, dtype in self.specs]
 
@@ -147,16 +147,16 @@ class Packing:
         return self.pack_gradient(tree)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
-        """Return a gradient as a new vector of derivatives with respect to real variables."""
+        """Return a gradient as a new vector of derivatives with respect to the real variables."""
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
-    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: np.ndarray | None = None) -> np.ndarray:
-        out = np.empty(self.size) if into is None else into
-        for leaf, (_, dtype), piece in zip(self._arrays(tree), self.specs, split(out, self._lengths)):
+    def _packed(self, tree: Tree, view: Callable[[Array], Array], out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(self.size) if out is None else out
+        for leaf, (_, dtype), part in zip(self._arrays(tree), self.specs, split(out, self._lengths)):
             if dtype.kind == "c":
-                piece.view(complex)[:] = view(leaf).reshape(-1)
+                part.view(complex)[:] = view(leaf).reshape(-1)
             else:
-                piece[:] = leaf.reshape(-1)
+                part[:] = leaf.reshape(-1)
         return out
 
     def _arrays(self, tree: Tree) -> list[Array]:
@@ -165,22 +165,22 @@ class Packing:
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a pytree of {len(self._leaves)} leaves like x0, but got {len(leaves)}.")
         leaves = fetched(leaves) if self._on_device else leaves
-        found = [self._array(leaves[place], place, shape) for place, (shape, _) in zip(self._places, self.specs)]
-        for leaf, place, (_, dtype) in zip(found, self._places, self.specs):
+        found = [self._array(leaves[k], k, shape) for k, (shape, _) in zip(self._positions, self.specs)]
+        for leaf, position, (_, dtype) in zip(found, self._positions, self.specs):
             if leaf.dtype.kind == "c" and dtype.kind != "c":
-                path = self._path(place)
+                path = self._path(position)
                 raise TypeError(f"minimize: expected {dtype}, like {path}, but got {leaf.dtype}. Return its real part.")
         return found
 
-    def _array(self, leaf: Array, place: int, shape: Shape) -> Array:
+    def _array(self, leaf: Array, position: int, shape: Shape) -> Array:
         array = np.asarray(leaf)
         if array.shape != shape:
-            raise TypeError(f"minimize: expected shape {shape}, as of {self._path(place)}, but got {array.shape}.")
+            raise TypeError(f"minimize: expected shape {shape}, as of {self._path(position)}, but got {array.shape}.")
         return array
 
-    def _path(self, place: int) -> str:
+    def _path(self, position: int) -> str:
         numbered = self._build(list(range(len(self._leaves))))
-        return next(path for path, number in named_leaves(numbered, "x0") if number == place)
+        return next(path for path, number in named_leaves(numbered, "x0") if number == position)
 
     def unpack(self, vector: np.ndarray) -> Tree:
         """Return the pytree of a vector, in new memory."""
@@ -191,7 +191,7 @@ class Packing:
         if not self._plain:
             return self.unpack(vector)
         leaves = list(self._leaves)
-        leaves[self._places[0]] = vector.reshape(self.specs[0][0])
+        leaves[self._positions[0]] = vector.reshape(self.specs[0][0])
         return self._build(leaves)
 
     def unpack_gradient(self, vector: np.ndarray) -> Tree:
@@ -200,13 +200,13 @@ class Packing:
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
         found = []
-        for (shape, dtype), piece in zip(self.specs, split(vector, self._lengths)):
+        for (shape, dtype), part in zip(self.specs, split(vector, self._lengths)):
             # Copied, because complex numbers on a device must be aligned to their size.
-            piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
-            found.append(piece.astype(dtype).reshape(shape))
+            part = view(part.copy().view(complex)) if dtype.kind == "c" else part
+            found.append(part.astype(dtype).reshape(shape))
         leaves = list(self._leaves)
-        for place, array in zip(self._places, put(found, self.namespaces) if self._on_device else found):
-            leaves[place] = array if array.ndim else array[()]
+        for position, array in zip(self._positions, put(found, self.namespaces) if self._on_device else found):
+            leaves[position] = array if array.ndim else array[()]
         return self._build(leaves)
 
 
@@ -231,7 +231,7 @@ class HostPacking(Packing):
         return self._buffer
 
     def view_of(self, vector: np.ndarray) -> Tree:
-        """Return the pytree of a vector in new memory, since the solve still uses the vector."""
+        """Return the pytree of a vector, in new memory, since the solve still uses the vector."""
         return self.unpack(vector)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
@@ -239,11 +239,11 @@ class HostPacking(Packing):
         if buffer is None:
             return super()._unpacked(vector, view)
         leaves = list(self._leaves)
-        leaves[self._places[0]] = buffer.reshape(self._shape)
+        leaves[self._positions[0]] = buffer.reshape(self._shape)
         return self._build(leaves)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
-        """Return a gradient as a vector, shape (size,)."""
+        """Return a gradient as a vector, shape (size,), which is valid until the next evaluation."""
         if self._plain and isinstance(tree, np.ndarray) and tree.shape == self._shape and tree.dtype == np.float64:
             return tree.reshape(-1)
         return self._packed(tree, np.conj, self._gradient)
@@ -264,21 +264,21 @@ class DevicePacking(Packing):
         return None
 
     def view_of(self, vector: Array) -> Tree:
-        """Return the pytree of a vector in new memory, since the solve still uses the vector."""
+        """Return the pytree of a vector, in new memory, since the solve still uses the vector."""
         return self.unpack(vector)
 
-    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: object = None) -> Array:
-        pieces = []
+    def _packed(self, tree: Tree, view: Callable[[Array], Array], out: object = None) -> Array:
+        parts = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             if dtype.kind == "c":
                 leaf = self.xp.contiguous(view(leaf).astype(complex)).reshape(-1).view(float)
-            pieces.append(leaf.reshape(-1).astype(float))
-        return np.concatenate(pieces)
+            parts.append(leaf.reshape(-1).astype(float))
+        return np.concatenate(parts)
 
-    def _array(self, leaf: Array, place: int, shape: Shape) -> Array:
+    def _array(self, leaf: Array, position: int, shape: Shape) -> Array:
         if arrays_of(leaf) != self.xp or leaf.shape != shape:
             raise TypeError(
-                f"minimize: expected an array of shape {shape} on the device of {self._path(place)}, but got "
+                f"minimize: expected an array of shape {shape} on the device of {self._path(position)}, but got "
                 f"{type(leaf).__name__} of shape {np.shape(leaf)}."
             )
         return leaf

@@ -1,4 +1,4 @@
-"""Solves with variables on the root, from the check of x0 to the result; and the base class of all solves."""
+"""Solves with variables on the root, from the check of x0 to the result, and the base class of all solves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import scipy
 from mpiad._typing import Array, Rank, Tree
 from mpiad.device import to_device
 from mpiad.differentiation.refusals import explain
-from mpiad.domain.root_copies import of_root_copies
+from mpiad.domain.root_copies import with_registered_copies
 from mpiad.errors import DeadlockError, ReplicationError
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing, RemoteArray, as_variables
-from mpiad.optimize.root_protocol import FINISH, Instructions, Refusal, serve
+from mpiad.optimize.root_protocol import FINISH, Instructions, RootFailure, serve
 from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_leaves
 from mpiad.transport import Channel, renew
 from mpiad.transport.agreement import agreed, raising_together
@@ -38,7 +38,7 @@ from mpiad.transport.user_failures import StageFailures
 
 Leaves = list[tuple[str, Any]]
 
-_KINDS = {
+_KIND_NAMES = {
     "b": "a boolean", "i": "an integer", "u": "an integer", "f": "a real", "c": "a complex", "U": "a text", "S": "a bytes",
 }  # fmt: skip
 _ADVICE = (
@@ -54,9 +54,9 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     """
     if used.size == 1:
         return start
-    leads = used.rank == program.root
+    is_root = used.rank == program.root
     template = None
-    if leads:
+    if is_root:
         leaves, build = flatten(start)
         # Device arrays are represented by placeholders on the other ranks.
         for k, on_host in enumerate(fetched(leaves)):
@@ -66,15 +66,15 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     template = used.data.bcast(template, program.root)
     if any(type(leaf) is RemoteArray for leaf in flatten(template)[0]):
         with raising_together(used, ImportError):
-            if not leads:
+            if not is_root:
                 # The placeholders get this rank's device: that of its arguments, or the current device.
                 xp = arrays_of(leaf_on_device([x0, program.args])) or arrays_of(to_device(np.zeros(0)))
                 template = map_leaves(
                     lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
                 )
-    mine = None if x0 is None else named_leaves(_as_given(x0), "x0")
-    _require_roots(used, program.root, mine, named_leaves(template, "x0"), call)
-    return start if leads else template
+    own = None if x0 is None else named_leaves(_converted(x0), "x0")
+    _require_root_values(used, program.root, own, named_leaves(template, "x0"), call)
+    return start if is_root else template
 
 
 def _fingerprint(array: np.ndarray) -> bytes:
@@ -86,21 +86,21 @@ def _fingerprint(array: np.ndarray) -> bytes:
     return hashlib.blake2b(parts.data, digest_size=16).digest()
 
 
-def _as_given(x0: Tree) -> Tree:
-    """Return x0, converted by `as_variables` like the root's, or unchanged if that fails."""
+def _converted(x0: Tree) -> Tree:
+    """Return x0 converted by `as_variables`, as on the root, or unchanged if that fails."""
     try:
         return as_variables(x0)
     except TypeError:
         return x0
 
 
-def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, call: str) -> None:
+def _require_root_values(used: Channel, root: Rank, own: Leaves | None, roots: Leaves, call: str) -> None:
     """Raise a ReplicationError on all ranks if the x0 of any rank differs from the root's; collective.
 
-    Values are compared by ``==``, except that all NaNs are equal. `mine` and `roots` are the leaves of this rank's x0, if
-    it passed one, and of the root's x0, with their paths.
+    Values are compared by ``==``, except that all NaNs are equal. `own` are the leaves of this rank's x0 with their paths,
+    or None if it passed none; `roots` are those of the root's x0.
     """
-    found = None if mine is None or used.rank == root else _difference(mine, roots, root)
+    found = None if own is None or used.rank == root else _difference(own, roots, root)
     if not on_any_rank(used.data, found is not None):
         return
     every: list[Difference | None] = used.data.allgather(found)
@@ -111,44 +111,44 @@ def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves
     raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
 
 
-def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
+def _difference(own: Leaves, roots: Leaves, root: Rank) -> Difference | None:
     try:
-        for (path, _), (other, _) in zip_longest(mine, roots, fillvalue=("nothing more", None)):
+        for (path, _), (other, _) in zip_longest(own, roots, fillvalue=("nothing more", None)):
             if path != other:
                 return _structural_difference(path, f"it holds {path}, but rank {root}'s holds {other} at this position")
-        own, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (mine, roots))
-        found = (_of_leaf(path, here, there, root) for (path, _), here, there in zip(mine, own, theirs))
+        ours, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (own, roots))
+        found = (_leaf_difference(path, a, b, root) for (path, _), a, b in zip(own, ours, theirs))
         return next(filter(None, found), None)
     except Exception as error:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
         reason = f"{type(error).__name__}: {error}"
-        return _structural_difference(mine[0][0], f"it can't be compared with rank {root}'s: {reason}")
+        return _structural_difference(own[0][0], f"it can't be compared with rank {root}'s: {reason}")
 
 
-def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | None:
-    here, there = _described(mine), _described(theirs)
-    if here != there:
-        return _structural_difference(path, f"{path} is {here}, but rank {root}'s is {there}")
+def _leaf_difference(path: str, own: Array, theirs: Array, root: Rank) -> Difference | None:
+    own_kind, root_kind = _description(own), _description(theirs)
+    if own_kind != root_kind:
+        return _structural_difference(path, f"{path} is {own_kind}, but rank {root}'s is {root_kind}")
     if isinstance(theirs, RemoteArray):
-        if _fingerprint(mine) == theirs.fingerprint:
+        if _fingerprint(own) == theirs.fingerprint:
             return None
-        text = f"{path}, {here}, has different values than rank {root}'s, which is on a device"
+        text = f"{path}, {own_kind}, has different values than rank {root}'s, which is on a device"
         return _structural_difference(path, text)
-    a, b = np.asarray(mine), np.asarray(theirs)
-    if a.dtype.kind not in _KINDS:
-        return None  # of other objects only the types are compared
+    a, b = np.asarray(own), np.asarray(theirs)
+    if a.dtype.kind not in _KIND_NAMES:
+        return None  # for other objects only the types are compared
     equal = np.asarray(a == b)
     if not equal.all():
         equal |= (a != a) & (b != b)  # NaNs
     if equal.all():
         return None
-    wide = np.result_type(a, b)
-    # `compare` compares bits, so equal values, such as 0.0 and -0.0, get the same bits.
-    return compare(path, here, a.astype(wide), np.where(equal, a, b).astype(wide), root, 0)
+    common_dtype = np.result_type(a, b)
+    # `compare` compares bits, so equal values with different bits, such as 0.0 and -0.0, are replaced.
+    return compare(path, own_kind, a.astype(common_dtype), np.where(equal, a, b).astype(common_dtype), root, 0)
 
 
-def _described(leaf: Array) -> str:
+def _description(leaf: Array) -> str:
     shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, RemoteArray) else (np.shape(leaf), np.asarray(leaf).dtype)
-    kind = _KINDS.get(dtype.kind)
+    kind = _KIND_NAMES.get(dtype.kind)
     if kind is None:
         return type(leaf).__name__
     return f"{kind} {f'array of shape {shape}' if shape else 'value'}"
@@ -161,8 +161,8 @@ def _structural_difference(path: str, text: str) -> Difference:
 class Solve:
     """The base class of all solves.
 
-    `used` is the user's communicator. `agreement` makes an exception on one rank known to all; its `error` is the exception
-    that ended the solve.
+    `used` is the user's communicator. `agreement` raises an exception of one rank on all ranks; its `error` is the
+    exception that ended the solve.
     """
 
     def __init__(self, used: Channel, call: str):
@@ -173,7 +173,7 @@ class Solve:
 
     @contextmanager
     def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
-        """Postpone SIGTERM if states are written; at the end free resources, or renew the channel after a failure."""
+        """Postpone SIGTERM if states are written; at the end free resources; after a failure renew the channel."""
         try:
             with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
                 yield
@@ -197,7 +197,7 @@ class Solve:
 
 
 class Leader(NamedTuple):
-    """The root's objects for driving a method."""
+    """The objects that a method uses on the root."""
 
     evaluation: Any  # Evaluation or ResidualEvaluation
     instructions: Instructions
@@ -210,36 +210,36 @@ class Leader(NamedTuple):
 class RootDriven(Solve):
     """A solve that the root drives: it runs the method, and the other ranks execute its instructions; collective.
 
-    `kind` is the class that executes the root's instructions.
+    `factory` returns the object that executes the root's instructions.
     """
 
     def __init__(
-        self, used: Channel, program: Program, start: Tree, kind: Callable[..., Any] = Evaluation, call: str = "minimize"
+        self, used: Channel, program: Program, start: Tree, factory: Callable[..., Any] = Evaluation, call: str = "minimize"
     ):
         super().__init__(used, call)
-        self._start, self._packing, self._leads = start, Packing(start), used.rank == program.root
-        program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))
-        self._evaluation = kind(program, self._packing, self.agreement, used, self._comm)
+        self._start, self._packing, self._is_root = start, Packing(start), used.rank == program.root
+        program = program if used.size == 1 else program._replace(fun=with_registered_copies(program.fun))
+        self._evaluation = factory(program, self._packing, self.agreement, used, self._comm)
         self._instructions = Instructions(self._comm, program.root, self._packing.size)
 
     def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Run the method on the root and execute its instructions on other ranks; return the result on all ranks."""
-        outcome = self._lead(drive, progress) if self._leads else serve(self._instructions, self._evaluation.carry_out)
+        outcome = self._drive(drive, progress) if self._is_root else serve(self._instructions, self._evaluation.carry_out)
         return finished(outcome, self._packing)
 
-    def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> Any:
+    def _drive(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> Any:
         cause: BaseException | None = None
         leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
             outcome: Any = drive(leader)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the other ranks mustn't wait after any exception
-            # After a timeout or an interruption the other ranks raise by themselves.
+            # After a timeout or an interruption the other ranks raise without a message from the root.
             if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
-            cause, outcome = error, Refusal(error, self._call)
-        # The other ranks wait for an instruction also after an exception on the root, which they will raise, too.
+            cause, outcome = error, RootFailure(error, self._call)
+        # After an exception on the root, too, the other ranks wait for an instruction; they then raise the exception.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)
 

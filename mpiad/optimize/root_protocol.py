@@ -54,24 +54,24 @@ class Instructions:
         return kind, vector, direction
 
     def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
-        """Return the root's outcome on all ranks; if it is a `Refusal`, raise its exception (on the root, from `cause`)."""
+        """Return the root's outcome on all ranks; for a `RootFailure` raise its exception, on the root from `cause`."""
         outcome = self.comm.bcast(outcome, self.root)
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, RootFailure):
             raise outcome.error(self.root) from cause
         return outcome
 
 
-class Refusal:
+class RootFailure:
     """An exception on the root outside of evaluations: in the method, its options, or the callback."""
 
     def __init__(self, error: BaseException, call: str = "minimize"):
         self._call = call
-        # Described by text, since not all exceptions can be pickled.
+        # Described by text, since not every exception can be pickled.
         self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
         self._failure = Failure.of(error)
 
     def error(self, root: Rank) -> TypeError | ValueError | WorkerError:
-        """Return the exception for all ranks: a TypeError or ValueError if it was one, else a WorkerError."""
+        """Return the exception for all ranks: a TypeError or ValueError if the root raised one, else a WorkerError."""
         failure = self._failure
         if self._kind is not None:
             return self._kind(f"{failure.text} (raised on the root, rank {root})")
@@ -87,8 +87,8 @@ def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.n
 
 
 def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> bool:
-    """Execute the root's next instruction; return whether others follow."""
-    # In a function of its own, whose references to the variables end with it: `BufferPool` then uses their memory again.
+    """Execute the root's next instruction; return whether further instructions follow."""
+    # A separate function, since its references to the variables end with the call, and `BufferPool` reuses their memory.
     kind, vector, direction = instructions.await_next()
     if kind != FINISH:
         carry_out(kind, vector, direction)
@@ -96,7 +96,7 @@ def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray
 
 
 def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None:
-    """Return the sum of all ranks' parts on the root, None elsewhere; all call it."""
+    """Return the sum of all ranks' parts on the root, and None on the other ranks; collective."""
     if comm.size == 1:
         return part
     whole = np.empty_like(part) if comm.rank == root else None
@@ -105,30 +105,30 @@ def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None
 
 
 class Totals:
-    """Sums and maxima over all ranks, bitwise the same on all of them: reduced to the root, and broadcast.
+    """Sums and maxima over all ranks, bitwise the same on all ranks: they are reduced to the root and broadcast.
 
-    After an all-reduction that rounds differently on different ranks, one rank might stop while another continues.
+    An all-reduction may round differently on different ranks, and one rank might stop while another continues.
     """
 
     def __init__(self, comm: Comm, root: Rank):
         self._comm, self._root = comm, root
-        self.leads = comm.rank == root
+        self.is_root = comm.rank == root
 
-    def decided(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return, on all ranks, the root's ``decide(sums)``, an array of length `size`, for the sums of all parts."""
+    def decide_on_root(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return, on all ranks, the root's ``decide(sums)``, an array of length `size`; `sums` are those of all parts."""
         decision = np.empty(size)
-        sums = np.empty_like(parts) if self.leads else None
+        sums = np.empty_like(parts) if self.is_root else None
         self._comm.Reduce(parts, sums, SUM, self._root)
-        if self.leads:
+        if self.is_root:
             decision[:] = decide(sums)  # type: ignore[arg-type]
         self._comm.Bcast(decision, self._root)
         return decision
 
-    def of(self, terms: list[float], largest: list[float], own: list[float]) -> list[float]:
-        """Return the sums of `terms`, the maxima of `largest`, and the root's `own`, as one list."""
+    def reduce(self, terms: list[float], largest: list[float], of_root: list[float]) -> list[float]:
+        """Return the sums of `terms`, the maxima of `largest`, and the root's values `of_root`, as one list."""
         highest = np.array(largest)
-        found = np.empty_like(highest) if self.leads else None
+        found = np.empty_like(highest) if self.is_root else None
         self._comm.Reduce(highest, found, MAX, self._root)
-        size = len(terms) + len(largest) + len(own)
-        packet = self.decided(np.array(terms), size, lambda sums: np.concatenate([sums, found, own]))  # type: ignore[list-item]
-        return packet.tolist()
+        size = len(terms) + len(largest) + len(of_root)
+        reduced = self.decide_on_root(np.array(terms), size, lambda sums: np.concatenate([sums, found, of_root]))  # type: ignore[list-item]
+        return reduced.tolist()

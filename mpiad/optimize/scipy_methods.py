@@ -17,7 +17,7 @@ import scipy
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
 from mpiad.optimize.constraints import box_of, constraints_of
-from mpiad.optimize.evaluated_points import STOPPED, Ending, Left, Point, Points
+from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.root_driven import Leader
@@ -49,23 +49,23 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
                 f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'."
             )
         constraints = constraints_of(given, leader.packing, leader.used)
-    checks = [each.excess for each in (box, constraints) if each is not None]
-    points.excess = (lambda x: max(check(x) for check in checks)) if checks else None
-    points.maxfun, options = _limited(method, dict(arguments.options or {}))
+    checks = [part.violation for part in (box, constraints) if part is not None]
+    points.violation = (lambda x: max(check(x) for check in checks)) if checks else None
+    points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
     problem = {"method": method.name, **problem_of(program, leader.packing, start, leader.used.size)}
     problem["bounds (checksum)"] = None if box is None else box.fingerprint
-    keeper = RootCheckpoint(arguments.checkpoint, problem)
-    iterates = IteratesOfPoints(points, arguments.callback, leader, keeper)
+    checkpoint = RootCheckpoint(arguments.checkpoint, problem)
+    iterates = IteratesOfPoints(points, arguments.callback, leader, checkpoint)
     start = iterates.resume(start)
-    if iterates.done and options.get("maxiter") is not None:  # `maxiter` includes the iterations of earlier runs
-        options = {**options, "maxiter": max(options["maxiter"] - iterates.done, 0)}
+    if iterates.earlier and options.get("maxiter") is not None:  # `maxiter` includes the iterations of earlier runs
+        options = {**options, "maxiter": max(options["maxiter"] - iterates.earlier, 0)}
     bounds: Any = arguments.bounds
     if isinstance(bounds, scipy.optimize.Bounds):
         low, high = (np.ravel(np.asarray(limit)) for limit in (bounds.lb, bounds.ub))
         bounds = scipy.optimize.Bounds(low, high, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type]
-    run = _run_out if iterates.done and options.get("maxiter") == 0 else scipy.optimize.minimize
+    run = _no_iterations if iterates.earlier and options.get("maxiter") == 0 else scipy.optimize.minimize
     try:
-        if iterates.spent:
+        if iterates.exhausted:
             raise points.limit_reached()
         result = run(
             iterates.value,
@@ -79,40 +79,40 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
             options=options,
             callback=iterates,
         )
-        result.fun = points.value_found(result.x, result.fun)
-        result = iterates.counted(concluded(result, points, constrained=constraints is not None))
-    except StopIteration:  # from the callback, where SciPy's method doesn't catch it
-        result = cut_short(STOPPED, points, iterates.count)
-    except Left as left:
-        result = cut_short(left.ending, points, iterates.count, left.at_best)
+        result.fun = points.value_of_result(result.x, result.fun)
+        result = iterates.with_total_counts(corrected(result, points, constrained=constraints is not None))
+    except StopIteration:  # from the callback, if SciPy's method doesn't catch it
+        result = partial_result(STOPPED, points, iterates.count)
+    except EndMethod as end:
+        result = partial_result(end.ending, points, iterates.count, end.at_best)
     except ValueError as error:  # some of SciPy's methods raise for NaN and infinities in their matrices
-        if iterates.in_callback or not points.broken:
+        if iterates.in_callback or not points.any_not_finite:
             raise
         text = f"ABNORMAL: the objective or its gradient isn't finite at a trial point, at which SciPy raised {error!r}."
-        result = cut_short(Ending(3, text), points, iterates.count, at_best=True)
+        result = partial_result(Ending(3, text), points, iterates.count, at_best=True)
     if not result.success:
         result.message += points.not_finite_at_start()
-    iterates.keep(ended=True)
+    iterates.write_last(ended=True)
     result.x, evaluations = np.array(result.x, dtype=float), dict(points.counts)
     return {**result, "history": iterates.record.history(), "evaluations": evaluations}
 
 
-def _run_out(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
-    """Evaluate only the start, instead of SciPy's `minimize`, if an earlier run has made all iterations."""
+def _no_iterations(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
+    """Evaluate only the start, instead of SciPy's `minimize`, if earlier runs have made all iterations."""
     value(start.copy())
     jac(start.copy())
     text = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
-    raise Left(Ending(1, text))
+    raise EndMethod(Ending(1, text))
 
 
-def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
+def _evaluation_limit(method: Method, options: dict) -> tuple[float | None, dict]:
     """Return the maximum number of evaluations, and the options for SciPy."""
     if options.get("maxfun") is None:
         return None, options
     maxfun = options["maxfun"]
     if not isinstance(maxfun, (int, float, np.integer)) or not 0 <= maxfun or (maxfun % 1 and maxfun != math.inf):
         raise ValueError(f"minimize: option maxfun must be an integer of at least 0, but got {maxfun!r}.")
-    # SciPy checks this option only between line searches.
+    # SciPy checks this option only between line searches, so `Points` checks it at each evaluation.
     return float(maxfun), options if method.knows_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
 
 
@@ -120,7 +120,7 @@ _SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
 
 
 class Method(NamedTuple):
-    """Properties of a method of SciPy."""
+    """Properties of one of SciPy's methods."""
 
     name: str  # SciPy's name
     together: bool  # whether its line search always needs the gradient together with the value
@@ -155,21 +155,21 @@ def method_named(name: object) -> Method:
 
 
 def is_sharded(name: object) -> bool:
-    """Return whether a method is for distributed variables; raise a ValueError if it doesn't exist."""
+    """Return whether a method is for distributed variables; raise a ValueError if there is no such method."""
     if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
         return True
     method_named(name)
     return False
 
 
-# Values with at most this relative difference are equal up to rounding.
+# Values with at most this relative difference are treated as equal.
 _ROUNDING = 4.0 * sys.float_info.epsilon
 
 
-def cut_short(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
-    """Return the result of a method that was interrupted, at the last iterate or at the best point found."""
-    point: Point = (points.best or points.iterate) if at_best else points.foremost  # type: ignore[assignment]
-    result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_known(point.gradient, point.x))
+def partial_result(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
+    """Return the result of an interrupted method, at the best point or at `Points.last_or_best`."""
+    point: Point = (points.best or points.iterate) if at_best else points.last_or_best  # type: ignore[assignment]
+    result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_copy_or_nan(point.gradient, point.x))
     result.update(nit=iterations, nfev=points.counts.of_objective, njev=points.counts.of_gradient)
     result.update(success=False, status=ending.status, message=ending.message)
     if points.counts["product"]:
@@ -177,14 +177,14 @@ def cut_short(ending: Ending, points: Points, iterations: int, at_best: bool = F
     return result
 
 
-def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
+def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
     return np.full_like(x, np.nan) if gradient is None else gradient.copy()
 
 
-def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
-    """Change a result of SciPy, in place, if its objective isn't finite or an earlier point is better.
+def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
+    """Correct a result of SciPy, in place, if values aren't finite or an earlier point is better.
 
-    With constraints the point of a successful method isn't replaced, since a lower point may violate them.
+    With constraints, a finite result of a successful method isn't replaced, since a lower point may violate them.
     """
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.counts.of_objective)
@@ -196,21 +196,21 @@ def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained
         result.message = "ABNORMAL: the objective wasn't finite at any point. Choose an x0 at which it is."
         result.status = result.status or 3
     elif not math.isfinite(value):
-        _move(result, best, f"x is the best point found, since the objective is {value} at the last point.")
-    elif constrained and not result.success and points.lowers(np.asarray(result.x, dtype=float), value):
-        _move(result, best, "x is the point with the least violation of constraints, and the lowest value of such points.")
+        _set_x(result, best, f"x is the best point found, since the objective is {value} at the last point.")
+    elif constrained and not result.success and points.best_improves_on(np.asarray(result.x, dtype=float), value):
+        _set_x(result, best, "x is the point with the least violation of constraints, and the lowest value of such points.")
     elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
         converged = result.success and best.norm <= np.max(np.abs(gradient), initial=0.0)
-        _move(result, best, f"x is the best point found, since the last one has a higher value, {value}.", converged)
+        _set_x(result, best, f"x is the best point found, since the last one has a higher value, {value}.", converged)
     elif result.success and not np.all(np.isfinite(gradient)):
         result.success, result.status = False, 3
         result.message = f"ABNORMAL: the gradient isn't finite at x. SciPy's message: {result.message}"
     return result
 
 
-def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, success: bool = False) -> None:
+def _set_x(result: scipy.optimize.OptimizeResult, best: Point, reason: str, success: bool = False) -> None:
     result.x, result.fun = best.x.copy(), best.value
-    result["grad" if "grad" in result else "jac"] = _known(best.gradient, best.x)
+    result["grad" if "grad" in result else "jac"] = _copy_or_nan(best.gradient, best.x)
     if result.success and not success:
         result.success, result.status = False, 2
     result.message = f"{result.message} But {reason}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.parallel.parameters import each, matching, require_state
+from mpiad.parallel.parameters import map_trained, matching_leaves, require_state
 from mpiad.pytrees import flatten, in_blocks, refuse_objects
 
 
@@ -22,7 +22,7 @@ class SGD:
     Parameters
     ----------
     learning_rate : float or callable
-        η: a number, or, for a schedule, a function of the number of previous updates.
+        η: a number; or, for a schedule, a function of the number of previous updates.
     momentum : float
         μ, from 0 to below 1.
     nesterov : bool
@@ -43,7 +43,7 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        checked_rate(self.learning_rate, "SGD")
+        check_rate(self.learning_rate, "SGD")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
@@ -52,20 +52,20 @@ class SGD:
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the initial state: `updates`, the number of updates, and with momentum the `velocity`."""
         refuse_objects(params, "params", "SGD.setup")
-        return {"updates": 0, **({"velocity": each(np.zeros_like, params)} if self.momentum else {})}
+        return {"updates": 0, **({"velocity": map_trained(np.zeros_like, params)} if self.momentum else {})}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
         """Return the state and the parameters after one update, with the arguments and exceptions of `Adam.update`."""
         leaves, build = flatten(params)
         require_state(state, ("updates", "velocity") if self.momentum else ("updates",), "SGD")
-        given = matching(gradient, params, leaves, "SGD")
+        gradients = matching_leaves(gradient, params, leaves, "SGD")
         rate = rate_at(self.learning_rate, state["updates"])
         new: dict[str, Any] = {"updates": state["updates"] + 1}
         if not self.momentum:
-            found = in_blocks(lambda x, g, new_x: np.subtract(x, rate * g.conj(), out=new_x), [leaves, given], [0])
+            found = in_blocks(lambda x, g, new_x: np.subtract(x, rate * g.conj(), out=new_x), [leaves, gradients], [0])
             return new, build(found[0])
 
-        speeds = matching(state["velocity"], params, leaves, "SGD", "state['velocity']")
+        velocities = matching_leaves(state["velocity"], params, leaves, "SGD", "state['velocity']")
 
         def formula(x: Array, g: Array, v: Array, new_x: Array, velocity: Array) -> None:
             g = g.conj()
@@ -73,11 +73,11 @@ class SGD:
             step = g + self.momentum * velocity if self.nesterov else velocity
             np.subtract(x, rate * step, out=new_x)
 
-        moved, velocity = in_blocks(formula, [leaves, given, speeds], results=(0, 2))
-        return {**new, "velocity": build(velocity)}, build(moved)
+        new_leaves, velocity = in_blocks(formula, [leaves, gradients, velocities], results=(0, 2))
+        return {**new, "velocity": build(velocity)}, build(new_leaves)
 
 
-def checked_rate(rate: float | Callable[[int], float], name: str) -> None:
+def check_rate(rate: float | Callable[[int], float], name: str) -> None:
     """Raise a ValueError if a learning rate isn't a positive number or a function."""
     if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
         allowed = "above zero, or a function of the number of updates"
@@ -96,11 +96,11 @@ class Adam:
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or, for a schedule, a function of the number of previous updates.
+        A number; or, for a schedule, a function of the number of previous updates.
     beta1, beta2 : float
-        Decay of the means of gradients and of their squares.
+        Decay rates of the running means of gradients and of their squares.
     epsilon : float
-        Added to the root of the mean square.
+        Added to the square root of the mean of squares.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class Adam:
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        checked_rate(self.learning_rate, type(self).__name__)
+        check_rate(self.learning_rate, type(self).__name__)
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= value < 1:
                 raise ValueError(f"{type(self).__name__}: {name} must lie in [0, 1), but got {value!r}.")
@@ -136,9 +136,9 @@ class Adam:
             `updates`, the number of updates, and the means `first` and `second` in the structure of the parameters.
         """
         refuse_objects(params, "params", f"{type(self).__name__}.setup")
-        # |g|² is real for complex parameters, too.
-        second = each(lambda x: np.zeros_like(np.real(x)), params)
-        return {"updates": 0, "first": each(np.zeros_like, params), "second": second}
+        # |g|² is real, also for complex parameters.
+        second = map_trained(lambda x: np.zeros_like(np.real(x)), params)
+        return {"updates": 0, "first": map_trained(np.zeros_like, params), "second": second}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
         """Return the state and the parameters after one update; the arguments are unchanged.
@@ -163,27 +163,27 @@ class Adam:
         leaves, build = flatten(params)
         call = type(self).__name__
         require_state(state, ("updates", "first", "second"), call)
-        given = matching(gradient, params, leaves, call)
+        gradients = matching_leaves(gradient, params, leaves, call)
         moments = [
-            matching(state[name], params, leaves, call, f"state[{name!r}]", real=name == "second")
+            matching_leaves(state[name], params, leaves, call, f"state[{name!r}]", real=name == "second")
             for name in ("first", "second")
         ]
         number = state["updates"] + 1
         rate = rate_at(self.learning_rate, number - 1)
-        # The means start at zero, which is corrected (the paper's m̂ and v̂). The learning rate is divided by the first
-        # correction instead of the mean, which saves a pass over the array.
+        # The bias of the means, which start at zero, is corrected (the paper's m̂ and v̂). The correction of the
+        # first mean is applied to the learning rate, which saves a pass over the array.
         scale = rate / (1 - self.beta1**number)
         correction = 1 - self.beta2**number
 
         def formula(x: Array, g: Array, m: Array, v: Array, new_x: Array, first: Array, second: Array) -> None:
-            g = g.conj()  # the array itself if it is real
+            g = g.conj()  # no copy if g is real
             np.add(self.beta1 * m, (1 - self.beta1) * g, out=first)
             squares = np.square(g) if g.dtype.kind == "f" else np.abs(g) ** 2
             np.add(self.beta2 * v, (1 - self.beta2) * squares, out=second)
             step = scale * first / (np.sqrt(second / correction) + self.epsilon)
             np.subtract(self._decayed(x, rate), step, out=new_x)
 
-        new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
+        new, first, second = in_blocks(formula, [leaves, gradients, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 
     def _decayed(self, x: Array, rate: float) -> Array:

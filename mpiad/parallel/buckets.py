@@ -1,9 +1,9 @@
 """Sums of many arrays over the ranks in few messages: arrays are concatenated in buckets of one dtype and device.
 
-The sums use a separate communicator, so that they may start during a reverse pass, independently of its communication. On
+The sums use a separate communicator, so they may start during a reverse pass, independently of its communication. On
 different ranks arrays may be ready in different orders, but all ranks must start the sums in the same order: a sum starts
-when its bucket and all buckets before it are full. The last bucket can't overlap with computation. So a blocking call sums
-it, which takes less memory and time.
+when its bucket and all previous buckets are full. The sum of the last bucket can't overlap with computation, so it is a
+blocking call, which takes less memory and time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
-# So large that latency is negligible, and so small that the first sum starts early.
+# Large enough to make latency negligible, and small enough for an early start of the first sum.
 BUCKET_BYTES = 8 * 2**20
 
 
@@ -33,8 +33,8 @@ class Bucket(NamedTuple):
 class Plan:
     """The division of arrays into buckets of at most `limit` bytes; a longer array has its own bucket.
 
-    The last arrays are in the first bucket, since the reverse pass computes them first. `digest`: a number, equal for plans
-    of the same arrays. `several`: whether there are several buckets.
+    The last arrays are in the first bucket, since the reverse pass computes them first. `digest` is a number that is
+    equal for plans of the same arrays. `several`: whether there are several buckets.
     """
 
     def __init__(self, specs: list[Spec], limit: int):
@@ -57,16 +57,16 @@ class Plan:
             shapes = [None if len(specs[index].shape) == 1 else specs[index].shape for index in indices]
             self.buckets.append(Bucket(indices, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
         # All ranks must get the same digest, so it contains no device numbers, and isn't computed by Python's `hash`. It is
-        # below 2¹⁸, so that sums of its squares over 10⁵ ranks, with which the ranks compare it, are exact in doubles.
-        described = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
-        self.digest = zlib.crc32(repr((described, limit)).encode()) % 2**18
+        # below 2¹⁸, so the sums of its squares over 10⁵ ranks, by which the ranks compare it, are exact in doubles.
+        descriptions = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
+        self.digest = zlib.crc32(repr((descriptions, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
         self.bucket_of = {index: k for k, bucket in enumerate(self.buckets) for index in bucket.indices}
 
 
-def plan_of(specs: list[Spec], limit: int, before: Plan | None) -> Plan:
-    """Return a plan; the previous one if it is for arrays of the same specs."""
-    return before if before is not None and before.limit == limit and before.specs == specs else Plan(specs, limit)
+def plan_of(specs: list[Spec], limit: int, previous: Plan | None) -> Plan:
+    """Return a plan for arrays; it is the previous plan if limit and specs are the same."""
+    return previous if previous is not None and previous.limit == limit and previous.specs == specs else Plan(specs, limit)
 
 
 class Sums:
@@ -85,7 +85,7 @@ class Sums:
         self._begun = False
 
     def begin(self) -> None:
-        """Record that any rank may start a sum from here on."""
+        """Record that, after this call, any rank may start a sum."""
         self._begun = self._plan.several
 
     def add(self, index: int, array: Array) -> None:
@@ -124,7 +124,7 @@ class Sums:
         if len(self._messages) < len(self._missing):
             self._reduce_next()
         for k, summation in enumerate(self._started):
-            self._messages[k] = summation.finish()  # the message itself on the host, a new array on a device
+            self._messages[k] = summation.finish()  # on the host the message itself, on a device a new array
         self._started, self._begun = [], False
         out = self._arrays
         for bucket, message in zip(self._plan.buckets, self._messages):
@@ -138,7 +138,7 @@ class Sums:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After `begin` another rank may have started a sum, even if this rank has started none.
+        # After `begin` another rank may have started a sum, even if this rank hasn't.
         if kind is not None and (self._started or self._begun):
             self._channel.mark(f"{kind.__name__} ended a gradient whose sums over the ranks were active.")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
-from mpiad.parallel.samples import Items, latest
+from mpiad.parallel.samples import Items, last_container
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.pytrees import flatten
 from mpiad.transport.device_arrays import arrays_of, is_array
@@ -46,10 +46,10 @@ class DistributedDataContainer:
     Parameters
     ----------
     data : array, possibly nested tuple or dict of arrays, or a sequence
-        Samples lie along the first axes of the arrays, which have equal lengths; arrays may be on devices. Any other object
-        with `len` and indexing, for example a list, is a sequence of samples, and a batch is a list of them.
+        Samples are indexed by the first axes of the arrays, which have equal lengths; arrays may be on devices. Any other
+        object with `len` and indexing, for example a list, is a sequence of samples, and a batch is a list of samples.
     batch_size : int, optional
-        Size of a batch of all ranks together. The last batch of an epoch may be smaller, and this rank's part of it empty.
+        Total size of a batch on all ranks. The last batch of an epoch may be smaller, and a rank's part of it may be empty.
     shuffle : bool
         Whether each epoch has a different random order, the same on all ranks.
     seed : int
@@ -95,16 +95,16 @@ class DistributedDataContainer:
         """Select the order of another epoch; all ranks call this with the same epoch."""
         self.epoch = epoch
         self._order = np.arange(self._count)
-        self._drawn = {"samples": self._count, "batch_size": self.batch_size}
+        self._order_parameters = {"samples": self._count, "batch_size": self.batch_size}
         if self.shuffle:
-            self._drawn |= {"seed": self.seed, "epoch": epoch}
-            # Seeded by seed and epoch only, so that a resumed training needn't generate the earlier orders.
+            self._order_parameters |= {"seed": self.seed, "epoch": epoch}
+            # The seed depends on the epoch, so a resumed training doesn't need to generate the orders of earlier epochs.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self._count)
 
     def __len__(self) -> int:
-        """Return the number of items: of this rank's samples, or of batches, which is the same on all ranks."""
+        """Return the number of items: this rank's samples, or batches, whose number is the same on all ranks."""
         if self.batch_size is None:
-            return len(self._mine(0, self._count))
+            return len(self._local_indices(0, self._count))
         return -(-self._count // self.batch_size)
 
     def __getitem__(self, k: int) -> Any:
@@ -113,15 +113,15 @@ class DistributedDataContainer:
         if not -count <= k < count:
             raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
         k %= count
-        latest.size, latest.order = self._size, self._drawn
-        # As Python integers, since a user's data set may not support NumPy's.
+        last_container.size, last_container.order = self._size, self._order_parameters
+        # Indices are Python integers, since a user's data set may not support NumPy's.
         if self.batch_size is None:
-            number = int(self._mine(0, self._count)[k])
-            return self.data[number] if self._arrays is None else self._build([leaf[number] for leaf in self._arrays])
-        numbers = self._mine(k * self.batch_size, min((k + 1) * self.batch_size, self._count))
+            index = int(self._local_indices(0, self._count)[k])
+            return self.data[index] if self._arrays is None else self._build([leaf[index] for leaf in self._arrays])
+        indices = self._local_indices(k * self.batch_size, min((k + 1) * self.batch_size, self._count))
         if self._arrays is None:
-            return Items(self.data[number] for number in numbers.tolist())
-        return self._build(_entries(self._arrays, numbers))
+            return Items(self.data[index] for index in indices.tolist())
+        return self._build(_entries(self._arrays, indices))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[k] for k in range(len(self)))
@@ -132,22 +132,22 @@ class DistributedDataContainer:
             f"seed={self.seed}, epoch={self.epoch}, rank {self._rank} of {self._size})"
         )
 
-    def _mine(self, start: int, stop: int) -> np.ndarray:
-        """Return this rank's share of the samples from start to stop; the first ranks may have one more than others."""
+    def _local_indices(self, start: int, stop: int) -> np.ndarray:
+        """Return this rank's indices of the samples from start to stop; the first ranks may have one more than others."""
         count = stop - start
         first = self._rank * (count // self._size) + min(self._rank, count % self._size)
         length = count // self._size + (self._rank < count % self._size)
         return self._order[start + first : start + first + length]
 
 
-def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
-    copies: dict[Any, Any] = {None: numbers}
-    places = [(arrays_of(leaf), leaf) for leaf in leaves]
-    for namespace, _ in places:
+def _entries(leaves: Sequence[Any], indices: np.ndarray) -> list[Any]:
+    copies: dict[Any, Any] = {None: indices}
+    located = [(arrays_of(leaf), leaf) for leaf in leaves]
+    for namespace, _ in located:
         if namespace not in copies:
-            copies[namespace] = namespace.to_device(numbers)  # type: ignore[union-attr]
+            copies[namespace] = namespace.to_device(indices)  # type: ignore[union-attr]
     # `take` is twice as fast as indexing.
-    return [leaf.take(numbers, axis=0) if space is None else leaf[copies[space]] for space, leaf in places]
+    return [leaf.take(indices, axis=0) if device is None else leaf[copies[device]] for device, leaf in located]
 
 
 def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:
@@ -159,7 +159,7 @@ def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:
     if leaves and all(arrays):
         return leaves, build
     if isinstance(data, dict) or (isinstance(data, tuple) and any(map(is_array, data))):
-        kinds = ", ".join(sorted({type(leaf).__name__ for leaf, is_one in zip(leaves, arrays) if not is_one}))
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf, allowed in zip(leaves, arrays) if not allowed}))
         raise TypeError(
             f"DistributedDataContainer: a tuple or dict must hold arrays with an entry for each sample, but holds "
             f"{kinds or 'nothing'}. Convert them to arrays, or pass a list with one item for each sample."

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: an optimizer that combines the ranks' gradients and makes the same update on all of them."""
+"""`DistributedOptimizer`: an optimizer that combines the ranks' gradients and makes the same update on all ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mpiad.differentiation.objective import Problem, problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.parallel.adam import SGD, Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
-from mpiad.parallel.parameters import described, matching, require_state, variables_of
-from mpiad.parallel.samples import Totals, counted, require_equal_replicas, totals
+from mpiad.parallel.parameters import described, matching_leaves, require_state, variables_of
+from mpiad.parallel.samples import Totals, count_samples, require_equal_replicas, totals
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, Spec, channel
@@ -46,14 +46,14 @@ def value_and_grad(
     ----------
     loss : callable
         ``loss(params, *batch)`` returns the mean over this rank's samples, one real number. It isn't called on a rank
-        without samples. So if it communicates, every rank needs samples.
+        without samples, so every rank needs samples if it communicates.
     samples : callable, optional
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
         array of the batch, and 1 if there is no batch.
     comm : mpi4py intracommunicator, optional
     bucket_bytes : int
-        The largest size of a message in bytes. Gradients of one dtype are concatenated to such messages; a larger array
-        has its own message.
+        Maximum size of a message in bytes. Gradients of one dtype are concatenated to messages of at most this size; a
+        larger array has its own message.
 
     Returns
     -------
@@ -64,9 +64,9 @@ def value_and_grad(
     Raises
     ------
     TypeError
-        On all ranks, if `loss` doesn't return a real number; if there is no real or complex floating-point parameter.
+        On all ranks, if `loss` doesn't return a real number, or no parameter has a real or complex floating-point dtype.
     ValueError
-        On all ranks, if none of them has a sample; if their parameters differ in number, shape or dtype.
+        On all ranks, if no rank has a sample, or the ranks' parameters differ in number, shape or dtype.
 
     Ranks
     -----
@@ -79,8 +79,8 @@ def value_and_grad(
     Notes
     -----
     The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and
-    the sums are divided by the number of all samples. Therefore another division of the samples among the ranks changes
-    the result only by rounding.
+    the sums are divided by the total number of samples. Therefore the result depends on the division of the samples among
+    the ranks only through rounding.
 
     Examples
     --------
@@ -95,7 +95,7 @@ def value_and_grad(
         used = channel(comm, "parallel.value_and_grad")
         variables = variables_of(params, "parallel.value_and_grad")
         leaves, places, build = variables
-        count = counted(samples, params, batch)
+        count = count_samples(samples, params, batch)
         require_equal_replicas(used, "parallel.value_and_grad", {"params": params})
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
@@ -103,7 +103,7 @@ def value_and_grad(
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             begin = sums.begin if plan.several else None
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, begin)
-            # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
+            # In the mean of the ranks' means, samples of small batches would have a larger weight.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
@@ -117,14 +117,14 @@ def gradient_of_sum(
 
     - ``loss(params)``: the mean over this rank's samples.
     - ``sum_up(loss=, problem=)``: calls the collective `totals` with these arguments.
-    - ``ready(k, gradient)``: takes the gradient with respect to the k-th variable; after the reverse pass, or during it if
-      `begin` is given.
-    - ``begin()``: is called before the reverse pass.
+    - ``ready(k, gradient)``: called with the gradient with respect to the k-th variable, after the reverse pass, or during
+      it if `begin` is given.
+    - ``begin()``: called before the reverse pass.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
-    def pass_on(variable: int, g: Array) -> None:
+    def deliver(variable: int, g: Array) -> None:
         leaf = leaves[places[variable]]
         if type(g) is np.ndarray and type(leaf) is np.ndarray and g.dtype == leaf.dtype and g.shape == leaf.shape:
             ready(variable, g)  # the most common case
@@ -136,41 +136,41 @@ def gradient_of_sum(
     if not count:
         found = sum_up()
         for variable in range(len(places)):
-            pass_on(variable, None)
+            deliver(variable, None)
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
     # All ranks raise an error before the reverse pass, in which sums may start.
-    wanted = "loss must return one real number"
-    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
+    requirement = "loss must return one real number"
+    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", requirement)
     found = sum_up(problem=problem) if problem else sum_up(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # With the number of samples as the seed, the gradient is that of the sum of the losses instead of their mean.
     seeds = seeds_of_term(traced, count)
     if begin is not None:
         begin()
-        run_backward(traced.recording, seeds, len(places), ready=pass_on)
+        run_backward(traced.recording, seeds, len(places), ready=deliver)
     else:
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
-            pass_on(variable, g)
+            deliver(variable, g)
     return found
 
 
 class DistributedOptimizer:
-    """Add up the gradients of all ranks before each update of an optimizer.
+    """An optimizer that sums the gradients of all ranks before each update.
 
     Parameters
     ----------
     optimizer : object
-        `Adam`, `AdamW`, `SGD`, or anything with ``setup(params) -> state`` and ``update(state, params, gradient) ->
+        `Adam`, `AdamW`, `SGD`, or any object with ``setup(params) -> state`` and ``update(state, params, gradient) ->
         (state, params)``.
     reduction : {"mean", "sum"}
         "mean": divide by the number of samples if it is given, else by the number of ranks.
     accumulate : int
         The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
-        The largest 2-norm of the reduced gradient over all parameters; larger gradients are scaled down.
+        Maximum 2-norm of the reduced gradient over all parameters; gradients with a larger norm are scaled down.
     bucket_bytes : int
-        The largest size of a message in bytes, as for `value_and_grad`.
+        Maximum size of a message in bytes, as in `value_and_grad`.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -243,8 +243,8 @@ class DistributedOptimizer:
             This rank's gradient, in the structure of the parameters. If `samples` is given, it is the gradient of the mean
             loss over these samples.
         samples : int, optional
-            The number of this rank's samples, used as the weight of its gradient; if it is 0, the gradient is ignored. All
-            ranks or none pass it.
+            The number of this rank's samples, used as the weight of its gradient; if it is 0, the gradient is ignored.
+            Either all ranks or none pass it.
 
         Returns
         -------
@@ -264,15 +264,15 @@ class DistributedOptimizer:
         """
         call = "DistributedOptimizer.update"
         variables = variables_of(params, call)
-        given, places, _ = variables
-        specs = [spec_like(given[k]) for k in places]
+        param_leaves, places, _ = variables
+        specs = [spec_like(param_leaves[k]) for k in places]
         require_state(state, self._entries, call)
         problem, parts, accumulated = None, None, None
         try:
             accumulated = _accumulated(state, specs, call)
             if samples != 0:
-                leaves = matching(gradient, params, given, call)
-                # The factor has the dtype of the gradient, since a NumPy integer would convert float32 to float64.
+                leaves = matching_leaves(gradient, params, param_leaves, call)
+                # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
                 factor = 1 if samples is None else samples
                 parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
         except (TypeError, ValueError) as error:
@@ -286,7 +286,7 @@ class DistributedOptimizer:
             # Copies, because the caller may write the next gradient into the same arrays.
             parts = list(map(_copied, parts)) if accumulated is None else list(map(np.add, accumulated, parts))
             if state["steps"] + 1 < self.accumulate:
-                return self._kept(state, parts, count), params
+                return self._accumulate(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
@@ -295,7 +295,7 @@ class DistributedOptimizer:
             total = totals(used, self._plan, params, call, count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
-                return self._updated(state, params, variables, sums, total.all)
+                return self._apply(state, params, variables, sums, total.all)
 
     def step(
         self,
@@ -339,7 +339,7 @@ class DistributedOptimizer:
         call = "DistributedOptimizer.step"
         used = channel(self.comm, call)
         variables = variables_of(params, call)
-        specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
+        specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
         require_state(state, self._entries, call)
         self._compare(used, state, params, call)
         # Gradients are summed only in the last step before an update.
@@ -367,8 +367,8 @@ class DistributedOptimizer:
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, ready, begin)
             mean = total.loss / total.batch
             if not last:
-                return self._kept(state, parts, count), params, mean
-            return *self._updated(state, params, variables, sums, total.all), mean
+                return self._accumulate(state, parts, count), params, mean
+            return *self._apply(state, params, variables, sums, total.all), mean
 
     def _compare(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> None:
         if watch_settings.debug():
@@ -380,10 +380,10 @@ class DistributedOptimizer:
             compared = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
             require_equal_replicas(used, call, compared)
 
-    def _kept(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
+    def _accumulate(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
-    def _updated(
+    def _apply(
         self, state: dict[str, Any], params: Tree, variables: Variables, sums: Sums, total: int
     ) -> tuple[dict[str, Any], Tree]:
         leaves: list[Any] = [None] * len(variables.leaves)
@@ -391,8 +391,8 @@ class DistributedOptimizer:
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
-        emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
-        return {**state, **emptied, "optimizer": inner}, params
+        reset = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
+        return {**state, **reset, "optimizer": inner}, params
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
@@ -410,17 +410,17 @@ def _copied(part: Array) -> Array:
     return part.copy() if hasattr(part, "copy") else np.array(part)
 
 
-def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
-    """Scale arrays in place to a common 2-norm of at most `longest` (Pascanu et al., 2013), and return them.
+def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
+    """Scale arrays in place so that their joint 2-norm is at most `max_norm` (Pascanu et al., 2013); return them.
 
-    If the norm isn't finite, the arrays are unchanged, so that infinite or NaN parameters show the failure.
+    If the norm isn't finite, the arrays are unchanged, and the infinite or NaN parameters show the failure.
     """
-    if longest is None:
+    if max_norm is None:
         return arrays
     norm = math.hypot(*_norms(arrays))  # hypot avoids the overflow of a sum of squares
-    if longest < norm < math.inf:
+    if max_norm < norm < math.inf:
         for array in arrays:
-            array *= longest / norm
+            array *= max_norm / norm
     return arrays
 
 
@@ -447,6 +447,6 @@ def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]
         largest = gathered([np.max(np.abs(array)) for array in arrays])
         if not np.isfinite(largest).all():
             return largest.tolist()
-        # Squares overflow, unless the arrays are scaled. The lower bound of the divisor is for arrays of zeros.
+        # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
         return (largest * np.sqrt(gathered([np.sum(array * array) for array in scaled]))).tolist()

@@ -20,7 +20,7 @@ from mpiad.transport.tracing import restoring_state
 
 
 def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
-    """Combine every rank's arrays, and write the result into them.
+    """Reduce the arrays of all ranks, and write the result into them on every rank.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
 
 
 def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
-    """Combine every rank's arrays, and write the result into the root's; otherwise as `allreduce_`.
+    """Reduce the arrays of all ranks, and write the result into the root's arrays; otherwise as `allreduce_`.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
 
 
 def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
-    """Write the root's arrays into every rank's; otherwise as `allreduce_`.
+    """Write the values of the root's arrays into the arrays of every rank; otherwise as `allreduce_`.
 
     Examples
     --------
@@ -97,17 +97,17 @@ class Pending:
         self._x, self._arrays, self._requests = x, arrays, requests
 
     def wait(self) -> Tree:
-        """Wait for the sums, write them into the arrays, and return the pytree; a second call only returns it."""
+        """Wait for the sums, write them into the arrays, and return the pytree; a second call only returns the pytree."""
         for array, request in zip(self._arrays, self._requests):
             with restoring_state(), suspended():
                 array[...] = mpi_wait(request)
-        # A second call mustn't overwrite later values.
+        # A second call must not overwrite later values.
         self._arrays, self._requests = [], []
         return self._x
 
 
 def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
-    """Start to sum every rank's arrays; the method `wait` of the result writes the sums into them.
+    """Start a sum of the arrays of all ranks; the method `wait` of the result writes the sums into the arrays.
 
     Parameters
     ----------

@@ -16,15 +16,15 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return the leaves of a pytree, with the trained ones as variables; raise a TypeError for traced or unknown leaves."""
+    """Return the leaves of a pytree, its trained leaves as variables; raise a TypeError if one is traced or unsupported."""
     leaves, build = flatten(tree)
-    places, others = [], []
+    places, not_plain = [], []
     for k, leaf in enumerate(leaves):
         if type(leaf) is not np.ndarray:
-            others.append(leaf)
+            not_plain.append(leaf)
         if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):
             places.append(k)
-    if any(map(isbox, others)):
+    if any(map(isbox, not_plain)):
         raise TypeError(
             f"{call}: got traced values, but a training step isn't differentiable. Call it outside of the differentiated "
             "function, or pass mpiad.stop_gradient(x)."
@@ -37,7 +37,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     return Variables(leaves, places, build)
 
 
-def each(fun: Callable[[Array], Array], tree: Tree) -> Tree:
+def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:
     """Apply a function to the trained leaves of a pytree."""
     return map_leaves(lambda leaf: fun(leaf) if is_variable(leaf) else leaf, tree)
 
@@ -47,28 +47,28 @@ def described(spec: Spec) -> str:
     return f"shape {spec.shape} and dtype {spec.dtype}{'' if spec.arrays is None else ' on a device'}"
 
 
-def matching(
-    tree: Tree, params: Tree, wanted: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
+def matching_leaves(
+    tree: Tree, params: Tree, expected: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
 ) -> list[Any]:
-    """Return the leaves of a tree; raise if its structure, shapes or dtypes aren't those of the parameters.
+    """Return the leaves of a tree; raise if its structure, shapes or dtypes differ from those of the parameters.
 
-    `wanted`: the leaves of the parameters; with `real` their real parts are compared. `name`, `of`: the names of the tree
-    and of the parameters in messages.
+    `expected`: the leaves of the parameters; with `real` leaves are compared with their real parts. `name`, `of`: the names
+    of the tree and of the parameters in messages.
     """
     found = flatten(tree)[0]
-    if same_form(tree, params) and all(map(_fits, found, map(_real, wanted) if real else wanted)):
+    if same_form(tree, params) and all(map(_matches, found, map(_real, expected) if real else expected)):
         return found
     named, paths = named_leaves(tree, name), named_leaves(params, of)
-    must = f"{call}: the {name} must have the structure of the parameters, "
+    prefix = f"{call}: the {name} must have the structure of the parameters, "
     if len(named) != len(paths):
-        raise TypeError(f"{must}which have {len(paths)} leaves, but has {len(named)}.")
-    for (path, g), (own, leaf) in zip(named, paths):
+        raise TypeError(f"{prefix}which have {len(paths)} leaves, but has {len(named)}.")
+    for (path, g), (param_path, leaf) in zip(named, paths):
         leaf = _real(leaf) if real else leaf
-        if path[len(name) :] != own[len(of) :]:
-            raise TypeError(f"{must}but has {path} instead of {own}.")
-        if not _fits(g, leaf):
+        if path[len(name) :] != param_path[len(of) :]:
+            raise TypeError(f"{prefix}but has {path} instead of {param_path}.")
+        if not _matches(g, leaf):
             got = described(spec_like(g)) if is_variable(g) else f"{type(g).__name__} {g!r:.60}"
-            raise ValueError(f"{call}: {path} must have the {described(spec_like(leaf))} of {own}, but has {got}.")
+            raise ValueError(f"{call}: {path} must have the {described(spec_like(leaf))} of {param_path}, but has {got}.")
     return found
 
 
@@ -85,9 +85,9 @@ def same_form(tree: Tree, other: Tree) -> bool:
     return not isinstance(tree, (dict, list, tuple))
 
 
-def _fits(g: Array, leaf: Array) -> bool:
+def _matches(g: Array, leaf: Array) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
-        # For a leaf that isn't trained, any gradient is allowed.
+        # Any gradient is allowed for a leaf that isn't trained.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
 
@@ -96,5 +96,5 @@ def require_state(state: Any, names: Iterable[str], call: str) -> None:
     """Raise a TypeError if a state isn't a dict with these entries."""
     if not isinstance(state, dict) or state.keys() != set(names):
         got = f"a dict of {sorted(map(str, state))}" if isinstance(state, dict) else f"{type(state).__name__} {state!r:.60}"
-        wanted = f"a dict of {sorted(names)}, as returned by setup of the same optimizer"
-        raise TypeError(f"{call}: the state must be {wanted}, but got {got}.")
+        expected = f"a dict of {sorted(names)}, as returned by setup of the same optimizer"
+        raise TypeError(f"{call}: the state must be {expected}, but got {got}.")

@@ -25,7 +25,7 @@ class Items(list):
     """A batch in the form of a list of objects, one per sample."""
 
 
-def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
+def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
     """Return the number of this rank's samples."""
     if samples is not None:
         return int(samples(params, *batch))
@@ -40,22 +40,22 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
     return 1
 
 
-class _Latest(threading.local):
+class _LastContainer(threading.local):
     size = 0
     order: Tree = None
 
 
-latest = _Latest()
-"""The data container that this thread used last: its number of ranks, and the facts that determine the order of samples."""
+last_container = _LastContainer()
+"""The last data container that this thread used: its number of ranks, and the values that determine its order."""
 
 
 def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) -> None:
-    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between them, apart from leaves that aren't trained."""
+    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between ranks, apart from leaves that aren't trained."""
     if not watch_settings.debug():
         return
     # The orders of samples are compared, too, unless a container belongs to another communicator.
-    if not on_any_rank(used.data, latest.size != used.size):
-        compared = {**compared, "data": latest.order}
+    if not on_any_rank(used.data, last_container.size != used.size):
+        compared = {**compared, "data": last_container.order}
     named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]
     leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
     advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
@@ -71,17 +71,17 @@ class Totals(NamedTuple):
 
 
 def totals(
-    used: Channel, plan: Plan, params: Tree, call: str, count: int, before: int = 0, loss: float = 0.0,
+    used: Channel, plan: Plan, params: Tree, call: str, count: int, accumulated_before: int = 0, loss: float = 0.0,
     problem: Problem | None = None,
 ) -> Totals:  # fmt: skip
-    """Sum the numbers of samples and the losses over the ranks; raise on all ranks if parameters differ in form.
+    """Sum the numbers of samples and the losses over the ranks; raise on all ranks if their parameters don't match.
 
-    `count`, `loss`: the number of this rank's samples, and the sum of their losses. `before`: the number of samples in
-    accumulated batches. `problem`: an error on this rank, which all ranks raise.
+    `count`, `loss`: the number of this rank's samples, and the sum of their losses. `accumulated_before`: this rank's
+    number of samples in previously accumulated batches. `problem`: an error on this rank, which all ranks raise.
     """
-    # All but the loss are integers below 2⁵³, whose sums are exact.
-    mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]
-    found = allreduce(used, np.array(mine, float), SUM, call)
+    # All entries except the loss are integers; their sums are below 2⁵³, so they are exact.
+    local = [count, count + accumulated_before, plan.digest, plan.digest**2, problem is not None, loss]
+    found = allreduce(used, np.array(local, float), SUM, call)
     total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
     # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests d are equal. The products may be too large
     # for exact floats.
@@ -96,19 +96,19 @@ def totals(
 
 def _difference(used: Channel, plan: Plan, params: Tree, call: str) -> ValueError:
     paths = (path for path, leaf in named_leaves(params, "params") if is_variable(leaf))
-    mine = [f"{path} has {described(spec)}" for path, spec in zip(paths, plan.specs)]
-    every = used.data.allgather((mine, plan.limit))
-    for rank, (theirs, limit) in enumerate(every):
+    local = [f"{path} has {described(spec)}" for path, spec in zip(paths, plan.specs)]
+    every = used.data.allgather((local, plan.limit))
+    for rank, (others, limit) in enumerate(every):
         first, first_limit = every[0]
-        for one, other in zip(first, theirs):
+        for one, other in zip(first, others):
             if one != other:
                 return ValueError(
                     f"{call}: the parameters must have the same form, shapes and dtypes on all ranks, but {one} on rank 0, "
                     f"and {other} on rank {rank}."
                 )
-        if (len(theirs), limit) != (len(first), first_limit):
+        if (len(others), limit) != (len(first), first_limit):
             return ValueError(
                 f"{call}: all ranks must train the same number of arrays with the same bucket_bytes, but rank 0 has "
-                f"{len(first)} and {first_limit}, and rank {rank} has {len(theirs)} and {limit}."
+                f"{len(first)} and {first_limit}, and rank {rank} has {len(others)} and {limit}."
             )
     return ValueError(f"{call}: the parameters differ between ranks.")

@@ -66,9 +66,9 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
 
 def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
-    """Compare the pytrees with the root's on all ranks; return the leaves, and the indices of the leaves to broadcast."""
+    """Compare each rank's pytree with the root's; return the leaves, and the indices of the leaves to broadcast."""
     error, leaves, trained, own = None, [], [], []
-    # A rank with an invalid pytree raises after the broadcast, in which all ranks take part.
+    # A rank with an invalid pytree raises after the broadcast, in which all ranks participate.
     try:
         leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
         own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: one file with the state of all ranks and each rank's own state."""
+"""Checkpoints of a training: one file with the state that all ranks share and each rank's own state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
 from mpiad.checkpoint_files import read, remedy, write
-from mpiad.parallel.parameters import matching, same_form
+from mpiad.parallel.parameters import matching_leaves, same_form
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import flatten, leaf_on_device
 from mpiad.transport import channel
@@ -24,8 +24,8 @@ _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 class TrainingCheckpoint(NamedTuple):
     """The result of `load_checkpoint`."""
 
-    tree: Tree  # the saved state of all ranks
-    own: Tree  # the saved state of this rank; None if there is none
+    tree: Tree  # the saved state that is the same on all ranks
+    own: Tree  # the saved state of this rank; None if there isn't one
 
 
 def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, root: Rank = 0, comm: Comm = None) -> None:
@@ -70,13 +70,13 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     with raising_together(used, Exception):
         if used.rank == root:
             file, described = _file(path, call), _described(tree, "tree", arrays)
-        mine = _described(own, f"own/{used.rank}", own_arrays), own_arrays
-    every = used.data.gather(mine, root)
+        rank_own = _described(own, f"own/{used.rank}", own_arrays), own_arrays
+    every = used.data.gather(rank_own, root)
     with raising_together(used, Exception):
         if used.rank == root:
-            for _, theirs in every:
-                arrays.update(theirs)
-            description = {"kind": _KIND, "ranks": used.size, "tree": described, "own": [theirs for theirs, _ in every]}
+            for _, state in every:
+                arrays.update(state)
+            description = {"kind": _KIND, "ranks": used.size, "tree": described, "own": [state for state, _ in every]}
             try:
                 write(file, description, arrays.items())
             except OSError as found:
@@ -108,8 +108,8 @@ def load_checkpoint(
     Raises
     ------
     ValueError
-        On all ranks, if the file is damaged, isn't a training checkpoint, or has the own states of another number of ranks;
-        if nothing in it matches `like` in structure, shapes and dtypes; or if it has device arrays and `like` has none.
+        On all ranks, if the file is damaged, isn't a training checkpoint, or holds states `own` of another number of ranks;
+        if no part of it matches `like` in structure, shapes and dtypes; or if it has device arrays and `like` has none.
 
     Ranks
     -----
@@ -126,14 +126,14 @@ def load_checkpoint(
     used, call = channel(comm, "parallel.load_checkpoint"), "parallel.load_checkpoint"
     root = root_of(root, used, call)
     found: Any = None
-    # The file may be on the local disk of the root's node.
+    # Only the root reads the file, which may be on a local disk of its node.
     with raising_together(used):
         if used.rank == root:
             file = _file(path, call)
             try:
                 found = _read(file, used.size) if file.exists() else None
-            except (ValueError, OSError) as wrong:
-                raise ValueError(f"{call}: {wrong}") from wrong
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{call}: {error}") from error
     found = used.data.bcast(found, root)
     if found is None:
         return None
@@ -142,30 +142,30 @@ def load_checkpoint(
     namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
-            mine = _rebuilt(own[used.rank], arrays, namespace) if len(own) == used.size else None
-            restored = TrainingCheckpoint(_rebuilt(description["tree"], arrays, namespace), mine)
+            rank_own = _rebuilt(own[used.rank], arrays, namespace) if len(own) == used.size else None
+            restored = TrainingCheckpoint(_rebuilt(description["tree"], arrays, namespace), rank_own)
             if like is not None:
                 _require_like(restored, like)
             return restored
-        except ValueError as wrong:
-            raise ValueError(f"{call}: {path!s}: {wrong}") from wrong
+        except ValueError as error:
+            raise ValueError(f"{call}: {path!s}: {error}") from error
 
 
 def _require_like(restored: TrainingCheckpoint, like: Tree) -> None:
     """Raise a ValueError if no part of a checkpoint has the structure, shapes and dtypes of `like`."""
-    wrong, parts = ValueError("no part of it has the structure of like."), list(restored._asdict().items())
+    mismatch, parts = ValueError("no part of it has the structure of like."), list(restored._asdict().items())
     for name, part in parts:  # `parts` grows in this loop
         if same_form(part, like):
             try:
-                matching(part, like, flatten(like)[0], "another model's", name, "like")
+                matching_leaves(part, like, flatten(like)[0], "another model's", name, "like")
             except ValueError as error:
-                wrong = error
+                mismatch = error
             else:
                 return
         if isinstance(part, (dict, list, tuple)):
             entries = part.items() if isinstance(part, dict) else enumerate(part)
             parts += [(f"{name}[{key!r}]", inner) for key, inner in entries]
-    raise wrong
+    raise mismatch
 
 
 def _file(path: str | PathLike[str], call: str) -> Path:
@@ -181,7 +181,7 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
         raise ValueError(f"{path} isn't a training checkpoint.")
     if description["ranks"] != size and any(part != ["plain", None] for part in description["own"]):
         raise ValueError(
-            f"{path} has the own states of {description['ranks']} rank(s), but this communicator has {size}. Start the "
+            f"{path} holds states (own) of {description['ranks']} rank(s), but this communicator has {size}. Start the "
             "same number of ranks, or save without own."
         )
     return description, arrays
@@ -201,12 +201,12 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
         arrays[name] = namespace.to_host(value)
         return ["device array", name]
     if isinstance(value, int):
-        return ["int", str(value)]  # of any size
+        return ["int", str(value)]  # integers of any size
     if isinstance(value, float):
-        return ["float", value.hex()]  # every bit
+        return ["float", value.hex()]  # exact
     if isinstance(value, complex):
         return ["complex", value.real.hex(), value.imag.hex()]
-    # Exact types, because an object of a subclass (Counter, NamedTuple) would lose its type.
+    # Subclasses (Counter, NamedTuple) aren't supported, since their objects would lose the type.
     if type(value) is dict:
         parts = [[_described(key, path, arrays), _described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
         return ["dict", parts]

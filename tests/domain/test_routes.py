@@ -30,7 +30,7 @@ def messages(halos, scheme, stage):
         assert len(peers) == len(set(peers)) and rank not in peers
         for route in halo.stages(scheme)[stage].routes:
             (back,) = [r for r in halos[route.peer].stages(scheme)[stage].routes if r.peer == rank]
-            yield rank, route.peer, route.ours, back.ghosts
+            yield rank, route.peer, route.owned, back.ghosts
 
 
 def filled(halos, blocks, sides, scheme):
@@ -39,9 +39,9 @@ def filled(halos, blocks, sides, scheme):
         padded.append(np.full(halo.padded, np.nan))
         padded[-1][halo.interior] = block
     for stage in range(len(halos[0].stages(scheme))):
-        for source, dest, ours, ghosts in messages(halos, scheme, stage):
-            assert [padded[source][a].shape for a in ours] == [padded[dest][b].shape for b in ghosts]
-            for a, b in zip(ours, ghosts):
+        for source, dest, owned, ghosts in messages(halos, scheme, stage):
+            assert [padded[source][a].shape for a in owned] == [padded[dest][b].shape for b in ghosts]
+            for a, b in zip(owned, ghosts):
                 padded[dest][b] = padded[source][a]
         for halo, out in zip(halos, padded):
             fill_local(out, halo.local(sides, scheme)[stage], sides)
@@ -55,8 +55,8 @@ def folded(halos, cotangents, sides, scheme):
             fold_local(total, halo.local(sides, scheme)[stage], sides, len(halo.shape))
         parts = [
             (source, a, totals[dest][b].copy())
-            for source, dest, ours, ghosts in messages(halos, scheme, stage)
-            for a, b in zip(ours, ghosts)
+            for source, dest, owned, ghosts in messages(halos, scheme, stage)
+            for a, b in zip(owned, ghosts)
         ]
         for owner, where, part in parts:
             totals[owner][where] += part

@@ -109,7 +109,7 @@ def test_what_is_refused(rank_rng, rank, size):
     with pytest.raises(ValueError, match="overlap must be zero or more layers, but got -1"):
         AdditiveSchwarz(a, overlap=-1 if rank == size - 1 else 1)
     with pytest.raises(
-        ValueError, match=r"must be square, with rows and columns divided alike, but is DistributedMatrix\(3"
+        ValueError, match=r"must be square, with equally distributed rows and columns, but is DistributedMatrix\(3"
     ):
         rows = 3 if last else 0
         AdditiveSchwarz(DistributedMatrix(sp.csr_matrix((rows, 5)), columns=5 if last else 0))

@@ -115,5 +115,5 @@ def test_arrays_in_two_places_are_refused_by_name():
         solve(lambda u: on_host(u), b)
     with pytest.raises(TypeError, match="return an array on the host, as b is, but returned .* on device 0"):
         solve(lambda u: on_device(u), on_host(b))
-    with pytest.raises(TypeError, match="x0 and b must be in one place"):
+    with pytest.raises(TypeError, match="x0 and b must be on one device"):
         solve(matvec, b, kappa, x0=on_host(b))

@@ -226,13 +226,13 @@ def test_values_copied_inside_the_function():
 def test_arrays_in_two_places_are_refused_on_all_ranks():
     a, values, b = _system(np.asarray)
     there = a.with_values(on_device(values))
-    with pytest.raises(TypeError, match="matvec: x and values must be in one place, but x is .* on device 0"):
+    with pytest.raises(TypeError, match="matvec: x and values must be on one device, but x is .* on device 0"):
         a.matvec(on_device(b))
     with pytest.raises(TypeError, match="rmatvec: x and values .* x is ndarray on the host and values .* on device 0"):
         there.rmatvec(b)
     # One rank's mistake is everyone's error where a solve begins.
     mixed = there if _RANK == 0 else a
-    with pytest.raises(TypeError, match="solve: x and values must be in one place.*to_device and to_host"):
+    with pytest.raises(TypeError, match="solve: x and values must be on one device.*to_device and to_host"):
         mixed.solve(b)
     integers = on_device(np.ones(len(b), int))
     with pytest.raises(TypeError, match="expected an array of floats of shape .*, but got an array of dtype int64"):

@@ -92,7 +92,7 @@ def test_options_are_handed_over_and_taken_back(rank_rng, monkeypatch):
     np.testing.assert_allclose(petsc.solve(a, b, options={"ksp_type": "cg", "pc_type": "gamg"}), 0.5 * b)
     assert set(petsc_stand_in.Options.seen) == {("ksp_type", "cg"), ("pc_type", "gamg")}
     assert petsc_stand_in.Options.database == {}
-    with pytest.raises(ConvergenceError, match="petsc: PETSc gave up: DIVERGED_ITS. Its options were .*'fails'") as caught:
+    with pytest.raises(ConvergenceError, match="petsc: PETSc failed: DIVERGED_ITS. Its options were .*'fails'") as caught:
         petsc.solve(a, b, options={"ksp_type": "fails"})
     assert len(caught.value.history) == 2
     assert petsc_stand_in.Options.database == {}

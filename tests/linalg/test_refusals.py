@@ -107,7 +107,7 @@ def test_preconditioners_made_for_other_blocks(rank, size, kind):
         n = 3 * size + 1
         rows = scipy.sparse.eye_array(n, format="csr")[other.owned[0]]
         b, made = np.ones(domain.local_shape[0]), AdditiveSchwarz(DistributedMatrix(rows))
-        match = r"has 4 rows on rank 0, but the residual there has shape \(3,\)"
+        match = r"has 4 rows on rank 0, but the residual has shape \(3,\)"
     for method in ("cg", "gmres"):
         with pytest.raises(ValueError, match=match):
             solve(lambda u: 2 * u, b, method=method, preconditioner=made)
@@ -198,7 +198,7 @@ def test_traced_value_from_around_the_operator(domain, rank_rng):
     def around_preconditioner(scale):
         return domain.sum(solve(matvec, b, preconditioner=lambda r: r * scale))
 
-    with pytest.raises(TypeError, match="matvec uses a traced variable from outside .* among the params"):
+    with pytest.raises(TypeError, match="matvec uses a traced variable of an enclosing function .* among the params"):
         mpiad.grad(around_matvec)(2.0)
 
     def around_exchange(scale):
@@ -213,9 +213,9 @@ def test_traced_value_from_around_the_operator(domain, rank_rng):
             mpiad.grad(fun)(2.0)
         with pytest.raises(TypeError, match="traced value inside the body of an operator"):
             mpiad.jvp(fun, 2.0, 1.0)
-    with pytest.raises(TypeError, match="preconditioner uses a traced variable from outside"):
+    with pytest.raises(TypeError, match="preconditioner uses a traced variable of an enclosing function"):
         mpiad.grad(around_preconditioner)(0.25)
-    with pytest.raises(TypeError, match="matvec uses a traced variable from outside"):
+    with pytest.raises(TypeError, match="matvec uses a traced variable of an enclosing function"):
         mpiad.jvp(around_matvec, 2.0, 1.0)
 
     def stopped(scale):

@@ -53,7 +53,7 @@ def points(together: bool, **kind: bool) -> tuple[Points, list[int]]:
 
 
 def value_at(at: Points, x: np.ndarray) -> float:
-    return at.shown(at.valued(x))
+    return at.value_for_method(at.with_value(x))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_function_gets_the_method_s_own_array_and_may_change_it() -> None:
     got = []
     evaluation.value = lambda x: got.append(x) or Evaluation.value(evaluation, x)
     x = np.array([1.0, 2.0])
-    point = at.valued(x)
+    point = at.with_value(x)
     assert got[0] is x and not np.shares_memory(point.x, x)
     x += 1.0
     assert value_at(at, np.array([1.0, 2.0])) == 2.5 and given == [BOTH]

@@ -141,7 +141,7 @@ def test_parts_of_another_number_of_ranks_are_refused(path):
         checkpoint_files.write(path, json.loads(json.dumps(said)), [])
     COMM.Barrier()
     with pytest.raises(
-        ValueError, match=rf"own states of {COMM.size + 1} rank\(s\), but this communicator has {COMM.size}"
+        ValueError, match=rf"states \(own\) of {COMM.size + 1} rank\(s\), but this communicator has {COMM.size}"
     ):
         load_checkpoint(path)
 

@@ -1,10 +1,10 @@
-"""Memory layout of a block's points: sorted by color, so that operations on one color use contiguous arrays.
+"""Memory layout of a block: its points are sorted by color, so that operations on one color use contiguous arrays.
 
 A point's color is the parity of its indices, so there are 4 colors in two dimensions, and 8 in three. Points of one color
 aren't neighbors, not even diagonal ones, so a Gauss-Seidel step updates all of them at once. The points of color (0, ...)
-are the points of the next coarser level. In the array of a color, entry k is the point of index 2k + color; one layer of
-entries around the block's own entries is its halo. All arrays are flat, so that the neighbors of all points of a color are
-one shifted slice: on small levels, loops over rows would take longer than the arithmetic.
+are the points of the next coarser level. In the array of a color, entry k is the point with the index 2k + color; one layer
+of entries around the entries of the block is its halo. All arrays are flat, so that the neighbors of all points of a color
+are one shifted slice: on small levels, loops over rows would take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mpiad.domain.partition import Partition
 from mpiad.transport.buffers import Spec, empty_like
 from mpiad.transport.device_arrays import arrays_of
 
-# Distribution of the points of one level over the ranks: finer levels are on all ranks, coarser levels on fewer.
+# Distribution of the points of one level over the ranks: finer levels are on all ranks, coarser levels on fewer ranks.
 #
 # A coarse point belongs to the rank that owns the fine point at the same position, whose index is twice the coarse index.
-# If blocks become too small, neighboring blocks are merged, and the rank of the first of them owns the merged block.
+# If blocks become too small, neighboring blocks are merged, and the owner of the first block owns the merged block.
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Distribution:
     """The blocks of a level, and the ranks that own them."""
 
     cuts: tuple[tuple[int, ...], ...]  # per dimension, the first point of each block, followed by the number of points
-    # Per dimension, the contribution of each position to the rank: the owner of a block is the sum over dimensions.
+    # Per dimension, the contribution of each position to the rank: the owner of a block is their sum over dimensions.
     ranks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]
 
@@ -78,39 +78,39 @@ class Distribution:
 
     def owner(self, position: tuple[int, ...]) -> Rank:
         """Return the rank of a block."""
-        return sum(along[place] for along, place in zip(self.ranks, position))
+        return sum(along[index] for along, index in zip(self.ranks, position))
 
     def position(self, rank: Rank) -> tuple[int, ...] | None:
-        """Return the position of a rank's block, None for a rank without a block."""
+        """Return the position of a rank's block, or None for a rank without a block."""
         return next((position for position in self.positions() if self.owner(position) == rank), None)
 
     def box(self, position: tuple[int, ...]) -> Box:
         """Return the points of a block."""
-        low = tuple(along[place] for along, place in zip(self.cuts, position))
-        return Box(low, tuple(along[place + 1] for along, place in zip(self.cuts, position)))
+        low = tuple(along[index] for along, index in zip(self.cuts, position))
+        return Box(low, tuple(along[index + 1] for along, index in zip(self.cuts, position)))
 
     def neighbor(self, position: tuple[int, ...], axis: int, step: int) -> Rank | None:
-        """Return the owner of the neighboring block in a direction, None beyond a physical side."""
-        place, count = position[axis] + step, self.dims[axis]
-        if not self.periodic[axis] and not 0 <= place < count:
+        """Return the owner of the neighboring block in a direction, or None beyond a physical side."""
+        index, count = position[axis] + step, self.dims[axis]
+        if not self.periodic[axis] and not 0 <= index < count:
             return None
-        return self.owner((*position[:axis], place % count, *position[axis + 1 :]))
+        return self.owner((*position[:axis], index % count, *position[axis + 1 :]))
 
     def coarse(self) -> Distribution:
         """Return the distribution of the points of even index, in which some blocks may be empty."""
         return Distribution(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
 
-    def merged(self, least: int) -> Distribution:
-        """Return the distribution with neighboring blocks merged until no block with a neighbor is shorter than `least`."""
+    def merged(self, length: int) -> Distribution:
+        """Return the distribution with neighboring blocks merged until no block with neighbors is shorter than `length`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
-            # Blocks are merged in pairs, so that a rank gathers data from few others; the next level may merge again.
-            while len(ranks[axis]) > 1 and min(b - a for a, b in zip(cuts[axis], cuts[axis][1:])) < least:
+            # Blocks are merged in pairs, so that a rank gathers data from few other ranks; the next level may merge again.
+            while len(ranks[axis]) > 1 and min(b - a for a, b in zip(cuts[axis], cuts[axis][1:])) < length:
                 cuts[axis] = (*cuts[axis][:-1][::2], cuts[axis][-1])
                 ranks[axis] = ranks[axis][::2]
         return Distribution(tuple(cuts), tuple(ranks), self.periodic)
 
-    def alone(self) -> Distribution:
+    def on_one_rank(self) -> Distribution:
         """Return the distribution in which the first rank owns all points."""
         # While there are several blocks along a dimension, the shortest is shorter than the dimension, so they are merged.
         return self.merged(max(self.shape))
@@ -122,7 +122,7 @@ def distribution_of(partition: Partition) -> Distribution:
     for axis, (n, count) in enumerate(zip(partition.shape, partition.dims)):
         # Ranks are numbered in row-major order: the last dimension varies fastest.
         stride = math.prod(partition.dims[axis + 1 :])
-        ranks.append(tuple(place * stride for place in range(count)))
+        ranks.append(tuple(index * stride for index in range(count)))
         cuts.append((*[partition.block(rank)[axis].start for rank in ranks[-1]], n))
     return Distribution(tuple(cuts), tuple(ranks), partition.periodic)
 
@@ -133,8 +133,8 @@ Color = tuple[int, ...]
 @functools.cache
 def neighbor_color(color: Color, offset: Color) -> tuple[Color, Color]:
     """Return the color of the neighbors at an offset of a color's points, and the offset between their entries."""
-    moved = [p + o for p, o in zip(color, offset)]
-    return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
+    target = [p + o for p, o in zip(color, offset)]
+    return tuple(m % 2 for m in target), tuple(m // 2 for m in target)
 
 
 class Layout:
@@ -146,7 +146,7 @@ class Layout:
         self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
         self.size = math.prod(self.shape)
         self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        # The flat range from the first to the last entry that isn't in the outermost layer, the halo.
+        # The flat range from the first to the last entry outside of the halo, which is the outermost layer.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
         self.colors: list[Color] = list(itertools.product((0, 1), repeat=len(self.shape)))
@@ -175,7 +175,7 @@ class Layout:
         return tuple(slice(a - f + 1, b - f + 1) for a, b, f in zip(box.low, box.high, self.first))
 
     def whole(self, flat: LocalArray) -> LocalArray:
-        """Return flat arrays of colors as arrays of `shape`."""
+        """Return flat arrays of colors with the axes of `shape`."""
         return flat.reshape(flat.shape[:-1] + self.shape)
 
     def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:

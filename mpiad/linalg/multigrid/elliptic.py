@@ -65,7 +65,7 @@ class Elliptic:
         after), per dimension. Periodic dimensions have no sides.
     centred : bool
         Whether points are centers of cells, as in `Domain.coordinates`. If so, sides with u = 0 are half a spacing beyond
-        the last points, otherwise one spacing. Sides without flux are half a spacing beyond them in both cases.
+        the last points, otherwise one spacing. Sides without flux are half a spacing beyond the last points in both cases.
 
     Raises
     ------
@@ -105,7 +105,7 @@ class Elliptic:
             lambda _: given,
             "Elliptic",
         )
-        # The same domain with a halo of one point, which may be narrower than the given halo.
+        # The same domain with a halo of one point.
         self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
         self.walls = _walls(self.domain, self.sides)
         self._walls = Constants(self.walls)
@@ -135,7 +135,7 @@ class Elliptic:
 
         Adjoint
         -------
-        u gets the operator's product with the cotangent, since the operator is symmetric. For κ and c, see the formula.
+        u gets the operator's product with the cotangent, since the operator is symmetric; κ and c get the derivatives.
         """
         require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
         xp = arrays_of(stop_gradient(u))
@@ -151,10 +151,10 @@ class Elliptic:
         padded, padded_kappa = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
-            along, across = _along(padded, axis, ndim), _along(padded_kappa, axis, ndim)
+            of_u, of_kappa = _layers(padded, axis, ndim), _layers(padded_kappa, axis, ndim)
             # The mean of κ on the two sides of a face, times the difference of u, divided by the square of the spacing.
-            flux = (across(1, None) + across(0, -1)) * (along(1, None) - along(0, -1)) * (0.5 / step**2)
-            faces = _along(flux, axis, ndim, cut=False)
+            flux = (of_kappa(1, None) + of_kappa(0, -1)) * (of_u(1, None) - of_u(0, -1)) * (0.5 / step**2)
+            faces = _layers(flux, axis, ndim, cut=False)
             total = total + faces(0, -1) - faces(1, None)
         return total
 
@@ -173,18 +173,18 @@ class Elliptic:
         padded_kappa, found = self.domain.exchange(kappa, "edge", corners=False), []
         ndim = len(self.sides.spacing)
         for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.domain.neighbours)):
-            across = _along(padded_kappa, axis, ndim)
-            faces = (across(1, None) + across(0, -1)) * (0.5 / step**2)
-            inside = _along(faces, axis, ndim, cut=False)
+            of_kappa = _layers(padded_kappa, axis, ndim)
+            faces = (of_kappa(1, None) + of_kappa(0, -1)) * (0.5 / step**2)
+            inside = _layers(faces, axis, ndim, cut=False)
             # There is no coupling across physical sides; a side with u = 0 contributes to the diagonal.
-            for place, rank in zip((slice(0, 1), slice(-1, None)), pair):
+            for layer, rank in zip((slice(0, 1), slice(-1, None)), pair):
                 if rank is None:
-                    inside(place.start, place.stop)[...] = 0.0
+                    inside(layer.start, layer.stop)[...] = 0.0
             found.append((inside(0, -1), inside(1, None)))
         return found
 
 
-def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
+def _layers(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
     """Return a function that returns layers of an array along a dimension, without the halo of other dimensions."""
     rest = slice(1, -1) if cut else slice(None)
 
@@ -198,7 +198,7 @@ def _walls(domain: Domain, sides: Sides) -> np.ndarray:
     """Return, for each point, the factor of κ in the diagonal that is due to adjacent sides with u = 0."""
     walls = np.zeros(domain.local_shape)
     for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):
-        layers = _along(walls, axis, len(sides.spacing), cut=False)
+        layers = _layers(walls, axis, len(sides.spacing), cut=False)
         for start, stop_, rank, given in zip((0, -1), (1, None), pair, fixed):
             if rank is None and given:
                 # With half the distance to the side, the difference quotient is twice as large.

@@ -56,8 +56,8 @@ def solve_elliptic(
     c : array of shape local_shape, or number
         Zero or positive. All arrays are on the host, or all on one device.
     spacing, boundary, centred
-        As in `Elliptic`. For another value than 0 on a side, add κ times the value, divided by the square of the spacing,
-        to `b` at the points next to the side (twice this term if `centred`).
+        As in `Elliptic`. For a nonzero value on a side, add κ times the value, divided by the square of the spacing, to `b`
+        at the points next to the side (twice this term if `centred`).
     mean_zero : bool
         As in `Multigrid`.
     rtol, atol, maxiter
@@ -106,8 +106,8 @@ def solve_elliptic(
         for field in (b, kappa, c):
             require_own_block(field, domain.local_shape, group.size, group.rank, _CALL)
     # The solves of derivatives start from zero, and call no callback.
-    start = {"x0": stop_gradient(x0), "callback": callback}
-    return _solution(b, kappa, c, problem=_Problem(levels, {"rtol": rtol, "atol": atol, "maxiter": maxiter}, start))
+    initial = {"x0": stop_gradient(x0), "callback": callback}
+    return _solution(b, kappa, c, problem=_Problem(levels, {"rtol": rtol, "atol": atol, "maxiter": maxiter}, initial))
 
 
 class _Problem(NamedTuple):
@@ -115,30 +115,30 @@ class _Problem(NamedTuple):
 
     levels: Multigrid
     settings: dict[str, Any]  # arguments of `Multigrid.solve`, also for the solves of derivatives
-    start: dict[str, Any] = {}  # further arguments, for the first solve only
-    linear: bool = False  # whether no rank differentiates with respect to κ and c
+    initial: dict[str, Any] = {}  # further arguments, for the first solve only
+    linear: bool = False  # whether nothing is differentiated with respect to κ and c
 
-    def product(self, all_three: Sequence[LocalArray]) -> LocalArray:
+    def product(self, arguments: Sequence[LocalArray]) -> LocalArray:
         """Return the operator's product with u, for the list [u, κ, c]."""
-        return self.levels.operator(*all_three)
+        return self.levels.operator(*arguments)
 
 
 @custom_operator
 def _solution(b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> LocalArray:
-    """Return the solution. The levels were computed from κ and c, which are arguments only because of their derivatives."""
-    return problem.levels.solve(b, **problem.settings, **problem.start)
+    """Return the solution. The levels were computed from κ and c, which are arguments only for their derivatives."""
+    return problem.levels.solve(b, **problem.settings, **problem.initial)
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> Callable:
-    """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
+    """Return the transpose of the solution's derivative, for which A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
         # On a tape of cotangents, nothing is differentiated with respect to κ and c, since an enclosing trace
-        # differentiates the reverse pass only. The kind of tape is the same on all ranks, and thus the decision.
+        # differentiates the reverse pass only. The kind of tape, and thus the decision, is the same on all ranks.
         tape = tracing.tape
         linear = tape is not None and tape.of_cotangents
-        # The operator is its own transpose, so the levels are used again, for all cotangents at once.
-        multiplier = _solution(g, kappa, c, problem=problem._replace(start={}, linear=linear))
+        # The operator is its own transpose, so the same levels solve for all cotangents at once.
+        multiplier = _solution(g, kappa, c, problem=problem._replace(initial={}, linear=linear))
         if problem.linear:
             return [multiplier]
         pull, _ = make_vjp(problem.product)([ans, kappa, c])
@@ -154,9 +154,9 @@ def _tangent(
 ) -> LocalArray:
     """Return the derivative of the solution along tangents of b, κ and c."""
     tangents = [direction_of(value, g) for value, g in zip((kappa, c), gs[1:])]
-    push = make_jvp(problem.product)([ans, kappa, c])
-    change = push([spec_like(stop_gradient(ans)).zeros(), *tangents])[1]
-    return _solution(tangent_of(b, gs[0]) - change, kappa, c, problem=problem._replace(start={}, linear=False))
+    jvp = make_jvp(problem.product)([ans, kappa, c])
+    change = jvp([spec_like(stop_gradient(ans)).zeros(), *tangents])[1]
+    return _solution(tangent_of(b, gs[0]) - change, kappa, c, problem=problem._replace(initial={}, linear=False))
 
 
 defvjp_together(_solution, _adjoint)

@@ -2,9 +2,9 @@
 
 The steps on each level are smoothing, restriction of the residual, correction by the coarser level, and smoothing. The
 smoother is a Gauss-Seidel sweep over groups of colors. The second sweep, in the reverse order, is the transpose of the
-first, so the cycle is a symmetric operator. After the first sweep, the equations of the last group hold, so its residuals
-are zero. The second sweep begins with this group, and computes its values from the other groups, so the correction isn't
-interpolated to it. On the finest level, which has two groups, this halves the work.
+first, so the cycle is a symmetric operator. After the first sweep, the equations of the last group are satisfied, so its
+residuals are zero. The second sweep begins with this group, and computes its values from the other groups, so the
+correction isn't interpolated to it. On the finest level, which has two groups, this halves the work.
 
 A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up, and the number of iterations
 grows with the size of the grid. This number stays constant if the two levels below the finest level are visited twice.
@@ -44,14 +44,14 @@ _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 
 
 class Agglomeration:
-    """The transfer of points from a `Distribution` to another one, which has blocks on some of the same ranks only."""
+    """The transfer of points from a `Distribution` to another `Distribution`, which has blocks on a subset of its ranks."""
 
     def __init__(self, before: Distribution, after: Distribution, rank: Rank, comm: Comm):
         self._rank, self._comm, self._same = rank, comm, before == after
         position: Any = before.position(rank)
-        self._mine = before.box(position)
-        place = after.position(rank)
-        self.box: Box | None = None if place is None else after.box(place)
+        self._own_box = before.box(position)
+        new_position = after.position(rank)
+        self.box: Box | None = None if new_position is None else after.box(new_position)
         self._leader = _leader(before, after, position)
         self._members = [
             (before.owner(other), before.box(other))
@@ -60,7 +60,7 @@ class Agglomeration:
         ]
 
     def gather(self, block: LocalArray) -> LocalArray:
-        """Return this rank's new block (None if it has no block) from the old blocks; all owners of old blocks call it."""
+        """Return this rank's new block, or None if it has none, from the old blocks; all owners of old blocks call it."""
         if self._same:
             return block
         with restoring_state(), suspended():
@@ -86,22 +86,22 @@ class Agglomeration:
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange of halos.
-        mine = self._mine.grown(1)
+        own_box = self._own_box.grown(1)
         with restoring_state(), suspended():
             if self.box is None:
-                buffer = empty_like(block, block.shape[: block.ndim - len(mine.low)] + mine.shape)
+                buffer = empty_like(block, block.shape[: block.ndim - len(own_box.low)] + own_box.shape)
                 return mpi_wait(mpi_irecv(buffer, self._leader, _TAG_SCATTER, self._comm))
             for member, box in self._members:
                 if member != self._rank:
                     part = whole[(..., *box.grown(1).within(self.box.grown(1)))]
                     mpi_send(copied(part), member, _TAG_SCATTER, self._comm)
-            return whole[(..., *mine.within(self.box.grown(1)))]
+            return whole[(..., *own_box.within(self.box.grown(1)))]
 
 
 def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]) -> Rank:
-    """Return the rank that owns a block afterwards: along each dimension, the last new owner at or before the old one."""
-    shares = [along[place] for along, place in zip(before.ranks, position)]
-    return sum(max(kept for kept in along if kept <= share) for along, share in zip(after.ranks, shares))
+    """Return the new owner of a block: along each dimension, the last new owner at or before the old owner."""
+    shares = [along[k] for along, k in zip(before.ranks, position)]
+    return sum(max(start for start in along if start <= share) for along, share in zip(after.ranks, shares))
 
 
 # The coarsest level, on one rank: a sparse factorization by SciPy, on the host. For arrays on a device, a small level
@@ -117,8 +117,8 @@ class Coarsest:
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
         # If the kernel contains only constants, the operator without one row and one column is nonsingular.
-        self._kept = stack[0].size - singular
-        self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
+        self._size = stack[0].size - singular
+        self._factors = splu(_matrix(stack, periodic)[: self._size, : self._size]) if self._size else None
         self._inverse: Any = None
 
     def on(self, xp: ArrayModule) -> Coarsest:
@@ -131,17 +131,17 @@ class Coarsest:
     def solve(self, f: LocalArray) -> LocalArray:
         """Return the solutions, with one layer around each, for right-hand sides of shape (systems, *shape)."""
         if self._inverse is not None:
-            return self._surrounded(f.reshape(len(f), -1) @ self._inverse.T)
-        return through_host(lambda f: self._surrounded(self._solved(f.reshape(len(f), -1).T).T), f)
+            return self._with_layer(f.reshape(len(f), -1) @ self._inverse.T)
+        return through_host(lambda f: self._with_layer(self._solved(f.reshape(len(f), -1).T).T), f)
 
     def _solved(self, f: np.ndarray) -> np.ndarray:
         # The omitted value is zero; `Multigrid` subtracts the mean of the solution.
         u = np.zeros(f.shape)
         if self._factors is not None:
-            u[: self._kept] = self._factors.solve(f[: self._kept])
+            u[: self._size] = self._factors.solve(f[: self._size])
         return u
 
-    def _surrounded(self, u: LocalArray) -> LocalArray:
+    def _with_layer(self, u: LocalArray) -> LocalArray:
         out = u.reshape(-1, *self._shape)
         for axis, periodic in enumerate(self._periodic, 1):
             width = [(1, 1) if other == axis else (0, 0) for other in range(out.ndim)]
@@ -170,9 +170,9 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     return sp.coo_array(triplets, (numbers.size, numbers.size)).tocsc()
 
 
-# Largest number of points, per number of dimensions, for which a factorization is cheaper than further levels.
+# Largest number of points, by number of dimensions, for which a factorization is cheaper than further levels.
 _FACTORIZED = {1: 4096, 2: 400, 3: 216}
-# Smallest length of a block, per number of dimensions; the exchanges of shorter blocks would take too long.
+# Smallest length of a block, by number of dimensions; the exchanges of shorter blocks would take too long.
 _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
@@ -187,13 +187,13 @@ class Plan(NamedTuple):
 
 
 class Coarser:
-    """The next coarser problem: a level on the same ranks or on fewer, or the factorized operator on one rank."""
+    """The next coarser problem: a level on the same or fewer ranks, or the factorized operator on one rank."""
 
     def __init__(self, stack: np.ndarray, distribution: Distribution, plan: Plan):
         # Colors require an even number of points along periodic dimensions.
         odd = any(wraps and n % 2 for wraps, n in zip(distribution.periodic, distribution.shape))
         last = odd or math.prod(distribution.shape) <= _FACTORIZED[len(distribution.cuts)]
-        after = distribution.alone() if last else distribution.merged(_SHORTEST[len(distribution.cuts)])
+        after = distribution.on_one_rank() if last else distribution.merged(_SHORTEST[len(distribution.cuts)])
         self._gathering = Agglomeration(distribution, after, plan.rank, plan.comm)
         whole = self._gathering.gather(stack)
         self._level: Level | None = None
@@ -217,14 +217,14 @@ class Coarser:
         return other
 
     def correct(self, residual: LocalArray) -> LocalArray:
-        """Return the correction on this rank's coarse points, with one layer around them, from the residual there."""
+        """Return the correction on this rank's coarse points and a layer around them, from the residual at these points."""
         f = self._gathering.gather(residual)
         if self._level is not None:
             layout = self._level.layout
-            return self._gathering.scatter(layout.join(self._visited(self._level, layout.split(f)), rim=1), residual)
+            return self._gathering.scatter(layout.join(self._cycled(self._level, layout.split(f)), rim=1), residual)
         return self._gathering.scatter(None if self._coarsest is None else self._coarsest.solve(f), residual)
 
-    def _visited(self, level: Level, f: LocalArray) -> LocalArray:
+    def _cycled(self, level: Level, f: LocalArray) -> LocalArray:
         u = level.cycle(f)
         if not self._twice:
             return u
@@ -251,18 +251,18 @@ class Level:
         # Rows of the state, for all colors: u, then the residual, then the product with u; and one row for restriction.
         self._coarse, self.is_compiled = 3 * count, compiled
         self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
-        step, done = self.sums.step, list[Color]()
+        step, updated = self.sums.step, list[Color]()
         self._before: list[tuple[Step, list[Color]]] = []
         for group in stencil.sweep:
-            # In the first sweep, which starts from zero, only colors that were already computed contribute.
-            self._before.append((step([self._relaxed(color, done) for color in group]), group))
-            done = done + group
-        # The colors whose equations don't hold after the first sweep.
-        self._unfinished = left = [color for color in self.layout.colors if color not in stencil.sweep[-1]]
+            # In the first sweep, which starts from zero, only colors that have been updated contribute.
+            self._before.append((step([self._relaxed(color, updated) for color in group]), group))
+            updated = updated + group
+        # The colors whose equations aren't satisfied after the first sweep.
+        self._unfinished = rest = [color for color in self.layout.colors if color not in stencil.sweep[-1]]
         later = _later(stencil.sweep)
-        self._residuals = step([self._residual(color, later.get(color)) for color in left])
-        self._restriction = step([self._restricted(left)])
-        self._interpolation = step([self._interpolated(color) for color in left])
+        self._residuals = step([self._residual(color, later.get(color)) for color in rest])
+        self._restriction = step([self._restricted(rest)])
+        self._interpolation = step([self._interpolated(color) for color in rest])
         # The second sweep, in reverse order; all neighbors contribute.
         self._after = [(step([self._relaxed(c, None) for c in group]), group) for group in reversed(stencil.sweep)]
         self._product = step([self._multiplied(color) for color in self.layout.colors])
@@ -314,7 +314,7 @@ class Level:
         terms = self._stencil.terms(color, later)
         if later is None:
             return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
-        # The equations held after the color's update, so the residual is due to later updates of other colors.
+        # The equations are satisfied after the color's update, so the residual is due to later updates of other colors.
         return WeightedSum(self._count + row, terms)
 
     def _multiplied(self, color: Color) -> WeightedSum:
@@ -323,12 +323,12 @@ class Level:
             return WeightedSum(2 * self._count + row, base=row)
         return WeightedSum(2 * self._count + row, self._stencil.terms(color), diagonal=Term(row, row), negative=True)
 
-    def _restricted(self, left: list[Color]) -> WeightedSum:
+    def _restricted(self, rest: list[Color]) -> WeightedSum:
         terms = []
-        for color in left:
+        for color in rest:
             for weights, shift in self._corners(color) if any(color) else ():
                 terms.append(Term(weights, self._count + self.layout.row[color], -shift, -shift))
-        return WeightedSum(self._coarse, terms, base=self._count if self.layout.colors[0] in left else None, of_right=False)
+        return WeightedSum(self._coarse, terms, base=self._count if self.layout.colors[0] in rest else None, of_right=False)
 
     def _interpolated(self, color: Color) -> WeightedSum:
         """Return the interpolation to a color, the transpose of restriction: a sum of neighboring coarse values."""

@@ -40,10 +40,10 @@ class Tolerance(NamedTuple):
     callback: Callable[[float], Any] | None
     reported: bool  # whether any rank has a callback, which may raise
     # A collective function that returns a possible reason for slow convergence, for an error message.
-    remark: Callable[[], str]
+    slowness_reason: Callable[[], str]
 
 
-def conjugate(
+def preconditioned_cg(
     level: Level, r: LocalArray, group: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
     """Return the solutions and the history of norms; `r` is overwritten. For errors see `Multigrid.solve`."""
@@ -58,20 +58,20 @@ def conjugate(
             if tolerance.reported:
                 failures.raise_together()
             found = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
-            _fail(group, f"{found}; {tolerance.remark()}", history)
+            _fail(group, f"{found}; {tolerance.slowness_reason()}", history)
         # Both arrays are memory of the level, which its next cycle overwrites.
         z = level.cycle(r)
         w = level.product_after(r)
-        mine = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
-        rz, wz = _sums(group, mine)
+        local = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
+        rz, wz = _sums(group, local)
         # Converged systems don't change. As in `conjugate_gradients`, p·Ap follows from a recurrence.
         beta = np.where(active, rz / before, 0.0)
         curvature = wz - beta * beta * curvature
-        wrong = active & ~((rz > 0.0) & (curvature > 0.0))
-        if wrong.any():
+        invalid = active & ~((rz > 0.0) & (curvature > 0.0))
+        if invalid.any():
             failures.raise_together()
-            found = f"r·z = {rz[wrong][0]:.3e} and p·Ap = {curvature[wrong][0]:.3e} should be positive"
-            _fail(group, f"{found}: rounding errors dominate. Increase rtol; {tolerance.remark()}", history)
+            found = f"r·z = {rz[invalid][0]:.3e} and p·Ap = {curvature[invalid][0]:.3e} should be positive"
+            _fail(group, f"{found}: rounding errors dominate. Increase rtol; {tolerance.slowness_reason()}", history)
         squares = vectors.advance(z, w, beta, np.where(active, rz, 0.0) / np.where(active, curvature, 1.0))
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
         norms = _norms(group, r, squares, "the residual")
@@ -87,10 +87,10 @@ def _sums(group: Channel, local: np.ndarray) -> np.ndarray:
     return allreduce(group, local, SUM, _CALL)
 
 
-def _norms(group: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndarray:
-    """Return the norms of r over all ranks, from the squared norms `mine` of this rank's parts."""
+def _norms(group: Channel, r: LocalArray, local: np.ndarray, name: str) -> np.ndarray:
+    """Return the norms of r over all ranks, from the squared norms `local` of this rank's parts."""
     # NaN on one rank makes the sum NaN on all ranks, so that all ranks raise.
-    total = _sums(group, mine)
+    total = _sums(group, local)
     if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
         text = f"{_CALL}: {name} is not finite: {bad} entries on rank {group.rank} are NaN or infinite."

@@ -17,10 +17,10 @@ from mpiad.errors import NotFiniteError
 from mpiad.linalg.multigrid.color_layout import Distribution, distribution_of, layout_of
 from mpiad.linalg.multigrid.elliptic import Elliptic, Sides
 from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
-from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
+from mpiad.linalg.multigrid.multigrid_cg import Tolerance, preconditioned_cg
 from mpiad.linalg.multigrid.stencil import stencil_of
 from mpiad.linalg.multigrid.weighted_sums import are_compiled
-from mpiad.linalg.system import Settings, agree_on, mistake_in
+from mpiad.linalg.system import Settings, agree_on, settings_error
 from mpiad.linalg.vectors import column, on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
@@ -35,7 +35,7 @@ _CALL = "linalg.Multigrid"
 
 
 def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, on the host; collective. Raise on all ranks if any rank's are invalid."""
+    """Return κ and c on this rank's points, on the host; collective. Raise on all ranks if they are invalid on any rank."""
     with raising_together(group):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
         fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
@@ -43,19 +43,19 @@ def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tu
             if wraps and n % 2:
                 raise ValueError(
                     f"{_CALL}: a periodic dimension must have an even number of points, but dimension {axis} has {n}. "
-                    "Multiples of a high power of two can be coarsened most often."
+                    "Choose a multiple of a high power of two, which allows the most levels."
                 )
     return fields[0], fields[1]
 
 
 def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) -> bool:
     """Return whether the operator's kernel contains constants; raise a ValueError if `mean_zero` differs. Collective."""
-    given = any(side for pair in sides.fixed for side in pair)
+    has_fixed_side = any(side for pair in sides.fixed for side in pair)
     # The sides are the same on all ranks, but c differs between ranks.
-    largest, with_it, without_it = allreduce(group, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
-    if with_it and without_it:
+    largest, some_true, some_false = allreduce(group, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
+    if some_true and some_false:
         raise agreed(group, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
-    singular = not given and float(largest) == 0.0
+    singular = not has_fixed_side and float(largest) == 0.0
     if singular and not mean_zero:
         text = (
             "the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant can be "
@@ -96,10 +96,10 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
     if not usable.all():
         kind = ValueError if np.isfinite(field).all() else NotFiniteError
         first = np.unravel_index(int(np.argmin(usable)), field.shape)
-        place = tuple(int(i) + cells.start for i, cells in zip(first, domain.owned))
+        index = tuple(int(i) + cells.start for i, cells in zip(first, domain.owned))
         raise kind(
             f"{_CALL}: {name} must be {'zero or more' if zero_allowed else 'positive'} and finite, but is "
-            f"{float(field[first])!r} at point {place} of the grid, and wrong at {int(np.count_nonzero(~usable))} of "
+            f"{float(field[first])!r} at point {index} of the grid, and invalid at {int(np.count_nonzero(~usable))} of "
             f"{field.size} points of this rank.{'' if zero_allowed else ' Take the exponential of a learned field.'}"
         )
     return field
@@ -115,15 +115,15 @@ _EXTREME = 1e8  # error messages mention the contrast of κ if it is at least th
 class Multigrid:
     """Geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that depends on κ, so that κ may jump.
 
-    The levels are computed on the host. Cycles run on the host or on a device, where their argument is; all levels are
-    copied to a device before its first cycle.
+    The levels are computed on the host. A cycle runs on the host or device of its argument; all levels are copied
+    to a device before its first cycle.
 
     Parameters
     ----------
     domain : Domain
         Periodic dimensions must have an even number of points; coarsening ends when this number becomes odd.
     kappa : array of shape local_shape, or number
-        The coefficient κ: positive. It may jump by orders of magnitude between neighboring points.
+        The coefficient κ. It must be positive, and may jump by orders of magnitude between neighboring points.
     c : array of shape local_shape, or number
         Zero or more.
     spacing, boundary, centred
@@ -212,7 +212,7 @@ class Multigrid:
         None; the cycle is its own transpose, but a preconditioner isn't differentiated.
         """
         if is_array(r) and r.dtype.kind == "c":
-            # The operator is real, so the real and the imaginary part are independent systems.
+            # The operator is real, so the real and imaginary parts are independent systems.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
         level = self._level_for(r)
@@ -278,7 +278,7 @@ class Multigrid:
         settings = Settings("cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve")
         systems = math.prod(np.shape(b)[: -len(self.domain.shape)])
         settings = settings._replace(with_x0=x0 is not None, batch=systems)
-        error = mistake_in(settings, ("cg",), settings.batch)
+        error = settings_error(settings, ("cg",), settings.batch)
         try:
             self._checked(b, settings.call)
             if x0 is not None and self._checked(x0, settings.call).shape != b.shape:
@@ -291,18 +291,18 @@ class Multigrid:
             if not b.size:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
-            # The solve is in double precision, since in single precision the residual can't fall to 1e-8 times its start.
-            right = self._without_mean(self._systems(b).astype(np.float64))
+            # The solve is in double precision, since in single precision the residual can't fall by a factor of 1e-8.
+            rhs = self._without_mean(self._systems(b).astype(np.float64))
             start = None if x0 is None else self._without_mean(self._systems(x0).astype(np.float64))
-            r = right if start is None else self._without_mean(right - self.matvec(start))
-            tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._remark)
+            r = rhs if start is None else self._without_mean(rhs - self.matvec(start))
+            tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._slowness_reason)
             split = self._layout.split(r)
-            whole, level = None if start is None else right, self._level_for(b)
-            x, self.history = conjugate(level, split, self._channel, tolerance, whole)
+            whole_rhs, level = None if start is None else rhs, self._level_for(b)
+            x, self.history = preconditioned_cg(level, split, self._channel, tolerance, whole_rhs)
             u = self._without_mean(self._layout.join(x))
             return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
 
-    def _remark(self) -> str:
+    def _slowness_reason(self) -> str:
         """Return a possible reason for slow convergence; collective."""
         found = contrast(self.kappa, self._channel)
         if found < _EXTREME:
@@ -310,7 +310,7 @@ class Multigrid:
         return f"kappa varies by a factor of {found:.0e}, an extreme contrast (double precision resolves up to 5e+15)"
 
     def refusal(self, r: LocalArray) -> Exception | None:
-        """Return the error if this rank's block can't be preconditioned, else None."""
+        """Return the error if `r` doesn't match this rank's block, else None."""
         try:
             self._checked(r.real, "linalg.Multigrid")
         except (TypeError, ValueError) as error:
@@ -337,8 +337,8 @@ class Multigrid:
         """Return blocks of several systems; if the kernel contains constants, subtract each system's mean over the grid."""
         if not self.mean_zero:
             return blocks
-        own = np.array(on_host(blocks.reshape(len(blocks), -1).sum(axis=1, dtype=np.float64)))
-        means = allreduce(self._channel, own, SUM, "linalg.Multigrid") / np.prod(self.domain.shape)
+        local = np.array(on_host(blocks.reshape(len(blocks), -1).sum(axis=1, dtype=np.float64)))
+        means = allreduce(self._channel, local, SUM, "linalg.Multigrid") / np.prod(self.domain.shape)
         return blocks - column(blocks, means)
 
     def _level_for(self, r: LocalArray) -> Level:

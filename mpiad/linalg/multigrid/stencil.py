@@ -2,7 +2,8 @@
 
 Interpolation depends on the operator: across a jump of the coefficient, it preserves the flux, not the slope. Between two
 coarse points, the interpolated value satisfies the operator's equation, after the couplings across the line are added to
-the diagonal. Amid four coarse points, couplings across the plane (in three dimensions) are added; amid eight, none.
+the diagonal. At a point amid four coarse points (in three dimensions), couplings across the plane are added; amid eight,
+none.
 
 References
 ----------
@@ -27,7 +28,7 @@ from mpiad.transport.buffers import empty_like
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
 
-# Message tags below the limit of 32767 that MPI guarantees; users rarely choose large ones.
+# Message tags below the limit of 32767 that MPI guarantees; users rarely choose large tags.
 _TAG_UP, _TAG_DOWN = 32752, 32753
 
 
@@ -51,7 +52,7 @@ class LevelHalo:
         self._layout, self._rank, self._comm = layout, rank, comm
         position: Any = distribution.position(rank)
         self._sides = [self._sides_along(axis, distribution, position) for axis in range(len(distribution.cuts))]
-        self._needed = any(self._sides)
+        self._has_neighbors = any(self._sides)
 
     def _sides_along(self, axis: int, distribution: Distribution, position: tuple[int, ...]) -> list[_Side]:
         low, high = self._layout.box.low[axis], self._layout.box.high[axis]
@@ -59,17 +60,18 @@ class LevelHalo:
         for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
             rank = distribution.neighbor(position, axis, step)
             if rank is not None:
-                # Entries of layers in the arrays of their colors are shifted by one, because of the halo.
+                # In the arrays of colors, entries are shifted by one, because of the halo.
                 place = [index // 2 - first + 1 for index in (own, ghost)]
                 sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
         return sides
 
     def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
         """Fill the halo, including corners, of arrays (..., size) of some colors, the same on all ranks; collective."""
-        if self._needed and arrays:
+        if self._has_neighbors and arrays:
             whole = {color: self._layout.whole(array) for color, array in arrays.items()}
-            # One dimension after the other: the layers sent along a dimension include the halo of earlier dimensions,
-            # and thus the corners. `suspended` marks the channel as unusable if an exception leaves a message pending.
+            # Dimensions are exchanged one after the other: the layers that are sent along a dimension include the halo of
+            # earlier dimensions, and thus the corners. `suspended` marks the channel as unusable if an exception leaves a
+            # message pending.
             with restoring_state(), suspended():
                 for sides in self._sides:
                     self._fill_along(whole, sides)
@@ -88,8 +90,8 @@ class LevelHalo:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
-        # In this case, the layer before the block is a copy of the block's last layer, and the layer after the block is
-        # a copy of its first layer.
+        # If a rank is its own neighbor, the layer before the block is a copy of the block's last layer, and the layer after
+        # the block is a copy of its first layer.
         for side, other in zip(own_sides, reversed(own_sides)):
             for ghost, own in zip(
                 _layers(whole, side.axis, side.ghost, side.ghost_parity),
@@ -113,7 +115,7 @@ Offset = tuple[int, ...]
 
 
 def offsets(ndim: int) -> list[Offset]:
-    """Return the offsets of all neighbors, including diagonal ones; the k-th offset from the end is minus the k-th."""
+    """Return the offsets of all neighbors, also diagonal ones; the k-th offset from the end is minus the k-th offset."""
     return [offset for offset in itertools.product((-1, 0, 1), repeat=ndim) if any(offset)]
 
 
@@ -128,8 +130,8 @@ class Stencil:
 
     def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
         # The rows of the memory, which are zero outside of the block: D for each color; 1 / D, or 0 if D is 0, for each
-        # color; N for each offset and color; and the weights of interpolation, for each color but (0, ...) and corner.
-        self.layout, self.memory, self._found, count = layout, memory, list(found), len(layout.colors)
+        # color; N for each offset and color; and the interpolation weights, for each color except (0, ...) and each corner.
+        self.layout, self.memory, self._offsets, count = layout, memory, list(found), len(layout.colors)
         self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
         self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(found, 2)}
         self.sweep = _sweep(layout.colors, any(np.count_nonzero(offset) > 1 for offset in found))
@@ -141,7 +143,7 @@ class Stencil:
 
     def on(self, xp: ArrayModule) -> Stencil:
         """Return the same operator on a device, with a copy of its memory."""
-        return Stencil(self.layout, self._found, xp.to_device(self.memory))
+        return Stencil(self.layout, self._offsets, xp.to_device(self.memory))
 
     def weights_of(self, color: Color) -> LocalArray:
         """Return the weights for interpolating a color, shape (corners, size)."""
@@ -150,7 +152,7 @@ class Stencil:
     def terms(self, color: Color, among: Sequence[Color] | None = None) -> list[Term]:
         """Return the terms N u of a color's neighbors, or only of the neighbors whose colors are in `among`."""
         terms, row, count = [], self.layout.row[color], len(self.layout.colors)
-        for k, offset in enumerate(self._found, 2):
+        for k, offset in enumerate(self._offsets, 2):
             neighbor, steps = neighbor_color(color, offset)
             if among is None or neighbor in among:
                 shift = self.layout.shifted(steps).start - self.layout.inner.start
@@ -183,7 +185,7 @@ def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndar
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
     """Compute the weights of a level's interpolation, including those in the halo, in the stencil's memory; collective."""
     colors = stencil.layout.colors
-    # Points between two coarse points come first, since points amid four or eight coarse points are computed from them.
+    # Weights of points between two coarse points come first, since those of other points are computed from them.
     for odd in range(1, len(colors[0]) + 1):
         group = [color for color in colors if sum(color) == odd]
         for color in group:
@@ -195,7 +197,7 @@ def _find_weights(stencil: Stencil, color: Color) -> None:
     layout, at = stencil.layout, {corner: k for k, corner in enumerate(corners(color))}
     inner, row = stencil.weights_of(color)[:, layout.inner], layout.row[color]
     center = stencil.diagonal[row, layout.inner].copy()
-    for along, coupling in _collapsed(stencil, color).items():
+    for along, coupling in _couplings_along(stencil, color).items():
         if not any(along):
             center -= coupling
             continue
@@ -208,7 +210,7 @@ def _find_weights(stencil: Stencil, color: Color) -> None:
     inner *= np.divide(1.0, center, out=np.zeros_like(center), where=center > 0)
 
 
-def _collapsed(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np.ndarray]:
+def _couplings_along(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np.ndarray]:
     """Return a color's couplings, summed over the dimensions along which its points have even indices."""
     layout = stencil.layout
     out: dict[tuple[int, ...], np.ndarray] = {}

@@ -1,7 +1,7 @@
 """The operations of a level, as descriptions: weighted sums of shifted rows; all right-hand sides share the weights.
 
 Smoothing, restriction, interpolation and the operator's product are all of this form. `Sums` uses NumPy or the device's
-module. `CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides, while its
+module. `CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides while its
 weights are in cache. The kernel is written in the language of `mpiad.compiling.translation`, and is compiled from this
 file's source. Rows are given by their numbers in memory, so all levels use the same kernel, in any dimension.
 """
@@ -19,7 +19,7 @@ from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.color_layout import Layout
 from mpiad.transport.buffers import empty_like, zeros_like
 
-# For blocks with fewer points, loading the kernel takes longer than the kernel saves.
+# For blocks with fewer points, loading the kernel takes more time than the kernel saves.
 _MIN_POINTS = 1 << 13
 # Number of entries of a range. Such a range and its weights fit into the L2 cache; shorter ranges are slower.
 _RANGE = 2048
@@ -39,10 +39,10 @@ class Term(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """The inner entries of a row are ``scale * (base - diagonal * row + sum(terms))``, or minus this value."""
+    """Inner entries of a row, computed as ``scale * (base - diagonal * row + sum(terms))``, or minus this value."""
 
     out: int  # the row of the state that is computed
-    terms: Sequence[Term] = ()  # none of them reads `out`
+    terms: Sequence[Term] = ()  # no term reads `out`
     base: int | None = None  # a row of the state, or of the right-hand side
     of_right: bool = True  # whether the base is a row of the right-hand side
     diagonal: Term | None = None  # the subtracted term
@@ -51,7 +51,7 @@ class WeightedSum(NamedTuple):
 
 
 class Sums:
-    """Computes sums by NumPy or a device's module, where the coefficients (n, size) are; `state` contains the rows."""
+    """Computes sums by NumPy or a device's module, for coefficients (n, size) on this device; `state` contains the rows."""
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
         self._layout, self._coefficients, self._rows = layout, coefficients, rows
@@ -59,13 +59,13 @@ class Sums:
         self.allocate(1)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
-        """Return a function that computes sums, one after the other."""
+        """Return a function that computes sums, one after another."""
         bound, state = list[Step](), None
 
         def run(f: LocalArray) -> None:
             nonlocal bound, state
             if state is not self.state:
-                # Slices are created once: on small levels, this takes longer than the arithmetic.
+                # Slices are created once, since on small levels this takes longer than the arithmetic.
                 bound, state = [self._bind(one) for one in sums], self.state
             for compute in bound:
                 compute(f)
@@ -130,7 +130,7 @@ class CompiledSums(Sums):
         super().__init__(layout, coefficients, rows)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
-        """Return a function that computes sums, one after the other."""
+        """Return a function that computes sums, one after another."""
         # The kernel's table of arrays: two words, followed by the address and the size of each array.
         tables, block, state = self._numbers_of(sums), np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64), None
         address, right, kernel = block.ctypes.data, 2 + 2 * (len(_TABLES) + 1), self._kernel

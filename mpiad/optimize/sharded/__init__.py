@@ -1,5 +1,5 @@
-"""L-BFGS and Newton-CG with variables distributed over the ranks: nothing is gathered; a root decides by small sums."""
+"""L-BFGS and Newton-CG with variables distributed over the ranks: only scalars are sent to the root, which decides."""
 
-from mpiad.optimize.sharded.sharded_solve import Piece, Sharded, piece_of
+from mpiad.optimize.sharded.sharded_solve import LocalArguments, Sharded, check_local_arguments
 
-__all__ = ["Piece", "Sharded", "piece_of"]
+__all__ = ["LocalArguments", "Sharded", "check_local_arguments"]

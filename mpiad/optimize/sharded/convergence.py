@@ -23,14 +23,14 @@ NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at 
 
 
 class Settings(NamedTuple):
-    """Stopping criteria, and the size of the memory."""
+    """Options of L-BFGS-sharded: stopping criteria, and the size of the memory."""
 
     maxcor: int = 10  # number of stored pairs of steps and gradient changes, m in the literature
     gtol: float = 1e-5  # tolerance of the largest absolute entry of the (projected) gradient over all ranks
     ftol: float = 2.2204460492503131e-09  # tolerance of the relative decrease in one iteration; 0 for none
     maxiter: int = 15000
-    maxfun: int = 15000  # evaluations, including those of line searches
-    maxls: int = 20  # evaluations per line search
+    maxfun: int = 15000  # maximum number of evaluations, including those of line searches
+    maxls: int = 20  # maximum number of evaluations per line search
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def ending_at(
     """Return the ending of a solve at an iterate whose gradient isn't small enough, or None if it continues.
 
     `before` is the objective at the previous iterate, or infinite if the last line search found no better point. `made` are
-    the numbers of iterations and evaluations so far. ``stopped()`` returns whether a callback has raised StopIteration.
+    the numbers of iterations and evaluations. ``stopped()`` returns whether a callback has raised StopIteration.
     """
     if settings.ftol > 0.0 and before < math.inf:
         # Relative for large values and absolute below one, as in L-BFGS-B.
@@ -76,7 +76,7 @@ _FUNCTIONS = "preconditioner", "inner_product", "regularizer"
 
 
 class NewtonSettings(NamedTuple):
-    """The components of a Newton step, and stopping criteria."""
+    """Options of Newton-CG-sharded: the components of a step, and stopping criteria."""
 
     # {"full", "gauss-newton"}. The matrix of the Newton system: the Hessian of the objective, or JᵀJ plus the Hessian of
     # the regularizer, with the Jacobian J of the residuals.
@@ -93,8 +93,8 @@ class NewtonSettings(NamedTuple):
     maxiter: int = 200
     maxfun: int = 15000
     maxls: int = 20
-    maxcg: int = 200  # products per iteration
-    radius: float | None = None  # of the first trust region; by default the length of the steepest descent step
+    maxcg: int = 200  # maximum number of Hessian products per iteration
+    radius: float | None = None  # of the first trust region; by default that of the preconditioned steepest descent step
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
     if tol is not None:
         given = {**({"gtol": tol} if newton else {"gtol": tol, "ftol": tol}), **given}
     if newton and given.get("preconditioner") is None:
-        # An object for the inner product, such as a prior, often has a preconditioner, too.
+        # An object for the inner product, such as a prior, often defines a preconditioner, too.
         given["preconditioner"] = getattr(given.get("inner_product"), "precondition", None)
     if not newton and "m" in given:
         given["maxcor"] = given.pop("m")  # its name in papers
@@ -143,7 +143,7 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function of an option. Of an object, it is the method `cost` (of a regularizer) or `solve` (others)."""
+    """Return the function of an option; for an object, its method `cost` (of a regularizer) or `solve` (of others)."""
     method = "cost" if name == "regularizer" else "solve"
     if callable(found := getattr(value, method, None)):
         return found

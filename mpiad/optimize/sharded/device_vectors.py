@@ -14,7 +14,7 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.sharded.host_vectors import Parts, Ring
 from mpiad.transport.device_arrays import ArrayModule
 
-# Columns per operation. Temporary arrays then take a few tens of megabytes.
+# Columns per operation, so that temporary arrays take at most a few tens of megabytes.
 _MAX_COLUMNS = 1 << 18
 
 
@@ -25,7 +25,7 @@ class DeviceVectors:
         self.height, self.size, self._xp = height, size, xp
         self.memory: Array = xp.full((height, size), 0.0, float)
         self.box = None if box is None else Box(*(xp.to_device(limit) for limit in box.limits))
-        # Whether a bound stopped any variable in the last step; on the device.
+        # Whether the last point was changed by the projection onto the bounds; on the device.
         self._clipped: Array = xp.full((), False, bool)
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:
@@ -60,18 +60,18 @@ class DeviceVectors:
 
         The third result is g·g. For the parameters see `HostVectors.products`.
         """
-        here, vectors = self.memory[ring.gradient], []
-        square = np.sum(here * here)
+        current, vectors = self.memory[ring.gradient], []
+        square = np.sum(current * current)
         if change:
-            before = self.memory[ring.newest]
-            np.subtract(here, before, out=before)
-            vectors.append(before)
+            newest = self.memory[ring.newest]
+            np.subtract(current, newest, out=newest)
+            vectors.append(newest)
         if gradient:
-            vectors.append(here)
+            vectors.append(current)
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         if not self.size:
             return of_change, of_gradient, 0.0
-        # One product with all rows, including unused rows, costs less than two products with some rows.
+        # One product with all rows, including unused ones, costs less than two products with the used rows.
         products = self.memory @ np.stack(vectors, axis=1)
         found = self.to_host(np.concatenate([products.reshape(-1), square.reshape(1)]))
         products = found[:-1].reshape(self.height, len(vectors))[ring.rows()]
@@ -87,28 +87,28 @@ class DeviceVectors:
         self.memory[row] = total
 
     def advance(
-        self, parts: Parts, coefficients: np.ndarray, row: int, here: Array, step: float, outs: tuple[Array, None]
+        self, parts: Parts, coefficients: np.ndarray, row: int, origin: Array, step: float, outs: tuple[Array, None]
     ) -> None:
-        """Call `combine`, unless `parts` is empty, and write the point ``here + step * row``."""
+        """Call `combine`, unless `parts` is empty, and write the point ``origin + step * row``."""
         out = outs[0]
         if parts:
             self.combine(parts, coefficients, row)
         np.multiply(self.memory[row], step, out=out)
-        out += here
+        out += origin
 
-    def take(self, gradient: Array, direction: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient to a row, and return the numbers of `HostVectors.take`, by one copy to the host."""
+    def store_trial(self, gradient: Array, direction: int, out: int) -> tuple[float, float, float]:
+        """Copy a gradient to a row, and return the numbers of `HostVectors.store_trial`, by one copy to the host."""
         if not self.size:  # an empty array has no largest entry
             return 0.0, 0.0, 0.0
         self.memory[out] = gradient
-        copied, along = self.memory[out], self.memory[direction]
-        found = self.to_host(np.stack([np.max(np.abs(copied)), np.sum(copied * along), np.sum(along * along)]))
+        copied, d = self.memory[out], self.memory[direction]
+        found = self.to_host(np.stack([np.max(np.abs(copied)), np.sum(copied * d), np.sum(d * d)]))
         largest, slope, square = found.tolist()
-        # If an entry is NaN, so is the largest.
+        # If an entry is NaN, the largest is NaN, too.
         return largest if largest < math.inf else math.inf, slope, square
 
     def project(self, x: Array) -> Array:
-        """Project a vector onto the bounds, in place; return whether any variable moved, as an array on the device."""
+        """Project a vector onto the bounds, in place; return whether any variable changed, as an array on the device."""
         low, high = self.box.limits  # type: ignore[union-attr]
         moved = np.any((x < low) | (x > high))
         x[...] = np.clip(x, low, high)
@@ -124,38 +124,38 @@ class DeviceVectors:
             np.subtract(gradient, rows[ring.newest], out=rows[ring.newest])
             np.subtract(x, before, out=rows[ring.newest + 1])  # the step after projection
         free, projected = self.box.free_and_step(x, gradient, norm, slice(None))  # type: ignore[union-attr]
-        of_held = np.sum(gradient * np.where(free, 0.0, projected))
-        # All rows, since an array of the used rows only would be a copy.
+        other_slope = np.sum(gradient * np.where(free, 0.0, projected))
+        # All rows are multiplied, since an array of only the used rows would be a copy.
         products = functools.reduce(operator.add, ((tile * free[part]) @ tile.T for part, tile in self))
-        found = self.to_host(np.concatenate([products.reshape(-1), of_held.reshape(1)]))
+        found = self.to_host(np.concatenate([products.reshape(-1), other_slope.reshape(1)]))
         return found[:-1].reshape(self.height, self.height)[np.ix_(ring.rows(), ring.rows())], found[-1]
 
-    def turn(self, ring: Ring, x: Array, norm: float) -> None:
-        """Set the direction of variables that are held at a bound to their projected gradient step."""
+    def set_direction_at_bounds(self, ring: Ring, x: Array, norm: float) -> None:
+        """Set the direction of the variables that aren't free to their projected gradient step."""
         gradient, whole = self.memory[ring.gradient], slice(None)
         free, projected = self.box.free_and_step(x, gradient, norm, whole)  # type: ignore[union-attr]
         self.memory[ring.direction] = np.where(free, self.memory[ring.direction], projected)
 
-    def advance_within(self, row: int, here: Array, step: float, outs: tuple[Array, None]) -> None:
-        """Write the projection of the point ``here + step * row``."""
+    def advance_within(self, row: int, origin: Array, step: float, outs: tuple[Array, None]) -> None:
+        """Write the projection of the point ``origin + step * row``."""
         out = outs[0]
         np.multiply(self.memory[row], step, out=out)
-        out += here
+        out += origin
         self._clipped = self.project(out)
 
-    def take_within(self, ring: Ring, gradient: Array, x: Array, here: Array | None) -> list[float]:
-        """Copy the gradient of a trial point to its row; return the numbers of `HostVectors.take_within`, by one copy."""
+    def store_trial_within(self, ring: Ring, gradient: Array, x: Array, origin: Array | None) -> list[float]:
+        """Copy the gradient of a trial point to its row; return the numbers of `HostVectors.store_trial_within`."""
         if not self.size:
             return [0.0] * 6
         box: Box = self.box  # type: ignore[assignment]
         self.memory[ring.trial] = gradient
         numbers = [np.max(np.abs(gradient)), np.max(np.abs(box.projected_step(x, gradient, slice(None))))]
-        if here is not None:
-            moved = x - here
+        if origin is not None:
+            moved = x - origin
             # Variables that a bound has stopped don't contribute to the slope.
             direction = self.memory[ring.direction] * box.inside(x, slice(None))
             factors = (gradient, direction), (self.memory[ring.gradient], moved), (gradient, moved), (moved, moved)
             numbers += [*(np.sum(a * b) for a, b in factors), self._clipped.astype(float)]
         entry, largest, *rest = self.to_host(np.stack(numbers)).tolist()
-        # If a gradient isn't finite, its projected step may still be finite; if an entry is NaN, so is the largest.
+        # If a gradient isn't finite, its projected step may still be finite; if an entry is NaN, the largest is NaN, too.
         return [largest if entry < math.inf else math.inf, *(rest or [0.0] * 5)]

@@ -4,7 +4,7 @@ A tile is a range of columns of all rows, in contiguous memory. Operations proce
 fits into the cache. `device_vectors` is the counterpart on a device.
 
 Two rows form a slot. The slot of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
-stores the gradient g at the current point and the direction from there. The next slot stores the gradients of trial points.
+stores the gradient g at the current point and the next direction. The slot after it stores the gradients of trial points.
 When a trial is accepted, the slots change their roles without copies: g becomes y in place, the direction becomes the step,
 and the slot of the oldest pair becomes the slot for trials.
 """
@@ -69,7 +69,7 @@ class Ring:
             self.first = (self.first + 1) % self._slots
 
     def forget(self) -> None:
-        """Drop all pairs; the current slot is unchanged."""
+        """Discard all pairs; the current slot is unchanged."""
         self.first, self.count = self.gradient // 2, 0
 
     def rows(self) -> np.ndarray:
@@ -87,12 +87,12 @@ class Ring:
 
 
 class HostVectors:
-    """Rows of `size` doubles, `height` of them; other vectors have shape (size,). `box` are the bounds."""
+    """A matrix of `height` rows of `size` doubles; other vectors have shape (size,). `box` are the bounds."""
 
     def __init__(self, height: int, size: int, box: Box | None = None):
         self.height, self.size, self.box, self._clipped = height, size, box, False
         whole, rest = divmod(size, LENGTH)
-        # Zeros, since checkpoints contain the whole memory, even before its first use.
+        # Zeros, since checkpoints contain the whole memory, including rows that haven't been used.
         self.memory = np.zeros(height * (whole * (LENGTH + PADDING) + rest))
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
@@ -147,7 +147,7 @@ class HostVectors:
         return of_change, of_gradient, square
 
     def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
-        """Replace row `before` by `row` - `before`, unless they are the same row; write its products with `parts` to `out`.
+        """Replace row `before` by `row` - `before`, unless they are the same row; write the products of `before` to `out`.
 
         Return the inner product of `row` with itself.
         """
@@ -167,16 +167,16 @@ class HostVectors:
             self._combine(tile, parts, coefficients, tile[row])
 
     def advance(
-        self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float, outs: Outputs
+        self, parts: Parts, coefficients: np.ndarray, row: int, origin: np.ndarray, step: float, outs: Outputs
     ) -> None:
-        """Call `combine`, unless `parts` is empty, and write the point ``here + step * row`` to the vectors `outs`."""
+        """Call `combine`, unless `parts` is empty, and write the point ``origin + step * row`` to the vectors `outs`."""
         out, copy = outs
         for part, tile in self:
             direction, point = tile[row], out[part]
             if parts:
                 self._combine(tile, parts, coefficients, direction)
             np.multiply(direction, step, out=point)
-            point += here[part]
+            point += origin[part]
             if copy is not None:
                 np.copyto(copy[part], point)
 
@@ -187,18 +187,18 @@ class HostVectors:
             out += combination(coefficients[places], tile[rows], self.size)
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
-    def take(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:
+    def store_trial(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient g to row `out`; return its largest absolute entry, g·d and d·d for the row d = `direction`.
 
         The largest entry is infinite if an entry isn't finite.
         """
         largest = slope = square = 0.0
         for part, tile in self:
-            copied, along = tile[out], tile[direction]
+            copied, d = tile[out], tile[direction]
             np.copyto(copied, gradient[part])
             largest = max(largest, _largest(copied))
-            slope += float(vdot(copied, along))
-            square += float(vdot(along, along))
+            slope += float(vdot(copied, d))
+            square += float(vdot(d, d))
         return largest, slope, square
 
     def project(self, x: np.ndarray) -> None:
@@ -208,67 +208,67 @@ class HostVectors:
     def products_of_free(
         self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
     ) -> tuple[np.ndarray, float]:
-        """Return the inner products of the ring's rows over free variables, and the contribution of held ones to the slope.
+        """Return the inner products of the ring's rows over free variables, and the slope over the others.
 
         x is the current point, `norm` the largest absolute entry of the projected gradient on any rank, `before` the
-        previous point, if the newest pair belongs to the step from there.
+        previous point, or None if the step from it isn't stored as a pair.
         """
         rows, box = ring.rows(), self.box
-        products, of_held = np.zeros((len(rows), len(rows))), 0.0
+        products, other_slope = np.zeros((len(rows), len(rows))), 0.0
         for part, tile in self:
             gradient = tile[ring.gradient]
             if before is not None:
                 np.subtract(gradient, tile[ring.newest], out=tile[ring.newest])
                 np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step after projection
             free, projected = box.free_and_step(x[part], gradient, norm, part)  # type: ignore[union-attr]
-            of_held += vdot(gradient, np.where(free, 0.0, projected))
+            other_slope += vdot(gradient, np.where(free, 0.0, projected))
             products += gram(tile[rows] * free)
-        return products, of_held
+        return products, other_slope
 
-    def turn(self, ring: Ring, x: np.ndarray, norm: float) -> None:
-        """Set the direction of variables that are held at a bound to their projected gradient step."""
+    def set_direction_at_bounds(self, ring: Ring, x: np.ndarray, norm: float) -> None:
+        """Set the direction of the variables that aren't free to their projected gradient step."""
         for part, tile in self:
             free, projected = self.box.free_and_step(x[part], tile[ring.gradient], norm, part)  # type: ignore[union-attr]
             np.copyto(tile[ring.direction], projected, where=~free)
 
-    def advance_within(self, row: int, here: np.ndarray, step: float, outs: Outputs) -> None:
-        """Write the projection of the point ``here + step * row``; see `advance`."""
+    def advance_within(self, row: int, origin: np.ndarray, step: float, outs: Outputs) -> None:
+        """Write the projection of the point ``origin + step * row``; see `advance`."""
         out, copy = outs
         self._clipped = False
         for part, tile in self:
             np.multiply(tile[row], step, out=out[part])
-            out[part] += here[part]
+            out[part] += origin[part]
             self._clipped |= self.box.project(out[part], part)  # type: ignore[union-attr]
         if copy is not None:
             np.copyto(copy, out)
 
-    @np.errstate(over="ignore", invalid="ignore")  # as in `take`
-    def take_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, here: np.ndarray | None) -> list[float]:
+    @np.errstate(over="ignore", invalid="ignore")  # as in `store_trial`
+    def store_trial_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, origin: np.ndarray | None) -> list[float]:
         """Copy the gradient of a trial point x to its row, and return numbers for the line search.
 
         These are: the largest absolute entry of the projected gradient, infinite if an entry of the gradient isn't finite;
-        for a step from `here` the slope along the direction, the products of the step with the gradients at `here` and x,
-        and the square of the step; whether a bound has stopped any variable.
+        for a step from `origin` the slope along the direction, the products of the step with the gradients at `origin` and
+        x, and the square of the step; whether a bound has stopped any variable.
         """
         found = np.zeros(5)
         for part, tile in self:
-            largest, *terms = self._measured(ring, tile, gradient[part], part, (x, here))
+            largest, *terms = self._tile_numbers(ring, tile, gradient[part], part, (x, origin))
             found[0] = max(found[0], largest)
             found[1:] += terms
-        return [*found.tolist(), float(here is not None and self._clipped)]
+        return [*found.tolist(), float(origin is not None and self._clipped)]
 
-    def _measured(
+    def _tile_numbers(
         self, ring: Ring, tile: np.ndarray, gradient: np.ndarray, part: slice, points: tuple[np.ndarray, np.ndarray | None]
     ) -> tuple[float, float, float, float, float]:
-        (x, here), trial, box = points, tile[ring.trial], self.box
+        (x, origin), trial, box = points, tile[ring.trial], self.box
         np.copyto(trial, gradient)
         # If a gradient isn't finite, its projected step may still be finite.
         largest = _largest(trial)
         if largest < math.inf:
             largest = float(np.max(np.abs(box.projected_step(x[part], trial, part))))  # type: ignore[union-attr]
-        if here is None:
+        if origin is None:
             return largest, 0.0, 0.0, 0.0, 0.0
-        moved = x[part] - here[part]
+        moved = x[part] - origin[part]
         # Variables that a bound has stopped don't contribute to the slope.
         direction = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
         slope, square = float(vdot(trial, direction)), float(vdot(moved, moved))
@@ -283,7 +283,7 @@ def _largest(gradient: np.ndarray) -> float:
 
 
 def untiled(memory: np.ndarray, size: int) -> np.ndarray:
-    """Return the rows, shape (height, size), of a memory from a checkpoint; from a device it has this shape already."""
+    """Return the rows, shape (height, size), of a memory from a checkpoint; that of a device already has this shape."""
     if memory.ndim == 2:
         return memory
     whole, rest = divmod(size, LENGTH)

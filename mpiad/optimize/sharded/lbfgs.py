@@ -1,4 +1,4 @@
-"""Limited-memory BFGS for distributed variables; all ranks run the iteration and decide by the same numbers."""
+"""Limited-memory BFGS for distributed variables; all ranks run the iteration with the same scalars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, S
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 
-# A line search for the strong Wolfe conditions, which all ranks run with the same numbers.
+# A line search for the strong Wolfe conditions, which all ranks run with the same scalars.
 #
 # It follows Moré and Thuente: an interval that brackets a minimizer is reduced by safeguarded cubic steps, at first for the
 # function minus the required linear decrease, which has a minimizer at which the conditions hold. There are two additions.
@@ -34,7 +34,7 @@ from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 # .. [2] W. W. Hager and H. Zhang, SIAM J. Optim. 16 (2005), equation (4.1).
 
 
-# The constants of SciPy's L-BFGS-B.
+# The constants of the line search in SciPy's L-BFGS-B.
 _DECREASE, _CURVATURE, _NARROW = 1e-3, 0.9, 0.1
 _FARTHEST, _GROWTH, _SHRINKAGE = 1e10, (1.1, 4.0), 0.66
 _ROUNDING = 10.0 * sys.float_info.epsilon
@@ -42,8 +42,8 @@ _ROUNDING = 10.0 * sys.float_info.epsilon
 _SAFEGUARD = 0.66
 
 
-class End(NamedTuple):
-    """Value and slope at a step."""
+class Sample(NamedTuple):
+    """Value and slope of the objective at a step along the direction."""
 
     step: float
     value: float
@@ -58,7 +58,7 @@ class LineSearch:
 
     def __init__(self, value: float, slope: float, first: float):
         self.step, self.stuck = first, False
-        self._start = self._best = self._other = End(0.0, value, slope)
+        self._start = self._best = self._other = Sample(0.0, value, slope)
         self._bracketed, self._early = False, True
         self._farthest = _FARTHEST
         self._width, self._width_before = _FARTHEST, 2.0 * _FARTHEST
@@ -66,7 +66,7 @@ class LineSearch:
 
     def accepts(self, value: float, slope: float) -> bool:
         """Return whether value and slope at `step` end the search; otherwise choose another step."""
-        start, trial = self._start, End(self.step, value, slope)
+        start, trial = self._start, Sample(self.step, value, slope)
         wanted = start.value + _DECREASE * trial.step * start.slope
         if value <= wanted and abs(slope) <= -_CURVATURE * start.slope:
             return True
@@ -85,13 +85,13 @@ class LineSearch:
         return value <= self._start.value + _DECREASE * change_before
 
     def back_away(self) -> None:
-        """Choose a shorter step, since the value at `step` isn't finite."""
+        """Choose a shorter step if the value at `step` isn't finite."""
         best = self._best.step
         self.step = self._farthest = best + RETREAT * (self.step - best)
         self._high = min(self._high, self._farthest)
         self.stuck = self.step == best
 
-    def _approximately(self, trial: End) -> bool:
+    def _approximately(self, trial: Sample) -> bool:
         start = self._start
         if trial.value > start.value + _ROUNDING * abs(start.value):
             return False
@@ -105,11 +105,11 @@ class LineSearch:
             return False
         return not self._low < self.step < self._high or self._high - self._low <= _NARROW * self._high
 
-    def _advance(self, trial: End, modified: bool) -> None:
-        tilt = _DECREASE * self._start.slope if modified else 0.0
+    def _advance(self, trial: Sample, modified: bool) -> None:
+        shift = _DECREASE * self._start.slope if modified else 0.0
         # Until the required decrease is reached, Moré and Thuente interpolate the function minus that decrease.
         ends = self._best, self._other, trial
-        best, other, new = (End(end.step, end.value - end.step * tilt, end.slope - tilt) for end in ends)
+        best, other, new = (Sample(end.step, end.value - end.step * shift, end.slope - shift) for end in ends)
         step = next_step(best, other, new, self._bracketed, self._low, self._high)
         if new.value > best.value:
             self._other, self._bracketed = trial, True
@@ -133,7 +133,7 @@ class LineSearch:
             self.step = self._best.step or self.step
 
 
-def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
+def next_step(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowest: float, highest: float) -> float:
     """Return the step to try after `trial`: cases 1 to 4 in section 4 of [1].
 
     `best` has the lowest value so far. If a minimizer is bracketed, `other` is the other end of the interval; otherwise
@@ -143,19 +143,19 @@ def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float,
     if trial.value > best.value:
         return _after_rise(best, trial)
     if trial.slope * best.slope < 0.0:
-        # Slopes of opposite signs bracket a minimizer: take the estimate farther from the trial.
+        # Slopes of opposite signs bracket a minimizer: take the estimate that is farther from the trial.
         cubic, secant = _cubic(trial, best), _secant(best, trial)
         return max(cubic, secant, key=lambda step: abs(step - trial.step))
-    # A lower value and a smaller slope: the minimizer lies beyond the trial, where the cubic may not have one.
+    # A lower value and a smaller slope: the minimizer lies beyond the trial, but the cubic may not have a minimizer there.
     if abs(trial.slope) < abs(best.slope):
         return _after_flattening(best, other, trial, bracketed, lowest, highest)
     if bracketed:
         return _cubic(trial, other)
-    # A lower value and a slope that isn't smaller: the limit of the allowed steps.
+    # A lower value and a slope that isn't smaller: take the limit of the allowed steps.
     return highest if trial.step > best.step else lowest
 
 
-def _after_rise(best: End, trial: End) -> float:
+def _after_rise(best: Sample, trial: Sample) -> float:
     width = trial.step - best.step
     descent = (best.value - trial.value) / width + best.slope
     quadratic = best.step + best.slope / descent / 2.0 * width
@@ -165,7 +165,7 @@ def _after_rise(best: End, trial: End) -> float:
     return cubic + (quadratic - cubic) / 2.0
 
 
-def _after_flattening(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
+def _after_flattening(best: Sample, other: Sample, trial: Sample, bracketed: bool, lowest: float, highest: float) -> float:
     secant = _secant(best, trial)
     theta, root = _cubic_terms(best, trial)
     root = -root if trial.step > best.step else root
@@ -180,11 +180,11 @@ def _after_flattening(best: End, other: End, trial: End, bracketed: bool, lowest
     return min(step, limit) if trial.step > best.step else max(step, limit)
 
 
-def _secant(a: End, b: End) -> float:
+def _secant(a: Sample, b: Sample) -> float:
     return b.step + b.slope / (b.slope - a.slope) * (a.step - b.step)
 
 
-def _cubic(a: End, b: End) -> float:
+def _cubic(a: Sample, b: Sample) -> float:
     """Return the minimizer of the cubic through both values and slopes, relative to a."""
     theta, root = _cubic_terms(a, b)
     # This sign of the root selects the minimizer, not the maximizer.
@@ -192,7 +192,7 @@ def _cubic(a: End, b: End) -> float:
     return a.step + (root - a.slope + theta) / (root - a.slope + root + b.slope) * (b.step - a.step)
 
 
-def _cubic_terms(a: End, b: End) -> tuple[float, float]:
+def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
     theta = 3.0 * (a.value - b.value) / (b.step - a.step) + a.slope + b.slope
     scale = max(abs(theta), abs(a.slope), abs(b.slope))  # squares of slopes may overflow
     return theta, scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
@@ -215,24 +215,24 @@ class Trials:
             self._memory.vectors.project(x)
         return self._evaluated(Point(x), None)
 
-    def along(self, here: Point, step: float) -> Point:
-        """Evaluate a step along the direction from a point, projected onto the bounds."""
+    def along(self, iterate: Point, step: float) -> Point:
+        """Evaluate the point at a step along the direction, projected onto the bounds."""
         point = Point(self._spare.pop() if self._spare else self._memory.vectors.new())
         point.step = step
-        self._memory.advance(here, step, (point.x, self._packing.next_buffer()))
-        return self._evaluated(point, here)
+        self._memory.advance(iterate, step, (point.x, self._packing.next_buffer()))
+        return self._evaluated(point, iterate)
 
     def release(self, point: Point) -> None:
         """Reuse the vector of a point that is no longer needed."""
         self._spare.append(point.x)
 
-    def _evaluated(self, point: Point, here: Point | None) -> Point:
+    def _evaluated(self, point: Point, iterate: Point | None) -> Point:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
-        largest, *terms, clipped = self._memory.measure(point, here, gradient)
+        largest, *terms, clipped = self._memory.measure(point, iterate, gradient)
         # MPI doesn't specify the maximum of NaN.
         broken = not math.isfinite(largest)
-        numbers = self._totals.of(terms, [0.0 if broken else largest, broken, clipped], [value])
+        numbers = self._totals.reduce(terms, [0.0 if broken else largest, broken, clipped], [value])
         point.slope, point.change_before, point.change_after, square, point.norm, any_broken, any_clipped, point.value = (
             numbers
         )
@@ -242,128 +242,127 @@ class Trials:
 
 
 class LBFGS:
-    """The iteration."""
+    """The L-BFGS iteration."""
 
     def __init__(
         self, trials: Trials, memory: LimitedMemory, iterates: ShardedIterates, settings: Settings, files: StateFiles
     ):
         self._trials, self._memory, self._files, self._iterates = trials, memory, files, iterates
         self._settings, self._bounded = settings, memory.vectors.box is not None
-        self._count, self._wall = 0, math.inf
+        self._count, self._barrier = 0, math.inf  # `_barrier`: least length of a trial step to a value that isn't finite
 
     def run(self, start: Array) -> tuple[Point, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.take()
+        found = self._files.pop()
         if found is not None:
             self._trials.release(Point(start))
             return self._descend(self._restored(found))
-        here = self._trials.start(start)
-        self._iterates.note(here, self._trials.count)
-        if not here.finite:
-            return here, NOT_FINITE
-        return self._descend(self._moved(here, None, False))
+        iterate = self._trials.start(start)
+        self._iterates.add_row(iterate, self._trials.count)
+        if not iterate.finite:
+            return iterate, NOT_FINITE
+        return self._descend(self._state_at(iterate, None, False))
 
     def _descend(self, state: State) -> tuple[Point, Ending]:
         while True:
-            here = state.here
+            iterate = state.iterate
             ending = self._ending(state) or (INTERRUPTED if self._files.interrupted else None)
-            self._keep(state, ending)
+            self._write(state, ending)
             if ending is not None:
-                return here, ending
-            found = self._search(here, state.slope, state.length) if state.slope < 0.0 else here
-            if found is here and self._files.interrupted:  # the search is repeated when the solve resumes
-                self._keep(state, INTERRUPTED)
-                return here, INTERRUPTED
-            if found is not here:
+                return iterate, ending
+            found = self._search(iterate, state.slope, state.length) if state.slope < 0.0 else iterate
+            if found is iterate and self._files.interrupted:  # the search is repeated when the solve resumes
+                self._write(state, INTERRUPTED)
+                return iterate, INTERRUPTED
+            if found is not iterate:
                 self._count += 1
-                found.range = self._wall - found.length if self._wall > found.length else math.inf
+                found.range = self._barrier - found.length if self._barrier > found.length else math.inf
                 stop = self._iterates.report(found, self._trials.count)
-                state = self._moved(found, here, stop)
-                self._trials.release(here)
+                state = self._state_at(found, iterate, stop)
+                self._trials.release(iterate)
             elif self._memory.ring.count == 0 and self._trials.count < self._settings.maxfun:
-                return here, ABNORMAL
+                return iterate, ABNORMAL
             else:
                 # No better point along the direction: retry with steepest descent.
                 self._memory.ring.forget()
-                state = self._moved(here, None, False)
+                state = self._state_at(iterate, None, False)
 
     def _ending(self, state: State) -> Ending | None:
-        if state.here.norm <= self._settings.gtol:
+        if state.iterate.norm <= self._settings.gtol:
             return GRADIENT
         made = state.iteration, state.count
-        return ending_at(state.value_before, state.here.value, lambda: state.stopped, made, self._settings)
+        return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, made, self._settings)
 
-    def _moved(self, here: Point, before: Point | None, stop: bool) -> State:
-        """Add a point to the memory; return the state of the solve there."""
+    def _state_at(self, new: Point, before: Point | None, stop: bool) -> State:
+        """Make a point the current point of the memory; return the state of the solve at this point."""
         # The memory stores a step only if the curvature along it is positive.
-        curved = (
-            before is not None and here.change_after - here.change_before > -sys.float_info.epsilon * here.change_before
-        )
-        slope, length, stopped = self._memory.update(here, before if curved else None, stop)
+        curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
+        slope, length, stopped = self._memory.update(new, before if curved else None, stop)
         value_before = math.inf if before is None else before.value
-        return State(self._count, self._trials.count, here, value_before, slope, length, stopped)
+        return State(self._count, self._trials.count, new, value_before, slope, length, stopped)
 
-    def _search(self, here: Point, slope: float, length: float) -> Point:
-        """Return the point at which a line search ends, or the best trial point; `here` if none is better."""
-        self._wall = math.inf
-        line, best = LineSearch(here.value, slope, self._first_step(here, slope, length)), here
+    def _search(self, iterate: Point, slope: float, length: float) -> Point:
+        """Return the point that a line search accepts, or the best trial point; `iterate` if no trial is better."""
+        self._barrier = math.inf
+        line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, length)), iterate
         for _ in range(self._settings.maxls):
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
-            trial = self._trials.along(here, line.step)
-            # With bounds the path isn't straight, and `measure` has computed these products.
+            trial = self._trials.along(iterate, line.step)
+            # With bounds the path isn't straight, so `measure` has computed these products.
             if not self._bounded:
                 trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
-                self._wall = min(self._wall, trial.length)
+                self._barrier = min(self._barrier, trial.length)
                 self._trials.release(trial)
                 line.back_away()
                 continue
             # If a variable has reached a bound, the slope along the path is discontinuous, and only a decrease is required.
             lower = trial.clipped and line.decreases(trial.value, trial.change_before)
             if lower or line.accepts(trial.value, trial.slope):
-                self._drop(best, here)
+                self._release_trial(best, iterate)
                 return trial
             if trial.value < best.value:
                 self._memory.store_gradient(trial)
                 trial, best = best, trial
-            self._drop(trial, here)
+            self._release_trial(trial, iterate)
             if self._files.interrupted:
-                self._drop(best, here)
-                return here
+                self._release_trial(best, iterate)
+                return iterate
         self._memory.restore_gradient(best)
         return best
 
-    def _first_step(self, here: Point, slope: float, length: float) -> float:
+    def _first_step(self, iterate: Point, slope: float, length: float) -> float:
         if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
             return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
-        # If the last search met points that aren't finite, the model may predict a minimizer beyond them. The length of the
-        # direction is at least -slope / length, so this step isn't shorter than the distance to these points.
-        return min(1.0, here.range * length / -slope)
+        # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
+        # The length of the direction is at least -slope / length, so this step isn't shorter than the distance to these
+        # points.
+        return min(1.0, iterate.range * length / -slope)
 
-    def _drop(self, point: Point, here: Point) -> None:
-        if point is not here:
+    def _release_trial(self, point: Point, iterate: Point) -> None:
+        if point is not iterate:
             self._trials.release(point)
 
-    def _keep(self, state: State, ending: Ending | None) -> None:
+    def _write(self, state: State, ending: Ending | None) -> None:
         """Write the state if it is due; all ranks call this."""
         if self._files.due(state.iteration, ending is not None):
             self._files.write(state.iteration, self._arrays(state))
 
     def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
-        here = state.here
-        yield "x", self._memory.vectors.to_host(here.x)
-        yield "numbers", np.array([here.value, here.norm, state.value_before, state.slope, state.length, here.range])
+        point = state.iterate
+        yield "x", self._memory.vectors.to_host(point.x)
+        yield "numbers", np.array([point.value, point.norm, state.value_before, state.slope, state.length, point.range])
         yield "count", np.array(state.count)
         yield "history", self._iterates.record.table()
         yield from self._memory.state().items()
 
     def _restored(self, found: dict[str, np.ndarray]) -> State:
         """Restore the state of the solve from the arrays of `_arrays`."""
-        here = Point(self._memory.vectors.from_host(found["x"]))
-        here.value, here.norm, value_before, slope, length, here.range = found["numbers"].tolist()
-        here.current = True  # the gradient is in the memory
+        iterate = Point(self._memory.vectors.from_host(found["x"]))
+        iterate.value, iterate.norm, value_before, slope, length, iterate.range = found["numbers"].tolist()
+        iterate.current = True  # the gradient is in the memory
         self._count, self._trials.count = self._files.iteration, int(found["count"])
         self._iterates.record.restore(found["history"])
         self._memory.restore(found)
-        return State(self._count, self._trials.count, here, value_before, slope, length, False)
+        return State(self._count, self._trials.count, iterate, value_before, slope, length, False)

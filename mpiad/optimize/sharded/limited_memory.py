@@ -1,11 +1,11 @@
 """The limited memory of L-BFGS, with two passes over it and one reduction per iteration.
 
 The first pass replaces the previous gradient by the newest gradient change, and computes the products of this change with
-all other rows. The sums of these products over all ranks are reduced to the root, which broadcasts the coefficients of the
+all other rows. The products are summed over all ranks on the root, which computes and broadcasts the coefficients of the
 direction. The second pass computes the direction. So (4m + 3) n numbers are read or written per iteration.
 
 The products of the rows with the gradient are updated by adding the products with the newest change. They are computed from
-the rows only if the gradient has become so small that rounding errors of the updates would matter.
+the rows again only when the gradient is so small that rounding errors of the updates would matter.
 
 The two-loop recursion needs only scalar products of the steps s, the gradient changes y and the gradient g. The direction
 -H g is a combination of these 2m + 1 vectors.
@@ -28,30 +28,30 @@ from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
-# The products with the gradient are computed again when its norm has fallen by this factor, by which rounding errors grow.
-_FALL = 100.0
+# The products with the gradient are computed again if its norm has decreased by this factor: their errors grow by it.
+_DECREASE = 100.0
 _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the numbers that are part of the state
 
 
 class LimitedMemory:
     """The last steps and gradient changes, and the gradients at the current point and at a trial point.
 
-    `ring` are the roles of the rows `vectors`. With bounds, products are sums over the free variables, and all products are
-    computed in each iteration.
+    `ring` describes the roles of the rows of `vectors`. With bounds, products are sums over the free variables, and all
+    products are computed in each iteration.
     """
 
     def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
         self.ring, self.vectors, self._totals = ring, vectors, totals
         height = ring.height
-        # The row of a step stores the direction; these are the factors by which the step is longer.
+        # The row of a step stores the direction; these factors convert the direction to the step.
         self._lengths = np.ones(height)
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
-        self._coefficients, self._made = np.zeros(1), False  # `_made`: whether the direction has been computed
-        self._largest_norm = 0.0  # largest norm of a gradient since the products with it were computed from the rows
+        self._coefficients, self._direction_computed = np.zeros(1), False
+        self._largest_norm = 0.0  # largest gradient norm since the last computation of products from the rows
         self._stored_gradient: Array | None = None
 
     def store_gradient(self, point: Point) -> None:
-        """Store the gradient of a trial point while other points are tried."""
+        """Copy the gradient of the last trial point, since the next trial overwrites its row."""
         self._stored_gradient = self.vectors.read(
             self.ring.trial, self.vectors.new() if self._stored_gradient is None else self._stored_gradient
         )
@@ -70,31 +70,31 @@ class LimitedMemory:
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
         """Make `new` the current point; return the slope of the next direction, the gradient's 2-norm, and whether to stop.
 
-        `before` is the previous point, if the step from there is stored as a pair. `stop`: whether this rank's callback has
-        raised StopIteration.
+        `before` is the previous point, or None if the step from it isn't stored as a pair. `stop`: whether this rank's
+        callback has raised StopIteration.
         """
-        keep = before is not None
-        self._move(new, keep)
+        store = before is not None
+        self._make_current(new, store)
         self._largest_norm = max(self._largest_norm, new.norm)
-        due = self._largest_norm > _FALL * new.norm
+        due = self._largest_norm > _DECREASE * new.norm
         if due:
             self._largest_norm = new.norm
-        again = due or not keep
+        recompute = due or not store
         if self.vectors.box is None:
-            of_change, of_gradient, square = self.vectors.products(self.ring, keep, again)
+            of_change, of_gradient, square = self.vectors.products(self.ring, store, recompute)
             parts = np.concatenate([of_change, of_gradient[:-1], [square]])
         else:
-            products, of_held = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
-            parts = np.append(products, of_held)
-        decision = self._totals.decided(
-            np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, keep, again)
+            products, other_slope = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
+            parts = np.append(products, other_slope)
+        decision = self._totals.decide_on_root(
+            np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, store, recompute)
         )
         *coefficients, slope, length, stopped = decision.tolist()
-        self._coefficients, self._made = np.array(coefficients), False
+        self._coefficients, self._direction_computed = np.array(coefficients), False
         return slope, length, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return all arrays of the state, without copying the rows."""
+        """Return all arrays of the state, without a copy of the rows on the host."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
         vectors = {"rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers)}
         return {**vectors, **{name: getattr(self, f"_{name}") for name in _TABLES}}
@@ -106,10 +106,10 @@ class LimitedMemory:
         self.ring.first, self.ring.count = int(first), int(count)
         for name in _TABLES:
             setattr(self, f"_{name}", state[name])
-        self._made = False
+        self._direction_computed = False
 
-    def _move(self, new: Point, keep: bool) -> None:
-        if keep:
+    def _make_current(self, new: Point, store: bool) -> None:
+        if store:
             self.ring.advance()
             self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
         elif not new.current:
@@ -117,51 +117,51 @@ class LimitedMemory:
                 np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
         new.current = True
 
-    def _decide(self, sums: np.ndarray, new: Point, keep: bool, again: bool) -> np.ndarray:
+    def _decide(self, sums: np.ndarray, new: Point, store: bool, recompute: bool) -> np.ndarray:
         """Return the root's decision: the coefficients, the slope, the gradient's 2-norm, and whether to stop."""
-        rows, stop, of_held = self.ring.rows(), sums[-1], 0.0
+        rows, stop, other_slope = self.ring.rows(), sums[-1], 0.0
         lengths = self._lengths[rows]
         if self.vectors.box is not None:
-            of_held = sums[-2]
+            other_slope = sums[-2]
             products = sums[:-2].reshape(len(rows), len(rows))
             with_gradient = products[-1]
         else:
-            self._take(sums, rows, new, keep, again)
+            self._store_products(sums, rows, new, store, recompute)
             products, with_gradient = self._products[np.ix_(rows, rows)], self._with_gradient[rows]
         coefficients, slope = two_loop_recursion(products[:-1, :-1], with_gradient[:-1], float(with_gradient[-1]))
-        return np.concatenate([coefficients * lengths, [slope + of_held, np.sqrt(with_gradient[-1]), stop]])
+        return np.concatenate([coefficients * lengths, [slope + other_slope, np.sqrt(with_gradient[-1]), stop]])
 
-    def _take(self, sums: np.ndarray, rows: np.ndarray, new: Point, keep: bool, again: bool) -> None:
+    def _store_products(self, sums: np.ndarray, rows: np.ndarray, new: Point, store: bool, recompute: bool) -> None:
         """Store new products in the tables; products with a direction are scaled to the step."""
-        lengths, old, known = self._lengths[rows], rows[:-1], self._with_gradient
+        lengths, old, with_gradient = self._lengths[rows], rows[:-1], self._with_gradient
         of_change, of_gradient = sums[: len(rows)] * lengths, sums[len(rows) : 2 * len(rows) - 1] * lengths[:-1]
-        if keep:
+        if store:
             change = self.ring.newest
             self._products[change, rows] = self._products[rows, change] = of_change
-            known[old] += of_change[:-1]
+            with_gradient[old] += of_change[:-1]
             # The step's product with the gradient is the slope of the line search times the step.
-            known[change], known[change + 1] = of_change[-1], new.step * new.slope
-        if again:
-            known[old] = of_gradient
-        known[rows[-1]] = sums[2 * len(rows) - 1]
+            with_gradient[change], with_gradient[change + 1] = of_change[-1], new.step * new.slope
+        if recompute:
+            with_gradient[old] = of_gradient
+        with_gradient[rows[-1]] = sums[2 * len(rows) - 1]
 
-    def advance(self, at: Point, step: float, outs: tuple[Array, Array | None]) -> None:
-        """Write the point at a step along the direction from `at`, the current point, to `outs`: one or two vectors.
+    def advance(self, current: Point, step: float, outs: tuple[Array, Array | None]) -> None:
+        """Write the point ``x + step * direction`` to the vectors `outs`, with x of `current`, the current point.
 
         The first call after `update` also computes the direction.
         """
         ring, vectors = self.ring, self.vectors
-        parts = [] if self._made else ring.parts()
+        parts = [] if self._direction_computed else ring.parts()
         if vectors.box is None:
-            vectors.advance(parts, self._coefficients, ring.direction, at.x, step, outs)  # type: ignore[arg-type]
+            vectors.advance(parts, self._coefficients, ring.direction, current.x, step, outs)  # type: ignore[arg-type]
         else:
             if parts:
                 vectors.combine(parts, self._coefficients, ring.direction)
-                vectors.turn(ring, at.x, at.norm)
-            vectors.advance_within(ring.direction, at.x, step, outs)  # type: ignore[arg-type]
-        self._made = True
+                vectors.set_direction_at_bounds(ring, current.x, current.norm)
+            vectors.advance_within(ring.direction, current.x, step, outs)  # type: ignore[arg-type]
+        self._direction_computed = True
 
-    def measure(self, point: Point, here: Point | None, gradient: Array) -> list[float]:
+    def measure(self, point: Point, origin: Point | None, gradient: Array) -> list[float]:
         """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.
 
         These are the largest entry of the gradient; this rank's terms of the slope, of the products of the step with the
@@ -169,16 +169,16 @@ class LimitedMemory:
         """
         ring = self.ring
         if self.vectors.box is not None:
-            return self.vectors.take_within(ring, gradient, point.x, here.x if here else None)
-        largest, slope, square = self.vectors.take(gradient, ring.direction, ring.trial)
-        return [largest, slope, 0.0, 0.0, 0.0 if here is None else point.step**2 * square, 0.0]
+            return self.vectors.store_trial_within(ring, gradient, point.x, origin.x if origin else None)
+        largest, slope, square = self.vectors.store_trial(gradient, ring.direction, ring.trial)
+        return [largest, slope, 0.0, 0.0, 0.0 if origin is None else point.step**2 * square, 0.0]
 
 
 def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: float) -> tuple[np.ndarray, float]:
     """Return the coefficients of -H g, shape (2m + 1,), that of g last, and the slope g · (-H g).
 
-    `products`, (2m, 2m), are those of all y and s with each other: y and s of pair j have rows 2j and 2j + 1, and the
-    oldest pair comes first. Pairs without positive curvature are omitted. `with_gradient`, (2m,), are the products with g,
+    `products`, (2m, 2m), are the inner products of all y and s: y and s of pair j have rows 2j and 2j + 1, and the oldest
+    pair is the first. Pairs without positive curvature are omitted. `with_gradient`, (2m,), are the products with g,
     and `square` is g · g.
     """
     least = sys.float_info.epsilon

@@ -1,12 +1,12 @@
-"""An inexact Newton method for distributed variables; all ranks run the iteration and decide by the same numbers.
+"""An inexact Newton method for distributed variables; all ranks run the iteration with the same scalars.
 
 A step solves the Newton system by `truncated_cg`, with a tolerance that decreases with the gradient (Eisenstat and Walker).
-A line search or a trust region shortens the step until the objective decreases enough. The norm of the gradient g is
-√(gᵀ R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this norm doesn't
-depend on the mesh.
+A line search or a trust region shortens the step until the objective decreases enough. The norm of the gradient g is √(gᵀ
+R⁻¹ g), with the matrix R of the user's inner product. If R is the inverse covariance of a prior, this norm doesn't depend
+on the mesh.
 
-With bounds, the system is restricted to the free variables. The others are set to their bounds, and points are projected
-(Bertsekas's two-metric projection).
+With bounds, the system is restricted to the free variables. The other variables take projected gradient steps, and points
+are projected onto the bounds (Bertsekas's two-metric projection).
 
 References
 ----------
@@ -40,8 +40,8 @@ from mpiad.transport.threads import vdot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
-# The residual is measured like the gradient, in the user's inner product: in the norm of the preconditioner P it may be
-# small although the gradient of the model isn't. The norm of the step is ‖p‖² = pᵀ P⁻¹ p. This norm and the product of the
+# The residual is measured in the user's inner product, like the gradient: its norm in P, the preconditioner, may be small
+# although the gradient of the model isn't. The norm of the step is ‖p‖² = pᵀ P⁻¹ p. This norm and the product of the
 # step with the direction are updated by recurrences, without P⁻¹.
 #
 # References
@@ -57,10 +57,10 @@ class System(NamedTuple):
 
     multiply: Callable[[Array], Array]  # this rank's part of the product with H; collective
     precondition: Callable[[Array], Array]  # this rank's part of the product with P; collective
-    dot: Callable[[Array, Array], float]  # the product of two vectors over all ranks, bitwise the same on all
+    dot: Callable[[Array, Array], float]  # the inner product of two vectors over all ranks, bitwise the same on all ranks
     ended: Callable[[], bool]  # whether a rank received SIGTERM; the same on all ranks
     square: float  # squared norm of the gradient in the inner product
-    # The expensive `measure` isn't called while the squared norm in P exceeds this multiple of its target.
+    # The expensive `measure` isn't called if the squared norm in P exceeds this multiple of its target.
     slack: float = math.inf
     measure: Callable[[Array], float] | None = None  # squared norm in the inner product; None: r · P r; collective
 
@@ -84,8 +84,8 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
     p, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
     square = _positive(system, system.dot(residual, z))
-    target, near = forcing**2 * system.square, system.slack * forcing**2 * square
-    direction, length, across, along, decrease = -z, 0.0, 0.0, square, 0.0
+    target, near_target = forcing**2 * system.square, system.slack * forcing**2 * square
+    direction, length, step_direction, along, decrease = -z, 0.0, 0.0, square, 0.0
     for count in range(limit):
         product = system.multiply(direction)
         curvature = system.dot(direction, product)
@@ -95,48 +95,48 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
                 "second derivatives of fun, or hessp."
             )
         step = square / curvature if curvature > 0.0 else math.inf
-        if radius < math.inf and length + step * (2.0 * across + step * along) >= radius**2:
-            step = (math.sqrt(max(across**2 + along * (radius**2 - length), 0.0)) - across) / along
+        if radius < math.inf and length + step * (2.0 * step_direction + step * along) >= radius**2:
+            step = (math.sqrt(max(step_direction**2 + along * (radius**2 - length), 0.0)) - step_direction) / along
             p += step * direction
             return Step(p, decrease + step * (square - 0.5 * step * curvature), radius, True)
         if curvature <= 0.0:
             # The model has no minimizer; the line search chooses the length of a steepest descent step.
-            return Step(direction, square, math.sqrt(along), False) if count == 0 else _ended(p, decrease, length)
+            return Step(direction, square, math.sqrt(along), False) if count == 0 else _interior_step(p, decrease, length)
         p += step * direction
         residual += step * product
         decrease += 0.5 * step * square
-        length += step * (2.0 * across + step * along)
+        length += step * (2.0 * step_direction + step * along)
         if system.ended():
             return None
         z = system.precondition(residual)
         before, square = square, _positive(system, system.dot(residual, z))
-        if square <= near and (square if system.measure is None else system.measure(residual)) <= target:
+        if square <= near_target and (square if system.measure is None else system.measure(residual)) <= target:
             break
         beta = square / before
-        across, along = beta * (across + step * along), square + beta**2 * along
+        step_direction, along = beta * (step_direction + step * along), square + beta**2 * along
         direction = beta * direction - z
-    return _ended(p, decrease, length)
+    return _interior_step(p, decrease, length)
 
 
-def _ended(p: Array, decrease: float, length: float) -> Step:
+def _interior_step(p: Array, decrease: float, length: float) -> Step:
     return Step(p, decrease, math.sqrt(length), False)
 
 
 def _positive(system: System, square: float) -> float:
     if square >= 0.0:
         return square
-    name = "inner product" if system.measure is None else "preconditioner"  # one operator is both
+    name = "inner product" if system.measure is None else "preconditioner"  # without `measure` it is both
     raise ValueError(
         f"minimize: the {name} must be symmetric and positive definite, but r · P r = {square:.3e} for a residual r."
     )
 
 
-GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the first one.")
+GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the norm at x0.")
 # Required fraction of the decrease that the first- or second-order model predicts.
 _DECREASE = 1e-4
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# Parameters of Eisenstat and Walker: the first and largest forcing term, gamma, alpha, and the threshold of the safeguard.
-_LARGEST, _GAMMA, _ALPHA, _KEPT = 0.5, 0.9, 2.0, 0.1
+# Eisenstat and Walker's parameters: the initial and largest forcing term, gamma, alpha, and the safeguard's threshold.
+_LARGEST, _GAMMA, _ALPHA, _THRESHOLD = 0.5, 0.9, 2.0, 0.1
 # Tolerance of the relative difference between g·P(Pg) and Pg·Pg; iterative solvers aren't exactly symmetric.
 _ASYMMETRY = 1e-3
 _NEAR = 1.5  # see `System.slack`
@@ -144,7 +144,7 @@ _EVERYWHERE = slice(None)
 
 
 class NewtonPoint:
-    """A point x: this rank's variables, shape (n,), and known quantities; scalars are the same on all ranks.
+    """A point x: this rank's variables, shape (n,), and quantities at x; scalars are the same on all ranks.
 
     - `finite`: whether the value and all entries of the gradient are finite.
     - `free`: mask of the free variables; None for all.
@@ -159,12 +159,12 @@ class NewtonPoint:
         self.norm, self.square, self.length, self.slope = math.nan, math.nan, 0.0, 0.0
 
     def masked(self, vector: Array) -> Array:
-        """Return a vector with zeros for the variables that are held at a bound."""
+        """Return a vector with zeros for the variables that aren't free."""
         return vector if self.free is None else vector * self.free
 
 
 class NewtonCG:
-    """The iteration; `box` are the bounds, on the device of the variables, on all ranks or none."""
+    """The Newton iteration; `box` are the bounds, on the device of the variables; None on all ranks if there are none."""
 
     def __init__(self, evaluation: SecondOrderEvaluation, iterates: ShardedIterates, files: StateFiles, box: Box | None):
         self._evaluation, self._totals, self._iterates, self._files = evaluation, evaluation.totals, iterates, files
@@ -176,67 +176,67 @@ class NewtonCG:
         owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
         self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
         self.count, self._iteration = 0, 0
-        self._forcing, self._radius, self._first = _LARGEST, settings.radius, math.nan
+        self._forcing, self._radius, self._norm_at_start = _LARGEST, settings.radius, math.nan
         self._value_before, self._stopped = math.inf, False
-        self._lower = self._along_a_line if settings.globalization == "line search" else self._within_a_region
+        self._next_point = self._line_search if settings.globalization == "line search" else self._trust_region
 
     def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.take()
+        found = self._files.pop()
         if found is not None:
             return self._descend(self._restored(found, start))
         if self._box is not None:
             self._box.project(start)
-        here = self._evaluated(start, None)
-        if here.finite:
-            self._measure(here)
-            self._require_symmetric(here)
-            self._first = here.norm
-        self._iterates.note(here, self.count)
-        return self._descend(here) if here.finite else (here, NOT_FINITE)
+        iterate = self._evaluated(start, None)
+        if iterate.finite:
+            self._measure(iterate)
+            self._require_symmetric(iterate)
+            self._norm_at_start = iterate.norm
+        self._iterates.add_row(iterate, self.count)
+        return self._descend(iterate) if iterate.finite else (iterate, NOT_FINITE)
 
-    def _descend(self, here: NewtonPoint) -> tuple[NewtonPoint, Ending]:
+    def _descend(self, iterate: NewtonPoint) -> tuple[NewtonPoint, Ending]:
         while True:
-            ending = self._ending(here) or (INTERRUPTED if self._files.interrupted else None)
-            self._keep(here, ending)
+            ending = self._ending(iterate) or (INTERRUPTED if self._files.interrupted else None)
+            self._write(iterate, ending)
             if ending is not None:
-                return here, ending
-            found = self._lower(here)
+                return iterate, ending
+            found = self._next_point(iterate)
             if found is None:
-                ending = INTERRUPTED if self._files.interrupted else self._exhausted() or ABNORMAL
-                self._keep(here, ending)
-                return here, ending
-            self._iteration, self._value_before = self._iteration + 1, here.value
+                ending = INTERRUPTED if self._files.interrupted else self._evaluation_limit() or ABNORMAL
+                self._write(iterate, ending)
+                return iterate, ending
+            self._iteration, self._value_before = self._iteration + 1, iterate.value
             self._measure(found)
-            # Eisenstat and Walker's choice 2: the forcing term depends on the last step's reduction of the gradient.
-            chosen, kept = _GAMMA * (found.norm / here.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
-            self._forcing = min(_LARGEST, max(chosen, kept) if kept > _KEPT else chosen)
+            # Eisenstat and Walker's choice 2: the forcing term depends on the reduction of the gradient by the last step.
+            chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
+            self._forcing = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
             self._stopped = self._iterates.report(found, self.count)
-            here = found
+            iterate = found
 
-    def _ending(self, here: NewtonPoint) -> Ending | None:
+    def _ending(self, iterate: NewtonPoint) -> Ending | None:
         settings = self._settings
-        if here.norm <= max(settings.gtol, settings.grtol * self._first):
+        if iterate.norm <= max(settings.gtol, settings.grtol * self._norm_at_start):
             return GRADIENT
 
         def stopped() -> bool:
-            return self._iterates.anyone and self._sums(float(self._stopped))[0] > 0.0
+            return self._iterates.called and self._sums(float(self._stopped))[0] > 0.0
 
-        return ending_at(self._value_before, here.value, stopped, (self._iteration, self.count), settings)
+        return ending_at(self._value_before, iterate.value, stopped, (self._iteration, self.count), settings)
 
-    def _exhausted(self) -> Ending | None:
+    def _evaluation_limit(self) -> Ending | None:
         return EVALUATIONS if self.count >= self._settings.maxfun else None
 
-    def _evaluated(self, x: Array, here: NewtonPoint | None) -> NewtonPoint:
-        """Evaluate the point x; `here` is the previous point."""
+    def _evaluated(self, x: Array, iterate: NewtonPoint | None) -> NewtonPoint:
+        """Evaluate the point x; `iterate` is the previous point."""
         self.count += 1
         point = NewtonPoint(x, self._evaluation.at(x))
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
-            moved = None if here is None else x - here.x
-            terms = [0.0, 0.0] if moved is None else [_dot(moved, moved), _dot(here.gradient, moved)]  # type: ignore[union-attr]
+            moved = None if iterate is None else x - iterate.x
+            terms = [0.0, 0.0] if moved is None else [_dot(moved, moved), _dot(iterate.gradient, moved)]  # type: ignore[union-attr]
             largest = float(to_host(np.max(np.abs(point.gradient)))) if x.size else 0.0
-        broken = not math.isfinite(largest)
-        square, point.slope, any_broken, point.value = self._totals.of(terms, [float(broken)], [point.value])
+        not_finite = not math.isfinite(largest)
+        square, point.slope, any_broken, point.value = self._totals.reduce(terms, [float(not_finite)], [point.value])
         point.length, point.finite = math.sqrt(square), not any_broken and math.isfinite(point.value)
         return point
 
@@ -244,23 +244,23 @@ class NewtonCG:
         """Compute the free variables and the gradient's norm."""
         if not math.isnan(point.norm):
             return
-        held = 0.0
+        at_bounds = 0.0
         if self._box is not None:
             point.projected_step = self._box.projected_step(point.x, point.gradient, _EVERYWHERE)
-            size = float(to_host(np.max(np.abs(point.projected_step)))) if point.x.size else 0.0
-            (size,) = self._totals.of([], [size], [])
-            point.free = self._box.free(point.x, point.gradient, size, _EVERYWHERE)
-            # The norm combines the projected steps of held variables and the gradient of free ones.
-            held = _dot(point.projected_step, point.projected_step * ~point.free)
+            largest = float(to_host(np.max(np.abs(point.projected_step)))) if point.x.size else 0.0
+            (largest,) = self._totals.reduce([], [largest], [])
+            point.free = self._box.free(point.x, point.gradient, largest, _EVERYWHERE)
+            # The norm combines the projected steps of variables at bounds with the gradient of free variables.
+            at_bounds = _dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
-        held, square = self._sums(held, _dot(gradient, represented))
+        at_bounds, square = self._sums(at_bounds, _dot(gradient, represented))
         if not 0.0 <= square < math.inf:
             raise ValueError(
                 "minimize: the inner product must be symmetric and positive definite, but with its inverse R⁻¹ and the "
                 f"gradient g, g · R⁻¹ g = {square:.3e}."
             )
-        point.norm, point.square = math.sqrt(held + square), square
+        point.norm, point.square = math.sqrt(at_bounds + square), square
 
     def _require_symmetric(self, point: NewtonPoint) -> None:
         for name, operator in (("inner product", self._represent), ("preconditioner", self._precondition)):
@@ -276,99 +276,99 @@ class NewtonCG:
                     )
 
     def _sums(self, *local: float) -> list[float]:
-        return self._totals.decided(np.array(local), len(local), lambda sums: sums).tolist()
+        return self._totals.decide_on_root(np.array(local), len(local), lambda sums: sums).tolist()
 
-    def _step(self, here: NewtonPoint, radius: float = math.inf) -> Step | None:
-        def by(operator: Callable | None) -> Callable[[Array], Array]:
-            return lambda r: r if operator is None else here.masked(operator(r))
+    def _step(self, iterate: NewtonPoint, radius: float = math.inf) -> Step | None:
+        def on_free(operator: Callable | None) -> Callable[[Array], Array]:
+            return lambda r: r if operator is None else iterate.masked(operator(r))
 
-        represent = by(self._represent)
+        represent = on_free(self._represent)
 
         def multiply(v: Array) -> Array:
-            return here.masked(here.multiply(v))
+            return iterate.masked(iterate.multiply(v))
 
         def dot(a: Array, b: Array) -> float:
             return self._sums(_dot(a, b))[0]
 
         measure = None if self._represent is self._precondition else lambda r: dot(r, represent(r))
         ended = lambda: self._files.interrupted  # noqa: E731
-        system = System(multiply, by(self._precondition), dot, ended, here.square, self._slack, measure)
-        return truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
+        system = System(multiply, on_free(self._precondition), dot, ended, iterate.square, self._slack, measure)
+        return truncated_cg(system, iterate.masked(iterate.gradient), self._forcing, self._settings.maxcg, radius)
 
-    def _moved(self, here: NewtonPoint, p: Array, step: float) -> Array:
+    def _shifted(self, iterate: NewtonPoint, p: Array, step: float) -> Array:
         if self._box is None:
-            return here.x + step * p
-        x = here.x + step * (p + here.projected_step * ~here.free)
+            return iterate.x + step * p
+        x = iterate.x + step * (p + iterate.projected_step * ~iterate.free)
         self._box.project(x)
         return x
 
-    def _along_a_line(self, here: NewtonPoint) -> NewtonPoint | None:
-        """Return a point along the Newton step with sufficient decrease; None if there is none."""
-        found = self._step(here)
+    def _line_search(self, iterate: NewtonPoint) -> NewtonPoint | None:
+        """Return a point along the Newton step with sufficient decrease; None if none is found."""
+        found = self._step(iterate)
         step = 1.0
         for _ in range(self._settings.maxls if found is not None else 0):
-            if self._exhausted():
+            if self._evaluation_limit():
                 break
-            new = self._evaluated(self._moved(here, found.vector, step), here)  # type: ignore[union-attr]
-            if new.finite and new.slope < 0.0 and self._falls(here, new, -_DECREASE * new.slope):
+            new = self._evaluated(self._shifted(iterate, found.vector, step), iterate)  # type: ignore[union-attr]
+            if new.finite and new.slope < 0.0 and self._is_sufficient(iterate, new, -_DECREASE * new.slope):
                 return new
             if not new.finite:
                 step *= RETREAT
             else:
-                # The minimizer of the parabola through both values and the first slope.
-                rise = new.value - here.value - new.slope
+                # The minimizer of the parabola through both values and the slope at the current point.
+                rise = new.value - iterate.value - new.slope
                 lowest = -0.5 * new.slope / rise if rise > 0.0 else 0.5
                 step *= min(max(lowest, 0.1), 0.5)
         return None
 
-    def _within_a_region(self, here: NewtonPoint) -> NewtonPoint | None:
-        """Return a point in a trust region with sufficient decrease; None if there is none."""
+    def _trust_region(self, iterate: NewtonPoint) -> NewtonPoint | None:
+        """Return a point in a trust region with sufficient decrease; None if none is found."""
         if self._radius is None:
-            gradient = here.masked(here.gradient)
+            gradient = iterate.masked(iterate.gradient)
             # The length of the preconditioned steepest descent step, in the preconditioner's norm.
-            once = gradient if self._precondition is None else here.masked(self._precondition(gradient))
+            once = gradient if self._precondition is None else iterate.masked(self._precondition(gradient))
             self._radius = math.sqrt(max(self._sums(_dot(gradient, once))[0], 0.0))
         for _ in range(self._settings.maxls):
-            found = None if self._exhausted() else self._step(here, self._radius)
+            found = None if self._evaluation_limit() else self._step(iterate, self._radius)
             if found is None:
                 break
-            there = self._evaluated(self._moved(here, found.vector, 1.0), here)
+            trial = self._evaluated(self._shifted(iterate, found.vector, 1.0), iterate)
             # With bounds, the decrease that the model predicts is computed for the projected step.
-            expected = found.decrease if self._box is None else self._expected(here, there)
-            ratio = (here.value - there.value) / expected if there.finite and expected > 0.0 else -math.inf
-            falls = there.finite and expected > 0.0 and self._falls(here, there, _DECREASE * expected)
+            expected = found.decrease if self._box is None else self._predicted_decrease(iterate, trial)
+            ratio = (iterate.value - trial.value) / expected if trial.finite and expected > 0.0 else -math.inf
+            falls = trial.finite and expected > 0.0 and self._is_sufficient(iterate, trial, _DECREASE * expected)
             # Differences at rounding level don't reduce the radius.
-            if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(here.value)):
+            if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(iterate.value)):
                 self._radius = 0.25 * found.length
             elif ratio > 0.75 and found.bound:
                 self._radius = 2.0 * self._radius
             if falls:
-                return there
+                return trial
         return None
 
-    def _expected(self, here: NewtonPoint, there: NewtonPoint) -> float:
-        """Return the decrease that the model predicts for the step from `here` to `there`."""
-        moved = there.x - here.x
-        return -there.slope - 0.5 * self._sums(_dot(moved, here.multiply(moved)))[0]
+    def _predicted_decrease(self, iterate: NewtonPoint, trial: NewtonPoint) -> float:
+        """Return the decrease that the model predicts for the step from `iterate` to `trial`."""
+        moved = trial.x - iterate.x
+        return -trial.slope - 0.5 * self._sums(_dot(moved, iterate.multiply(moved)))[0]
 
-    def _falls(self, here: NewtonPoint, there: NewtonPoint, enough: float) -> bool:
-        if there.value <= here.value - enough:
+    def _is_sufficient(self, iterate: NewtonPoint, trial: NewtonPoint, required: float) -> bool:
+        if trial.value <= iterate.value - required:
             return True
-        # Values that are equal up to rounding: the gradients are compared.
-        if there.value > here.value + _ROUNDING * abs(here.value) or enough > _ROUNDING * abs(here.value):
+        # If the values are equal up to rounding, the gradients are compared.
+        if trial.value > iterate.value + _ROUNDING * abs(iterate.value) or required > _ROUNDING * abs(iterate.value):
             return False
-        self._measure(there)
-        return there.norm < here.norm
+        self._measure(trial)
+        return trial.norm < iterate.norm
 
-    def _keep(self, here: NewtonPoint, ending: Ending | None) -> None:
+    def _write(self, iterate: NewtonPoint, ending: Ending | None) -> None:
         """Write the state if it is due; all ranks call this."""
         if self._files.due(self._iteration, ending is not None):
-            self._files.write(self._iteration, self._arrays(here))
+            self._files.write(self._iteration, self._arrays(iterate))
 
-    def _arrays(self, here: NewtonPoint) -> Iterator[tuple[str, Any]]:
+    def _arrays(self, iterate: NewtonPoint) -> Iterator[tuple[str, Any]]:
         radius = math.nan if self._radius is None else self._radius
-        yield "x", to_host(here.x)
-        yield "numbers", np.array([self._forcing, radius, self._first, self._value_before, here.length])
+        yield "x", to_host(iterate.x)
+        yield "numbers", np.array([self._forcing, radius, self._norm_at_start, self._value_before, iterate.length])
         yield "counts", np.array([self.count, self._evaluation.products])
         yield "history", self._iterates.record.table()
 
@@ -376,14 +376,14 @@ class NewtonCG:
         """Restore the state of the solve from the arrays of `_arrays`; return the point, evaluated again."""
         xp = arrays_of(start)
         start[...] = found["x"] if xp is None else xp.to_device(found["x"])
-        here = self._evaluated(start, None)
-        self._measure(here)
-        self._forcing, radius, self._first, self._value_before, here.length = found["numbers"].tolist()
+        iterate = self._evaluated(start, None)
+        self._measure(iterate)
+        self._forcing, radius, self._norm_at_start, self._value_before, iterate.length = found["numbers"].tolist()
         self._radius = None if math.isnan(radius) else radius
         self._iteration = self._files.iteration
         self.count, self._evaluation.products = map(int, found["counts"].tolist())
         self._iterates.record.restore(found["history"])
-        return here
+        return iterate
 
 
 def _dot(a: Array, b: Array) -> float:

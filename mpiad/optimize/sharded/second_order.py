@@ -21,7 +21,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.user_failures import WrongValueError
 
-_SAME = 1e-6  # tolerance of the relative difference between the ranks' values of the regularizer
+_TOLERANCE = 1e-6  # tolerance of the relative difference between the ranks' values of the regularizer
 
 
 class Derivatives(NamedTuple):
@@ -41,15 +41,15 @@ class SecondOrderEvaluation:
         self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, evaluation.agreement
         self.totals, self.settings, self.products = totals, settings, 0  # `products`: number of Hessian products
         if settings.product == "gauss-newton":
-            self._derivatives = self._of_residuals
+            self._derivatives = self._gauss_newton
         else:
             given = program.jac is not None or program.hessp is not None
             self._derivatives = self._from_user if given else self._by_differentiation
 
     def at(self, x: Array) -> Derivatives:
         """Return the derivatives at a point."""
-        unknown = Derivatives(math.nan, x * math.nan, lambda v: v * math.nan)
-        found = self._evaluation.attempted(lambda: self._derivatives(x), lambda: unknown)
+        not_finite = Derivatives(math.nan, x * math.nan, lambda v: v * math.nan)
+        found = self._evaluation.attempted(lambda: self._derivatives(x), lambda: not_finite)
 
         def multiply(v: Array) -> Array:
             self.products += 1
@@ -58,57 +58,57 @@ class SecondOrderEvaluation:
         return found._replace(multiply=multiply)
 
     def _by_differentiation(self, x: Array) -> Derivatives:
-        """Return value, gradient and products from one record."""
-        return self._packed(self._evaluation.differentiated(self._evaluation.value_at, self._packing.unpack(x)))
+        """Return value, gradient and products from one trace of the program."""
+        return self._as_derivatives(self._evaluation.differentiated(self._evaluation.value_at, self._packing.unpack(x)))
 
-    def _packed(self, found: SecondOrder) -> Derivatives:
-        return Derivatives(float(found.value), self._flat(found.gradient), lambda v: self._multiplied(found.product, v))
+    def _as_derivatives(self, found: SecondOrder) -> Derivatives:
+        return Derivatives(float(found.value), self._pack(found.gradient), lambda v: self._multiplied(found.product, v))
 
     def _multiplied(self, product: Callable[[Tree], Tree], v: Array) -> Array:
         tree = self._packing.unpack(v)
-        return self._flat(self._agreement.run(lambda: product(tree)))
+        return self._pack(self._agreement.run(lambda: product(tree)))
 
-    def _flat(self, gradient: Tree) -> Array:
+    def _pack(self, gradient: Tree) -> Array:
         return self._packing.pack_gradient(gradient).copy()  # the packing may reuse its buffer
 
     def _from_user(self, x: Array) -> Derivatives:
-        """Return the results of the user's functions; products by differentiation if `hessp` isn't given."""
+        """Return the results of the user's functions; without `hessp`, products are computed by differentiation."""
         value, gradient = self._evaluation.both(x)
-        kept: list[Callable] = []
+        stored: list[Callable] = []
 
         def multiply(v: Array) -> Array:
-            if not kept:
-                # Only at the first product: at points that the line search rejects, the Hessian isn't needed.
-                kept.append(self._evaluation.hessian(x))
-            return kept[0](v).copy()
+            if not stored:
+                # The Hessian is built at the first product, since it isn't needed at points that the line search rejects.
+                stored.append(self._evaluation.hessian(x))
+            return stored[0](v).copy()
 
         return Derivatives(value, gradient.copy(), multiply)  # type: ignore[union-attr]
 
-    def _of_residuals(self, x: Array) -> Derivatives:
+    def _gauss_newton(self, x: Array) -> Derivatives:
         """Return the derivatives of half the sum of squared residuals plus the regularizer, with JᵀJ for the residuals."""
         tree = self._packing.unpack(x)
-        kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(tree))
-        gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
-        half, own, regularizer = 0.5 * float(to_host(anp.sum(kept.value**2))), math.nan, self.settings.regularizer
+        stored = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(tree))
+        gradient = self._pack(self._agreement.run(lambda: stored.vjp(stored.value)))
+        half, own_value, regularizer = 0.5 * float(to_host(anp.sum(stored.value**2))), math.nan, self.settings.regularizer
 
         def multiply(v: Array) -> Array:
-            return self._multiplied(lambda u: kept.vjp(kept.jvp(u)), v)
+            return self._multiplied(lambda u: stored.vjp(stored.jvp(u)), v)
 
         if regularizer is None:
-            (value,) = self.totals.of([half], [], [])
+            (value,) = self.totals.reduce([half], [], [])
             return Derivatives(value, gradient, multiply)
 
         def regularizer_with_value(x: Tree) -> Any:
-            nonlocal own
+            nonlocal own_value
             found = regularizer(x)
-            own = to_host(stop_gradient(found))
+            own_value = to_host(stop_gradient(found))
             return found
 
-        other = self._packed(self._evaluation.differentiated(regularizer_with_value, self._packing.unpack(x)))
-        gap = abs(float(own) - other.value) / max(abs(other.value), sys.float_info.min)
-        # False if a value isn't finite, which is possible at trial points.
-        differs = gap > _SAME and self._program.objective == "root"
-        value, differs = self.totals.of([half], [float(differs)], [])
+        other = self._as_derivatives(self._evaluation.differentiated(regularizer_with_value, self._packing.unpack(x)))
+        gap = abs(float(own_value) - other.value) / max(abs(other.value), sys.float_info.min)
+        # `differs` is False if a value isn't finite, which is possible at trial points.
+        differs = gap > _TOLERANCE and self._program.objective == "root"
+        value, differs = self.totals.reduce([half], [float(differs)], [])
         if differs:
             raise ValueError(
                 "minimize: option regularizer must return the same number on all ranks with objective='root', but the "

@@ -25,13 +25,13 @@ from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
-from mpiad.optimize.sharded.redistribution import layout_of, place_independent
+from mpiad.optimize.sharded.redistribution import global_checksum, layout_of
 from mpiad.optimize.sharded.second_order import SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import OF_RANKS, Identity, Point, StateFiles
 from mpiad.transport import Channel
 
 
-class Piece(NamedTuple):
+class LocalArguments(NamedTuple):
     """A rank's arguments: its variables, their bounds, the settings of the method, and its checkpoint."""
 
     start: Tree
@@ -49,31 +49,31 @@ class Piece(NamedTuple):
         }
 
 
-def piece_of(method: str, start: Tree, given: MethodArguments) -> Piece:
+def check_local_arguments(method: str, start: Tree, given: MethodArguments) -> LocalArguments:
     """Check this rank's arguments; raise a ValueError if one is invalid."""
     packing = local_packing(start)
     settings = settings_of(method, given.tol, given.options)
-    return Piece(start, packing, box_of(given.bounds, packing.size), settings, given.checkpoint)
+    return LocalArguments(start, packing, box_of(given.bounds, packing.size), settings, given.checkpoint)
 
 
 class Sharded(Solve):
     """A solve with distributed variables; collective."""
 
-    def __init__(self, used: Channel, program: Program, piece: Piece):
+    def __init__(self, used: Channel, program: Program, arguments: LocalArguments):
         super().__init__(used, "minimize")
-        self._program, self._piece, self._totals = program, piece, Totals(self._comm, program.root)
-        self._evaluation = Evaluation(program, piece.packing, self.agreement, used)
+        self._program, self._arguments, self._totals = program, arguments, Totals(self._comm, program.root)
+        self._evaluation = Evaluation(program, arguments.packing, self.agreement, used)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
-        """Minimize; return the result, or raise on all ranks."""
-        packing, settings = self._piece.packing, self._piece.settings
-        start = packing.pack(self._piece.start)
-        files = StateFiles(self._piece.checkpoint, self._identity(start), self._used, self.agreement)
-        files.look()
-        # Bounds or a callback of any rank cause further messages of all ranks.
-        own = [float(given) for given in (self._piece.box is not None, callback is not None)]
-        bounded, with_callback = self._totals.of(own, [0.0], [])[:2]
-        shown = progress if self._totals.leads else None
+        """Return the result on all ranks, or raise an exception on all ranks."""
+        packing, settings = self._arguments.packing, self._arguments.settings
+        start = packing.pack(self._arguments.start)
+        files = StateFiles(self._arguments.checkpoint, self._identity(start), self._used, self.agreement)
+        files.load()
+        # If any rank has bounds or a callback, all ranks exchange additional messages.
+        own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
+        bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
+        shown = progress if self._totals.is_root else None
         iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), shown)
         box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
@@ -96,25 +96,25 @@ class Sharded(Solve):
         return self._result(point, memory.gradient(point), ending, trials.count, iterates)
 
     def _identity(self, start: Array) -> Identity:
-        piece, comm = self._piece, self._used.data
-        if piece.checkpoint is None:
+        arguments, comm = self._arguments, self._used.data
+        if arguments.checkpoint is None:
             return Identity({})
-        problem = piece.problem(self._program, start, self._used.size)
-        layout = layout_of(piece.packing.specs, piece.checkpoint, comm)
-        # On another number of ranks, the mean over the ranks is another objective.
+        problem = arguments.problem(self._program, start, self._used.size)
+        layout = layout_of(arguments.packing.specs, arguments.checkpoint, comm)
+        # The mean over the ranks depends on their number, so such a solve can't resume on another number of ranks.
         if layout is None or self._program.objective == "mean":
             return Identity(problem)
         found = {name: value for name, value in problem.items() if name not in OF_RANKS}
-        found["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in piece.packing.specs]]
-        found["x0 of all ranks (checksum)"] = place_independent(to_host(start), layout, comm)
-        if any(comm.allgather(piece.box is not None)):
+        found["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in arguments.packing.specs]]
+        found["x0 of all ranks (checksum)"] = global_checksum(to_host(start), layout, comm)
+        if any(comm.allgather(arguments.box is not None)):
             limits = self._box(True).limits  # type: ignore[union-attr]
-            found["bounds of all ranks (checksum)"] = [place_independent(limit, layout, comm) for limit in limits]
+            found["bounds of all ranks (checksum)"] = [global_checksum(limit, layout, comm) for limit in limits]
         return Identity(problem, found, layout)
 
     def _box(self, bounded: bool) -> Box | None:
-        """Return this rank's bounds; infinite ones if only other ranks have bounds."""
-        size, box = self._piece.packing.size, self._piece.box
+        """Return this rank's bounds; infinite bounds if only other ranks have bounds."""
+        size, box = self._arguments.packing.size, self._arguments.box
         return Box(np.full(size, -np.inf), np.full(size, np.inf)) if bounded and box is None else box
 
     def _result(
@@ -125,9 +125,9 @@ class Sharded(Solve):
             self._evaluation.at_start.note("entries of the gradient", to_host(gradient))
             message += self._evaluation.not_finite_at_start()
         return scipy.optimize.OptimizeResult(
-            x=self._piece.packing.unpack(point.x),
+            x=self._arguments.packing.unpack(point.x),
             fun=point.value,
-            jac=self._piece.packing.unpack_gradient(gradient),
+            jac=self._arguments.packing.unpack_gradient(gradient),
             success=ending.status == 0,
             status=ending.status,
             message=message,

@@ -1,7 +1,7 @@
 """The state of a sharded solve between two iterations: the current point, and the files from which it resumes.
 
-Each rank writes two files alternately, and starts to write only when all ranks have completed the previous state. So if a
-job is killed at any time, every rank has a file of the last iteration, or every rank has one of the iteration before.
+Each rank writes two files alternately, and starts to write only when all ranks have completed the previous state. If a job
+is killed at any time, all ranks therefore have a file of the last state, or all ranks have a file of the previous state.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Point:
     x: Array  # shape (n,)
     value: float = math.nan  # the objective
     norm: float = math.nan  # largest absolute entry of the (projected) gradient
-    slope: float = math.nan  # of the objective along the direction, for the variables that no bound stopped
+    slope: float = math.nan  # of the objective along the direction, without the variables that a bound stopped
     finite: bool = False  # whether the value and all entries of the gradient are finite
     clipped: bool = False  # whether a bound stopped any variable in the step
     step: float = math.nan  # factor of the direction
     length: float = 0.0  # 2-norm of the step from the previous point, over all ranks
-    range: float = math.inf  # distance to the nearest point of the last search at which the objective wasn't finite
+    range: float = math.inf  # distance to the nearest trial point of the last search at which the objective wasn't finite
     change_before: float = math.nan  # product of the step with the gradient at the previous point
     change_after: float = math.nan  # product of the step with the gradient at this point
     current: bool = False  # whether this is the current point of the memory
-    stored: bool = False  # whether the memory has stored the gradient separately
+    stored: bool = False  # whether the memory stores a copy of the gradient
 
 
 class State(NamedTuple):
@@ -51,7 +51,7 @@ class State(NamedTuple):
 
     iteration: int
     count: int  # number of evaluations
-    here: Point
+    iterate: Point
     value_before: float  # objective at the previous iterate; infinite if the last search found no better point
     slope: float  # of the objective along the next direction
     length: float  # 2-norm of the gradient
@@ -59,22 +59,22 @@ class State(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """The problem to which a state belongs."""
+    """A description of the problem to which a state belongs."""
 
     problem: dict[str, Any]  # description for this number of ranks
-    anywhere: dict[str, Any] = {}  # description for any number of ranks
+    any_ranks: dict[str, Any] = {}  # description for any number of ranks
     layout: Layout | None = None  # positions of this rank's variables; needed to resume on another number of ranks
 
 
 class StateFiles:
-    """Writes and reads the files of states; without a checkpoint it does nothing. All ranks have a checkpoint or none.
+    """Writes and reads the files of states; it does nothing without a checkpoint, which all ranks or none have.
 
     `iteration` is the number of the last state that was written or found, -1 for none.
     """
 
     def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
         self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement
-        self._old = list[Path]()
+        self._obsolete = list[Path]()
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
         self._found: dict[str, np.ndarray] | None = None
 
@@ -87,50 +87,50 @@ class StateFiles:
         file = self._checkpoint.file  # type: ignore[union-attr]
         return file.with_name(f"{file.stem}.rank{self._used.rank}of{self._used.size}.{_SLOTS[slot]}{file.suffix}")
 
-    def look(self) -> None:
-        """Find the newest state that all ranks have, and read it; raise a ValueError on all ranks if a file is invalid."""
+    def load(self) -> None:
+        """Read the newest state that all ranks have, if any; raise a ValueError on all ranks if a file is invalid."""
         if self._checkpoint is None:
             return
-        mine, wrong = {}, None
+        slots, error_here = {}, None
         others = files_of_ranks(self._checkpoint.file)
         if self._identity.layout is not None:
             # Redistribute if all ranks find the same files of another number of ranks, and no files of this number.
-            seen = [] if self._of_this_number(others) else [file.name for file in others]
-            every = self._used.data.allgather(seen)
+            names_here = [] if self._of_this_size(others) else [file.name for file in others]
+            every = self._used.data.allgather(names_here)
             if every[0] and all(names == every[0] for names in every):
                 self._redistribute(others, self._identity.layout)
                 return
         try:
-            mine = self._iterations_on_disk()
+            slots = self._iterations_on_disk()
         except (OSError, ValueError) as error:
-            wrong = error
-        common = self._agreed(mine, wrong)
+            error_here = error
+        common = self._newest_common(slots, error_here)
         if common is not None:
-            self.iteration, self._slot = common, 1 - mine[common]
+            self.iteration, self._slot = common, 1 - slots[common]
             try:
-                self._found, wrong = self._state_of(common), None
+                self._found, error_here = self._state_of(common), None
             except ValueError as error:
-                wrong = error
-            self._agreed(mine, wrong)
+                error_here = error
+            self._newest_common(slots, error_here)
 
     def _redistribute(self, others: list[Path], layout: Layout) -> None:
         """Read the newest state that another number of ranks has written."""
-        found, wrong = newest_state(others, self._identity.anywhere, self._used.data)
+        found, error_here = newest_state(others, self._identity.any_ranks, self._used.data)
         if found is None:
             missing = (
                 f"minimize: the files of another number of ranks, such as {others[0]}, don't have an iteration that is "
                 "complete. Restore the missing files, or delete all of them."
             )
-            raise agreed(self._used, ValueError(wrong or missing))
+            raise agreed(self._used, ValueError(error_here or missing))
         with raising_together(self._used, ValueError):
             self._found = found.arrays(layout)
-        self.iteration, self._old = found.iteration, others
+        self.iteration, self._obsolete = found.iteration, others
 
-    def _of_this_number(self, files: list[Path]) -> list[Path]:
+    def _of_this_size(self, files: list[Path]) -> list[Path]:
         return [file for file in files if f"of{self._used.size}." in file.name]
 
     def _state_of(self, iteration: int) -> dict[str, np.ndarray]:
-        """Return the arrays of an iteration that was found."""
+        """Read the arrays of an iteration from this rank's file."""
         file = self._file(1 - self._slot)
         description, arrays = read(file)
         if description["iteration"] != iteration:
@@ -144,7 +144,7 @@ class StateFiles:
         """Return the slot of each iteration of which this rank has a file."""
         file, found = self._checkpoint.file, {}  # type: ignore[union-attr]
         others = files_of_ranks(file)
-        if others and not self._of_this_number(others):
+        if others and not self._of_this_size(others):
             raise ValueError(
                 f"minimize: the checkpoint {others[0]} was written by another number of ranks than the "
                 f"{self._used.size} of this call, and the positions of their variables aren't known. Start the same number "
@@ -162,22 +162,22 @@ class StateFiles:
                 found[description["iteration"]] = slot
         return found
 
-    def _agreed(self, mine: dict[int, int], wrong: Exception | None) -> int | None:
-        """Return the newest iteration that all ranks have; raise on all ranks if one has an error."""
-        every = self._used.data.allgather((sorted(mine), None if wrong is None else str(wrong)))
+    def _newest_common(self, slots: dict[int, int], error_here: Exception | None) -> int | None:
+        """Return the newest iteration that all ranks have; raise on all ranks if a rank has an error."""
+        every = self._used.data.allgather((sorted(slots), None if error_here is None else str(error_here)))
         for rank, (_, text) in enumerate(every):
             if text is not None:
                 raise agreed(self._used, ValueError(f"{text} (found on rank {rank})"))
-        common = set.intersection(*(set(theirs) for theirs, _ in every))
-        if not common and any(len(theirs) > 1 for theirs, _ in every):
-            without = next(rank for rank, (theirs, _) in enumerate(every) if len(theirs) < 2)
+        common = set.intersection(*(set(iterations) for iterations, _ in every))
+        if not common and any(len(iterations) > 1 for iterations, _ in every):
+            without = next(rank for rank, (iterations, _) in enumerate(every) if len(iterations) < 2)
             path = self._checkpoint.path  # type: ignore[union-attr]
             text = f"rank {without} has no file of the iterations that other ranks have written to the checkpoint {path}"
             raise agreed(self._used, ValueError(f"minimize: {text}. Restore its files, or delete those of all ranks."))
         return max(common, default=None)
 
-    def take(self) -> dict[str, np.ndarray] | None:
-        """Return the arrays that were found, once; None for a new solve."""
+    def pop(self) -> dict[str, np.ndarray] | None:
+        """Return the arrays that `load` has read, in the first call; None for a new solve."""
         found, self._found = self._found, None
         return found
 
@@ -189,22 +189,22 @@ class StateFiles:
 
     def write(self, iteration: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
         """Write a state; all ranks call this."""
-        (problem, anywhere, layout), wrong = self._identity, None
-        description = {**problem, **anywhere, "iteration": iteration}
+        (problem, any_ranks, layout), error_here = self._identity, None
+        description = {**problem, **any_ranks, "iteration": iteration}
         if layout is not None:
             description["boxes"] = layout.boxes
         try:
             write(self._file(self._slot), description, arrays)
         except OSError as error:
-            wrong = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
-        failures = [text for text in self._used.data.allgather(wrong) if text is not None]
+            error_here = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
+        failures = [text for text in self._used.data.allgather(error_here) if text is not None]
         if failures:
             # The next state is written to the same slot, since the other slot has the last complete state.
             self._failures.warn(iteration, failures[0])
         else:
             self._failures.end()
             self.iteration, self._slot = iteration, 1 - self._slot
-            # The files of another number of ranks are obsolete now.
-            for file in self._old[self._used.rank :: self._used.size]:
+            # The files of another number of ranks are now obsolete.
+            for file in self._obsolete[self._used.rank :: self._used.size]:
                 file.unlink(missing_ok=True)
-            self._old = []
+            self._obsolete = []

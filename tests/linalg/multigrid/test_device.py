@@ -202,15 +202,17 @@ def test_cycles_copy_their_messages_alone():
 def test_arrays_in_two_places_are_refused_on_all_ranks():
     domain, kappa, c, b = _case((16, 18))
     mixed = on_device(kappa) if _RANK == 0 else kappa
-    with pytest.raises(TypeError, match="linalg.Multigrid: kappa and c must be in one place, but kappa is .* on device 0"):
+    with pytest.raises(TypeError, match="linalg.Multigrid: kappa and c must be on one device, but kappa is .* on device 0"):
         Multigrid(domain, mixed, c)
     mixed = on_device(b) if _RANK == _SIZE - 1 else b
-    with pytest.raises(TypeError, match="linalg.solve_elliptic: b and kappa must be in one place, but b is .* on device 0"):
+    with pytest.raises(
+        TypeError, match="linalg.solve_elliptic: b and kappa must be on one device, but b is .* on device 0"
+    ):
         solve_elliptic(domain, kappa, mixed)
     levels = Multigrid(domain, kappa, c)
-    with pytest.raises(TypeError, match="linalg.Multigrid.solve: b and x0 must be in one place, but b is .* on device 0"):
+    with pytest.raises(TypeError, match="linalg.Multigrid.solve: b and x0 must be on one device, but b is .* on device 0"):
         levels.solve(mixed, x0=b)
-    with pytest.raises(TypeError, match="linalg.Elliptic: u and kappa must be in one place.*to_device and to_host"):
+    with pytest.raises(TypeError, match="linalg.Elliptic: u and kappa must be on one device.*to_device and to_host"):
         levels.operator(on_device(b), kappa)
     with pytest.raises(TypeError, match="expected a plain array of floats, but got dtype int64"):
         levels(on_device(np.ones(b.shape, int)))

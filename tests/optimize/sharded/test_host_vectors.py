@@ -84,7 +84,7 @@ def test_gradients(value: float, writeable: bool) -> None:
     gradient[LENGTH + 200] = value
     gradient.flags.writeable = writeable
     way = whole(tiles)[1]
-    largest, *products = tiles.take(gradient, 1, 2)
+    largest, *products = tiles.store_trial(gradient, 1, 2)
     np.testing.assert_array_equal(whole(tiles)[2], gradient)
     np.testing.assert_array_equal(whole(tiles)[1], way)
     expected = np.abs(gradient).max()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.optimize._dcsrch import DCSRCH, dcstep
 
-from mpiad.optimize.sharded.lbfgs import End, LineSearch, next_step
+from mpiad.optimize.sharded.lbfgs import LineSearch, Sample, next_step
 
 pytestmark = pytest.mark.serial
 
@@ -73,9 +73,9 @@ def test_safeguarded_steps_are_those_of_minpack_in_all_cases() -> None:
         # The trial lies inside the interval, and the best end's slope points at it.
         best_step, far = rng.uniform(0.0, 2.0), rng.choice([-1.0, 1.0]) * rng.uniform(0.5, 2.0)
         bracketed = bool(rng.integers(2)) or far < 0.0
-        best = End(best_step, rng.normal(), -np.sign(far) * rng.exponential())
-        other = End(best_step + far, best.value + rng.exponential(), rng.normal())
-        trial = End(best_step + far * rng.uniform(0.05, 0.95), best.value + 0.5 * rng.normal(), rng.normal())
+        best = Sample(best_step, rng.normal(), -np.sign(far) * rng.exponential())
+        other = Sample(best_step + far, best.value + rng.exponential(), rng.normal())
+        trial = Sample(best_step + far * rng.uniform(0.05, 0.95), best.value + 0.5 * rng.normal(), rng.normal())
         low, high = (min(best.step, other.step), max(best.step, other.step)) if bracketed else (best.step, 9.0)
         if trial.value > best.value:
             cases.add(1)
