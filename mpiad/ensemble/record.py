@@ -113,7 +113,7 @@ class Steps:
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
-        """Return the steps of the trajectories in the mask `keep`."""
+        """Return only the steps of the trajectories in the mask `keep`."""
         if keep.all():
             return self
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
@@ -138,7 +138,7 @@ class Steps:
 
 
 class Log:
-    """Accepted steps in the order of the solve, with the states before each step, or before each `every`-th one."""
+    """Accepted steps in the order of the solve, with the states before each step, or before each `every`-th step."""
 
     def __init__(self, every: int | None = None) -> None:
         self._every = every
@@ -146,7 +146,7 @@ class Log:
         self._kept: list[tuple[Array, ...]] = []
 
     def note(self, step: Step) -> None:
-        """Store the accepted columns of a step, with actual times and signed sizes."""
+        """Store the step in the columns in which it was accepted, with actual times and signed sizes."""
         # int32 saves a tenth of the memory of the record.
         count, u = len(step.ids), step.u
         numbers, times = np.empty((2, count), np.int32), np.empty((2, count))

@@ -1,4 +1,4 @@
-"""Saves states at given times while the trajectories advance, and checks the times of `sol(t)`."""
+"""`SavePoints` saves states at given times while the trajectories advance; `times_of` checks the times of `sol(t)`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse_traced_times(what: str, times: Array) -> None:
     if any(map(isbox, times if isinstance(times, (list, tuple)) else [times])):
         raise NotImplementedError(
             f"{what} is traced, but derivatives with respect to saved times aren't supported. Apply "
-            "mpiad.stop_gradient, or end tspan at the traced time: u_end has a derivative with respect to that."
+            "mpiad.stop_gradient, or end tspan at the traced time: u_end has a derivative with respect to the end of tspan."
         )
 
 
@@ -42,7 +42,7 @@ class SavePoints:
         self._save_step, self._coefficients = outcome.save_step, coefficients
         self._count = times.shape[-1]
         self.next = np.empty(0)
-        self._place = np.empty(0, int)
+        self._time_index = np.empty(0, int)
 
     def enter(self, ids: Array, u: Array, joined: Joint) -> None:
         """Add the columns of entering trajectories, and save their initial states if these are requested."""
@@ -52,7 +52,7 @@ class SavePoints:
             self._write(ids[at_start], place[at_start], u[:, at_start], -1)
             place += at_start
             due = self._due(ids, place)
-        self._place, self.next = joined(self._place, place), joined(self.next, due)
+        self._time_index, self.next = joined(self._time_index, place), joined(self.next, due)
 
     def _due(self, ids: Array, place: Array) -> Array:
         ended = place >= self._count
@@ -66,7 +66,7 @@ class SavePoints:
             self._save_step[ids, place] = step
 
     def see(self, step: Step, changing: Array) -> None:
-        """Save states in a step; not at its end in the columns `changing`, since events will change these states."""
+        """Save states in a step, except at its end in the columns `changing`, since events will change these states."""
         due = self.next <= step.t_new
         due &= step.accepted
         if not np.count_nonzero(due):
@@ -87,14 +87,14 @@ class SavePoints:
         """Save states at the end of a step, in its columns `rows`; `columns`: see `see_inside`; `number`: step numbers."""
         while np.count_nonzero(at_end := self.next[columns] == step.t_new[rows]):
             rows, columns = rows[at_end], columns[at_end]
-            self._write(step.ids[rows], self._place[columns], step.new[:, rows], number[rows])
+            self._write(step.ids[rows], self._time_index[columns], step.new[:, rows], number[rows])
             self._to_next_time(columns, step.ids[rows])
 
     def _save_inside(self, rows: Array, columns: Array, step: Step) -> None:
         # Several times may lie in one step of a column. All are collected and interpolated by one call.
         found = []
         while rows.size:
-            found.append((rows, self._place[columns], self.next[columns]))
+            found.append((rows, self._time_index[columns], self.next[columns]))
             self._to_next_time(columns, step.ids[rows])
             more = self.next[columns] < step.t_new[rows]
             rows, columns = rows[more], columns[more]
@@ -104,5 +104,5 @@ class SavePoints:
         self._write(step.ids, place, values, step.number)
 
     def _to_next_time(self, columns: Array, ids: Array) -> None:
-        self._place[columns] += 1
-        self.next[columns] = self._due(ids, self._place[columns])
+        self._time_index[columns] += 1
+        self.next[columns] = self._due(ids, self._time_index[columns])

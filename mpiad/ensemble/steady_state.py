@@ -37,7 +37,7 @@ from mpiad.transport.tracing import restoring_state
 #
 # A step Δ solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ a step of
 # Newton's method. A step is accepted if the estimated contraction factor of Newton's method for the implicit Euler equation
-# is small enough. The next τ depends on this factor, which doesn't depend on the scaling of components. In each round every
+# is small enough. The factor determines the next τ; it doesn't depend on the scaling of components. In each round every
 # active trajectory tries one step. After an accepted step the Jacobian is computed again.
 #
 # References
@@ -95,7 +95,7 @@ class Roots(NamedTuple):
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
-    """Find a root for each trajectory by Newton's method from u0, shape (d, N).
+    """Find a root of f for each trajectory by Newton's method from u0, shape (d, N).
 
     A search succeeds if u0 is finite and a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component.
     """
@@ -116,7 +116,7 @@ def solved_each(matrices: Array, right: Array) -> Array:
     try:
         return np.linalg.solve(matrices, right)[..., 0]
     except np.linalg.LinAlgError:
-        # One by one, so that a singular system doesn't affect the others.
+        # The systems are solved one by one, so that a singular system doesn't affect the others.
         return np.array([_solved_best(*system) for system in zip(matrices, right[..., 0])]).reshape(right.shape[:2])
 
 
@@ -181,7 +181,7 @@ class _Search:
         return Roots(u, jacobian, codes, self._niter)
 
     def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
-        """Compute f and its Jacobian; if the Newton step is short enough, take it as the last one."""
+        """Compute f and its Jacobian; if the Newton step is short enough, take it as the last step."""
         if not ids.size:
             return
         with np.errstate(all="ignore"):
@@ -355,8 +355,8 @@ def steady_state(
     """Find the steady state of each trajectory, f(u, p, t) = 0.
 
     Each trajectory is solved to the end of its tspan. Newton's method continues from there, with damping and termination
-    per trajectory. With a longer tspan Newton's method begins closer to the steady state; with
-    ``tspan=(t, t)`` it begins at u0.
+    per trajectory. With a longer tspan, Newton's method begins closer to the steady state; with ``tspan=(t, t)``, it begins
+    at u0.
 
     Parameters
     ----------
@@ -444,7 +444,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(started, settings, started)
-    # NaN ends the search for failed trajectories.
+    # NaN ends the search for the trajectories whose solve failed.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
         # f is traced once before the search, for a better error message.

@@ -2,8 +2,9 @@
 
 Each iteration, called a turn, tries one step in every column. The class `Turns`, which decides on steps and return codes,
 is shared by the host and devices (`on_device.rounds`). Ended trajectories remain in their columns, with steps of length
-zero. The host works in place on masked columns, and stores the results of a trajectory when it ends. A device waits for the
-host only once per turn. Its operations process all columns, and return states as new arrays, which the record keeps.
+zero. The host works in place on masked columns, and stores the results of a trajectory when it ends. On a device,
+operations process all columns, and return states as new arrays, which the record keeps; the host waits for the device only
+once or twice per turn.
 
 On the host the working set is a block of columns that fits into the cache. All arithmetic is elementwise over columns, so
 the results of a trajectory don't depend on other columns. When enough trajectories have ended, waiting trajectories replace
@@ -34,7 +35,7 @@ _BLOCK = 32_768
 _LEAST_COLUMNS = 512
 # Ended columns are replaced when this number of their entries has been computed. Replacing them costs about as much.
 _IDLE = 10_000
-# Number of turns for which suspended columns wait for others, before events act on all of them together.
+# Number of turns for which suspended columns wait for others, until events act on all suspended columns together.
 _WAITING = 3
 # With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last step.
 _ROUNDING = 1e-9
@@ -89,7 +90,7 @@ class Turns:
         """Try one step of every trajectory."""
         self._turn += 1
         t_new, h = self._proposed()
-        self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
+        self._stages.compute(self.u, self._p, self.t, h, t_new, self._sign)
         self._settle(self._judged(h), h, t_new)
 
     @abstractmethod
@@ -114,7 +115,7 @@ class Turns:
         return t_new, t_new - self.t
 
     def _judged(self, h: Array) -> Array:
-        """Return the columns whose steps are accepted, as a mask, and set the sizes of the next steps."""
+        """Return a mask of the columns whose steps are accepted, and set the sizes of the next steps."""
         if self._tableau.error is None:
             self._error = None
             return np.isfinite(self._stages.new).all(axis=0) & self.live
@@ -209,7 +210,7 @@ class WorkingSet(Turns):
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
-        # Limits for cheap checks: until this turn no trajectory exceeds max_steps; steps of at least this size are allowed.
+        # Limits for cheap checks: no trajectory reaches max_steps before this turn; steps of this size or more are allowed.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         goal = self._initialization.goal(self.ids)
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))

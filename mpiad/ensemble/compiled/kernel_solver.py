@@ -68,12 +68,11 @@ class Solver:
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
         """Return the directions of tangents that the solve propagates; none if an adjoint will be used."""
-        settings = self.settings
         # With events the end times depend on all inputs.
-        times_vary = isbox(given.start) or isbox(given.end) or settings.events or settings.acting is not None
+        times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
         if times_vary or self.spec.tableau.implicit:
             return ()
-        return self.traced.carried(given, settings.gradient)
+        return self.traced.carried(given, self.settings.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
         """Return an outcome with a record of all steps: `outcome` if it has a record, or the outcome of another solve."""

@@ -42,9 +42,9 @@ class Steps:
         """Return the conversion from the precision of states to double."""
         return f"np.float64({text})" if self.spec.single else f"({text})"
 
-    def quotient(self, top: str, bottom: str) -> str:
+    def quotient(self, numerator: str, denominator: str) -> str:
         """Return a quotient; for GPUs a product with the reciprocal, which takes fewer instructions and registers."""
-        return f"{top} / {bottom}" if self.fused else f"{top} * ({self.number(1.0)} / {bottom})"
+        return f"{numerator} / {denominator}" if self.fused else f"{numerator} * ({self.number(1.0)} / {denominator})"
 
     def rounded_step(self) -> list[str]:
         """Return lines that convert the step size `h` to the precision of states."""
@@ -132,12 +132,12 @@ class Steps:
         """Return lines for the larger of the moduli of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
         # Division by the largest part prevents overflow of squares. A call of hypot would prevent vectorization.
-        lines = [f"largest_part = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
-        lines += [f"largest_part = where(abs({name}) > largest_part, abs({name}), largest_part)" for name in names]
-        lines.append(f"scale = {self.number(1.0)} / largest_part")
+        lines = [f"largest = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
+        lines += [f"largest = where(abs({name}) > largest, abs({name}), largest)" for name in names]
+        lines.append(f"scale = {self.number(1.0)} / largest")
         lines += [f"r_{name} = {name} * scale" for name in names]
         low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
-        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * top"]
+        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * largest"]
 
     def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
         """Return lines for `factor`, the ratio of the next step size to this one, as in `PIController.factor`.
