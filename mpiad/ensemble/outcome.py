@@ -250,7 +250,7 @@ def report(call: str, what: str, retcode: Array) -> None:
 def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
     """Add the jumps and return codes at the start to an outcome, and number events by position in the user's list."""
     outcome.jumps = [*acting.started, *outcome.jumps]
-    ended, still = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
+    ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
     table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # the event table is a view of it
     if table is not None:
@@ -259,8 +259,8 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
     if steps is not None:
         # A value saved at a change of the state belongs to the next step. If no step follows, it is the final state.
         steps[steps == outcome.naccept[:, None]] = FINAL
-    if still.size and saved is not None:
-        row, place = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[still] == batch.start[still, None])
-        saved[still[row], place] = batch.u0.T[still[row]]
+    if empty_span.size and saved is not None:
+        row, column = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[empty_span] == batch.start[empty_span, None])
+        saved[empty_span[row], column] = batch.u0.T[empty_span[row]]
         if steps is not None:
-            steps[still[row], place] = INITIAL
+            steps[empty_span[row], column] = INITIAL

@@ -231,13 +231,13 @@ class _LoadBalance:
 
     def bounds(self) -> Array:
         """Return the first indices of the shares and, last, the number of trajectories, shape (size + 1,)."""
-        own = np.zeros(self._size)
-        best = shares = self._divided(own)
+        extra = np.zeros(self._size)
+        best = shares = self._divided(extra)
         shortest = self._slowest(best)
         for _ in range(_MOST_DIVISIONS):
             # Damping keeps the longest trajectory from moving back and forth between two shares.
-            before, own = shares, (own + self._iterations(shares)) / 2
-            shares = self._divided(own)
+            before, extra = shares, (extra + self._iterations(shares)) / 2
+            shares = self._divided(extra)
             if np.array_equal(shares, before):
                 break
             slowest = self._slowest(shares)
@@ -245,14 +245,14 @@ class _LoadBalance:
                 best, shortest = shares, slowest
         return self._edges[best]
 
-    def _divided(self, own: Array) -> Array:
-        """Return the boundaries of shares, as indices of blocks, for which costs plus additional costs `own` are equal."""
+    def _divided(self, extra: Array) -> Array:
+        """Return the boundaries of shares, as indices of blocks, for which the costs plus the `extra` costs are equal."""
         done = self._done[1:]
-        due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
-        due = np.minimum(due, done[-1])  # targets are clipped at zero, so their sum may exceed the total
-        inner = np.searchsorted(done, due)
+        targets = np.cumsum(np.maximum((done[-1] + extra.sum()) / self._size - extra, 0.0))[:-1]
+        targets = np.minimum(targets, done[-1])  # targets are clipped at zero, so their sum may exceed the total
+        inner = np.searchsorted(done, targets)
         # Choose the boundary of the block that is closer to the target.
-        inner += done[inner] - due < due - (done[inner] - self._costs[inner])
+        inner += done[inner] - targets < targets - (done[inner] - self._costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
     def _iterations(self, shares: Array) -> Array:

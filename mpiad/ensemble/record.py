@@ -102,8 +102,8 @@ class Steps:
 
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
         """Return the times before steps of the trajectories `ids`, and their signed sizes; `numbers`: the steps, from 0."""
-        place = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]
-        return self._t[place], self._h[place]
+        position = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]
+        return self._t[position], self._h[position]
 
     def states(self, ids: Array, numbers: Array) -> Array:
         """Return the states before steps of the trajectories `ids`, shape (d, len(ids)); `numbers`: the steps, from 0."""
@@ -128,8 +128,8 @@ class Steps:
     def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:
         """Store steps of the trajectories `ids`; `numbers`: the steps, from 0."""
         sweeps, rank = self.counts[ids] - numbers - 1, self.rank[ids]
-        place = self._offsets[sweeps] + rank
-        self._t[place], self._h[place] = t, h
+        position = self._offsets[sweeps] + rank
+        self._t[position], self._h[position] = t, h
         rows = self.d * self._offsets[sweeps] + rank
         width = self.widths[sweeps]
         for state in u:

@@ -249,16 +249,16 @@ class _Replay:
         if self._timed:
             moved = self._moved(rows)
             # Only these columns are advanced: in other columns f may be infinite, and derivatives would become NaN.
-            still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
-            if still.size:
-                u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], moved[still]))
+            stepless = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
+            if stepless.size:
+                u = self._put(u, stepless, self._drifted(u[:, stepless], ids[stepless], t[stepless], moved[stepless]))
             self._shift, t = self._put(self._shift, ids, moved), t + moved
         which = jumps.event[rows]  # type: ignore[union-attr]
         for event in np.unique(which).tolist():
             own = np.flatnonzero(which == event)
-            twice = own[two_at_least(len(own))]
+            columns = own[two_at_least(len(own))]
             field = affect_field(run.settings.events[event], run.batch)
-            after = field.array(u[:, twice], run.columns(self._leaves, ids[twice]), t[twice])
+            after = field.array(u[:, columns], run.columns(self._leaves, ids[columns]), t[columns])
             u = self._put(u, own, after[:, : len(own)])
         return u
 
@@ -268,12 +268,12 @@ class _Replay:
         between = moved - shift
         if not isbox(between):
             return u
-        run, twice = self._run, two_at_least(len(ids))
-        leaves, now, between = run.columns(self._leaves, ids[twice]), (t + shift)[twice], between[twice]
+        run, columns = self._run, two_at_least(len(ids))
+        leaves, now, between = run.columns(self._leaves, ids[columns]), (t + shift)[columns], between[columns]
         rate_at = partial(mass_matrix_rhs, run.batch, run.settings.mass)
-        rate = rate_at(u[:, twice], leaves, now)
+        rate = rate_at(u[:, columns], leaves, now)
         # A step of second order, for correct derivatives up to second order.
-        rate = 0.5 * (rate + rate_at(u[:, twice] + between * rate, leaves, now + between))
+        rate = 0.5 * (rate + rate_at(u[:, columns] + between * rate, leaves, now + between))
         return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
     def _save(self, part: Saved, value: Array) -> None:

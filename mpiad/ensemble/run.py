@@ -148,8 +148,8 @@ class SortedSweep(StepSweep):
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
         self._run, self._steps, self._start, self._stop = run, steps, start, stop
-        self._own = steps.order[start:stop]
-        self.counts, self.ids = steps.counts[self._own], self._own + first
+        self._trajectories = steps.order[start:stop]
+        self.counts, self.ids = steps.counts[self._trajectories], self._trajectories + first
         self._every = every
         self._cut = run.cut[self.ids] if run.settings.events else None
 
@@ -187,11 +187,11 @@ class SortedSweep(StepSweep):
         stop = min(begin + (self._every or 1), len(self))
         width = self._width(begin)
         kept: Any = self._steps.kept
-        u = kept.states(self._own[:width], np.full(width, begin // (self._every or 1)))
+        u = kept.states(self._trajectories[:width], np.full(width, begin // (self._every or 1)))
         for number in range(begin, stop):
             width, following = self._width(number), self._width(number + 1)
             u = u[:, :width]
-            t, h = self._steps.times(self._own[:width], np.full(width, number))
+            t, h = self._steps.times(self._trajectories[:width], np.full(width, number))
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
             if number + 1 < stop:  # at `stop` the state was kept
@@ -326,8 +326,8 @@ class Run:
         """The step of each saved value, shape (N, n_saved), from 0, or INITIAL, FINAL, or NOWHERE."""
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
-            still = (self.batch.start == self.batch.end)[:, None]
-            return np.where(live, np.where(still, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
+            empty_span = (self.batch.start == self.batch.end)[:, None]
+            return np.where(live, np.where(empty_span, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
         found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
         found[:, 0] = INITIAL

@@ -105,13 +105,13 @@ class StageSystems:
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
         if not tangents:
             return [zeros[None] for _ in numbers]
-        found, still = [], list(leaves)
+        found, zero_leaves = [], list(leaves)
         for part in self._layout.parts:
-            still[part.place] = np.zeros_like(leaves[part.place], dtype=dtype)
+            zero_leaves[part.place] = np.zeros_like(leaves[part.place], dtype=dtype)
         for j in range(len(tangents[0])):
-            filled = list(still)
+            filled = list(zero_leaves)
             for place, gs in zip(self._places, tangents):
-                filled[place] = still[place] if gs[j] is None else gs[j]
+                filled[place] = zero_leaves[place] if gs[j] is None else gs[j]
             found.append(self.rows(filled, count, dtype))
         return [np.stack([row[k] + zeros for row in found]) for k in numbers]
 

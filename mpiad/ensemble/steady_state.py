@@ -69,15 +69,15 @@ class Equations:
 
     def values(self, u: Array, ids: Array) -> Array:
         """Return f at the states u, shape (d, n)."""
-        both = two_at_least(len(ids))
-        return np.asarray(self._field.array(u[:, both], *self.columns(ids[both])), u.dtype)[:, : len(ids)]
+        columns = two_at_least(len(ids))
+        return np.asarray(self._field.array(u[:, columns], *self.columns(ids[columns])), u.dtype)[:, : len(ids)]
 
     def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
         """Return f, shape (d, n), and its Jacobian with respect to the states, shape (n, d, d)."""
-        (d, n), both = u.shape, two_at_least(len(ids))
-        leaves, t = self.columns(ids[both])
-        given = np.zeros((1 + d, d, len(both)), u.dtype)
-        given[0] = u[:, both]
+        (d, n), columns = u.shape, two_at_least(len(ids))
+        leaves, t = self.columns(ids[columns])
+        given = np.zeros((1 + d, d, len(columns)), u.dtype)
+        given[0] = u[:, columns]
         given[1 + np.arange(d), np.arange(d)] = 1.0
         out = np.empty_like(given)
         with restoring_state(), Bundle() as bundle:
@@ -448,9 +448,9 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
         # f is traced once before the search, for a better error message.
-        both = np.zeros(2, int)
-        leaves, t = Equations(batch).columns(both)
-        check_traceable(Field(batch), batch.u0[:, both], leaves, t)
+        columns = np.zeros(2, int)
+        leaves, t = Equations(batch).columns(columns)
+        check_traceable(Field(batch), batch.u0[:, columns], leaves, t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)

@@ -178,11 +178,11 @@ class ActingEvents:
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
         for e, event in enumerate(self._events):
             side = self.sides[e][columns] if e in self.sides else None
-            late = event.crossed(kept.before[e], reached[e], side) & ~resting[e]
+            missed = event.crossed(kept.before[e], reached[e], side) & ~resting[e]
             rows = located.get(e, NONE)
-            late[rows] = False
-            if late.any():
-                more = np.flatnonzero(late)
+            missed[rows] = False
+            if missed.any():
+                more = np.flatnonzero(missed)
                 self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
                 rows = np.union1d(rows, more)
             happened.append((e, rows))
@@ -222,9 +222,9 @@ class ActingEvents:
         elapsed, self._last_acted[e][own] = now - self._last_acted[e][own], now
         ahead, mass = distance_ahead(elapsed, span), self._settings.mass
         rate = at_event.moving(rows, mass, (u, t))
-        straight, later = u + ahead * rate, t + at_event.signs[rows] * ahead
-        bent = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (straight, later)))
-        values = [at_event.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
+        euler, later = u + ahead * rate, t + at_event.signs[rows] * ahead
+        heun = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (euler, later)))
+        values = [at_event.condition(event, rows, at) for at in ((u, t), (euler, later), (heun, later))]
         found = departure((before, *values), event.direction, elapsed, span)
         if self._adaptive:  # otherwise the step size is fixed
             # A step that contains the departure and the return would show no change of the sign.
@@ -284,7 +284,7 @@ class StepObservers:
         if self._acting is not None:
             self._acting.enter(new, joined)
 
-    def see(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
+    def process(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
         """Process a step; return the columns whose steps end at an event.
 
         `done` is a mask of the columns that have reached the end of tspan or a given time; h are the sizes of next steps.
@@ -311,7 +311,7 @@ class StepObservers:
         if crossed and (columns := np.flatnonzero(np.any(crossed, axis=0))).size:
             terminated = self._located(step, columns, crossed)
         if self._saves is not None:
-            self._saves.see(step, at_times)
+            self._saves.save(step, at_times)
         return Stopped(terminated, at_roots, at_times)
 
     def resume(self) -> Iterator[Resumed]:
@@ -320,8 +320,8 @@ class StepObservers:
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))
                 if step.k:
-                    self._saves.see_inside(step, rows, resumed.columns)
-                self._saves.see_end(step, rows, resumed.columns, step.number + 1)
+                    self._saves.save_inside(step, rows, resumed.columns)
+                self._saves.save_at_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
 
     def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:

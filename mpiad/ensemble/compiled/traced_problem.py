@@ -80,18 +80,18 @@ class TracedProblem(NamedTuple):
 
 
 def remembered(
-    make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *asked: object
+    make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *further: object
 ) -> _Found | None:
     """Return the cached trace for such a batch, otherwise the result of `make`, which is cached unless it is None.
 
-    ``make(known)``: `known` is whether a trace is cached that differs only by numbers. `asked`: further parts of the key.
+    ``make(known)``: `known` is whether a trace is cached that differs only by numbers. `further`: other parts of the key.
     """
     # Leaves that can be differentiated are compared by dtype and shape, others by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
     ends = tuple(event.terminal for event in events)
-    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, ends, *asked)
+    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, ends, *further)
     key = fingerprint_of(batch.f, functions, batch.p.build(forms), kinds)
     if key is not None and key in _known:
         return _known[key]
@@ -155,8 +155,8 @@ def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProb
         if program is None:
             return None
         numbered = {i: inputs.get(next(place)) for i in program.numbers}
-        taken = {i: given for i, given in numbered.items() if given is not None}
-        return program.with_inputs(taken, {"parameter": size + len(changed)})
+        replaced = {i: given for i, given in numbered.items() if given is not None}
+        return program.with_inputs(replaced, {"parameter": size + len(changed)})
 
     programs = [lifted(g) for g in (found.program, *found.conditions, *found.affects)]
     stop = 1 + len(found.conditions)

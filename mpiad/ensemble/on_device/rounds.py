@@ -127,7 +127,7 @@ class DeviceWorkingSet(Turns):
 
     # ---- one turn
 
-    def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
+    def _finish_turn(self, accepted: Array, h: Array, t_new: Array) -> None:
         """Advance by the accepted steps, and end the trajectories that have reached their ends or a terminal event."""
         stages = self._stages
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
@@ -168,7 +168,7 @@ class DeviceWorkingSet(Turns):
             done = done & ~terminated
             self._end(terminated, ReturnCode.Terminated)
         self._end(done, ReturnCode.Success)
-        self._fail(accepted)
+        self._end_failed(accepted)
 
     def _some_are_small(self) -> bool:
         return True  # to read a result of the device, the host would have to wait
