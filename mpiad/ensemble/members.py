@@ -153,7 +153,7 @@ def _stacked(
 ) -> Parameters:
     flat = [flatten(tree) for tree in trees]
     first, build = flat[0]
-    columns, varies, more = [], [], None
+    columns, varies, other_leaves = [], [], None
     for place in range(len(first)):
         leaves = [leaves[place] for leaves, _ in flat if len(leaves) == len(first)]
         if len(leaves) < len(flat):
@@ -165,8 +165,8 @@ def _stacked(
         if shared and np.ndim(leaves[0]) and not any(leaf is leaves[0] for leaf in common):
             # A single trajectory shares all leaves with itself, but the shapes of f's arguments mustn't depend on the
             # number of trajectories.
-            more = others() if more is None else more
-            shared = all(len(other) <= place or other[place] is leaves[0] for other in more)
+            other_leaves = others() if other_leaves is None else other_leaves
+            shared = all(len(other) <= place or other[place] is leaves[0] for other in other_leaves)
         varies.append(not shared)
         columns.append(leaves[0] if shared else _stack([_array(leaf) for leaf in leaves], axis=-1))
     return Parameters(columns, varies, build)

@@ -138,7 +138,7 @@ class EnsembleProblem(KernelSources):
         Seed from which the generators of all trajectories are derived, independently of the backend.
     u0 : array, shape (N, d), optional
         Initial states of the trajectories, instead of a `prob_func`.
-    p : array, shape (N, m), optional
+    p : array, shape (N, m), or pytree of arrays with N rows, optional
         Parameters of the trajectories, instead of a `prob_func`.
     u_init : object, optional
         Initial value of `reduction`.

@@ -57,10 +57,10 @@ class Seeds(NamedTuple):
     end: Array  # shape (d, N)
     saved: Array | None = None  # shape (N, n_saved, d), or None if all are zero
     reached: Array | None = None  # shape (N,), or None; of the final times
-    crossed: Array | None = None  # shape (m,), or None if all are zero; of the times of non-terminal events
+    crossed: Array | None = None  # shape (m,), or None if all are zero; of the times in `Run.crossed`
 
     def share(self, rows: slice) -> Seeds:
-        """Return the seeds of some trajectories, for a solve without events."""
+        """Return the seeds of some trajectories, without the cotangents of the times of events."""
         parts = (None if part is None else part[rows] for part in (self.saved, self.reached))
         return Seeds(self.end[:, rows], *parts)
 

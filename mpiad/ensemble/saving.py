@@ -34,7 +34,7 @@ def refuse_traced_times(what: str, times: Array) -> None:
 
 
 class SavePoints:
-    """Saves states at times of shape (n_saved,) or (N, n_saved); `next`: the next time per column of the working set."""
+    """Saves states at times of shape (n_saved,) or (N, n_saved); `next`: the next saved time of each column."""
 
     def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):
         self._times, self._signs, self._starts = times, signs, starts

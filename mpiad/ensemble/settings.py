@@ -62,7 +62,7 @@ class Settings(NamedTuple):
     dt: float | None  # size of fixed steps, or of the first step
     dtmax: float
     max_steps: int
-    events: tuple[Event, ...]
+    events: tuple[Event, ...]  # if `acting` is given, only the events with conditions
     saveat: Array | None  # shape (n_saved,) or (N, n_saved), or None
     record: bool  # whether to keep all accepted steps
     checkpoints: int | None = None  # keep only the states before every `checkpoints`-th step

@@ -126,7 +126,8 @@ def solve(
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
-        The backend; vectorized by default. All backends give bitwise equal results, except GPUs (equal up to rounding).
+        The backend; vectorized by default. Backends on the host give bitwise equal results if either all or none of them
+        use a kernel (see `compile`); otherwise, and on GPUs, the results are equal up to rounding.
     trajectories : int, optional
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
@@ -192,8 +193,9 @@ def solve(
 
     Notes
     -----
-    A trajectory's results depend neither on the other trajectories or their number nor on the backend, bit for bit, if f
-    computes each column independently (with a matrix product in f, the results agree up to rounding).
+    With ``compile=True`` or ``compile=False``, a trajectory's results depend neither on the other trajectories or their
+    number nor on the backend on the host, bit for bit, if f computes each column independently (with a matrix product in f,
+    the results agree up to rounding).
 
     Examples
     --------

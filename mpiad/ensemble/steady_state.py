@@ -419,10 +419,10 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     compiler = Compiler(options, options.trajectories, together=True)
     bounds = mpi.bounds(options.trajectories, used.size)
     with raising_together(used, Exception):
-        mine = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+        share = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
-    kind = mine.u.shape[1:], mine.u.dtype
-    parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
+    kind = share.u.shape[1:], share.u.dtype
+    parts = used.data.allgather((compiler.warnings, share.retcode, share.niter, share.jacobian, kind))
     warnings, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
     compiler.log_warnings(warnings, used.rank)
@@ -431,8 +431,8 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
         report("steady_state", "trajectories", every)
     single = isinstance(given.problem, ODEProblem)
     if not mpi.gather and not single:
-        return mine
-    u = gather_pieces(mine.u, 0, np.diff(bounds).tolist(), used)
+        return share
+    u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), used)
     found = SteadyStateSolution(u, every, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(every)))
     return _first(found) if single else found
 

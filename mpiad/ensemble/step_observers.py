@@ -76,7 +76,7 @@ class ActingEvents:
 
     def enter(self, new: Entrants, joined: Joint) -> None:
         """Add the columns of the next working set, whose conditions the watch has evaluated."""
-        self._last_acted = {e: joined(begun, new.t) for e, begun in self._last_acted.items()}
+        self._last_acted = {e: joined(last, new.t) for e, last in self._last_acted.items()}
         self._last_root, self._limit = joined(self._last_root, new.t), joined(self._limit, new.t)
         self._short_count = joined(self._short_count, np.zeros(len(new.t), int))
         for e, side in self.sides.items():

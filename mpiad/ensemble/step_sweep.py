@@ -54,7 +54,7 @@ class Saved(NamedTuple):
     whole: Array | None = None
 
     def of(self, states: Array) -> Array:
-        """Return the columns of these values."""
+        """Return the given states in the columns of these values."""
         return states[..., self.columns]
 
     def seeds(self, saved: Array) -> Array:

@@ -9,8 +9,9 @@ output arrays may be too small for another turn; the next call continues from `s
 
 Several threads take trajectories from a shared counter, a few at a time, to finish at about the same time.
 
-The kernel performs the same operations in the same order as the vectorized NumPy solver, and the compiler doesn't reorder
-them: the results of a trajectory don't depend on its lane or on other settings of the kernel. Only tangents use `fma`.
+The kernel performs the same operations in the same order as the vectorized NumPy solver, except for the powers in the step
+size control, functions such as sin, and complex products. The compiler doesn't reorder operations, so the results of a
+trajectory don't depend on its lane or on other settings of the kernel. Only powers and tangents use `fma`.
 """
 
 from __future__ import annotations

@@ -119,12 +119,12 @@ class KernelJumps:
         self.due = np.zeros(count)
         ids = np.flatnonzero(time_bar)
         last = self._first[ids + 1] - 1
-        mine = last >= self._first[ids]
-        number = jumps.number[last[mine]]
+        jumped = last >= self._first[ids]
+        number = jumps.number[last[jumped]]
         # `LinearJumps` handles the jumps before the first step.
-        mine[mine] = (jumps.slot[last[mine]] != FOUND) & (number == run.counts[ids[mine]]) & (number > 0)
-        self.due[last[mine]] = time_bar[ids[mine]]
-        time_bar[ids[mine]] = 0.0
+        jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
+        self.due[last[jumped]] = time_bar[ids[jumped]]
+        time_bar[ids[jumped]] = 0.0
         self._state = argument(np.ascontiguousarray(jumps.before.T), dtype)
 
     @property
@@ -286,8 +286,8 @@ def _stops(run: Run, seeds: Seeds, places: Sequence[int], time_bar: Array) -> Ke
     stops = KernelStops(run, tuple(places), bar)
     ids = np.flatnonzero(time_bar)
     last = stops.first[ids + 1] - 1
-    mine = last >= stops.first[ids]
-    bar[last[mine]] += time_bar[ids[mine]]
+    stopped = last >= stops.first[ids]
+    bar[last[stopped]] += time_bar[ids[stopped]]
     return stops
 
 

@@ -85,10 +85,10 @@ class ParameterPacking(NamedTuple):
         rows = {True: iter(varying), False: iter(shared)}
         result = {}
         for part in self.parts:
-            taken = np.stack([next(rows[part.varies]) for _ in part.scalars]) if part.scalars else np.empty(0)
-            taken = taken[::2] + 1j * taken[1::2] if part.complex else taken
+            numbers = np.stack([next(rows[part.varies]) for _ in part.scalars]) if part.scalars else np.empty(0)
+            numbers = numbers[::2] + 1j * numbers[1::2] if part.complex else numbers
             shape = (*part.shape, count) if part.varies else part.shape
-            result[part.place] = np.reshape(taken, shape)
+            result[part.place] = np.reshape(numbers, shape)
         return result
 
 

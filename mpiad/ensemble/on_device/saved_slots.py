@@ -61,12 +61,12 @@ class SaveTimes:
         """Return `count` slots and times per column for a step, with slots from `place` on; `most`: the largest count."""
         xp: Any = arrays_of(t)
         k = xp.arange(most)[:, None]
-        mine = k < count
-        slot = np.where(mine, place + k, self.count)
+        used = k < count
+        slot = np.where(used, place + k, self.count)
         index = np.minimum(slot, self.count - 1)  # the unused slot has no time; any index is valid
         times = self._rows[index] if self._rows.ndim == 1 else self._rows[ids, index]
-        at_end = mine & (times == t_new)
-        x = np.where(mine, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of length zero
+        at_end = used & (times == t_new)
+        x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of length zero
         return Due(slot, x, at_end)
 
     def groups(self, most: int, numbers: int) -> list[slice]:
