@@ -114,7 +114,7 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
     if other is None:
         return
     alone, shifted, xp = value[..., 0], other[..., -1], arrays_of(value)
-    if xp is not None:  # in one copy
+    if xp is not None:  # one copy to the host
         value = xp.to_host(np.stack([alone, shifted, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
         alone, shifted, other = value[0], value[1], value[:0]
     if alone.tobytes() == shifted.tobytes():

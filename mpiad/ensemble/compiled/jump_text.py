@@ -78,7 +78,7 @@ if acted and code < 0 and tn != $end:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition after affects. If it is still near its root, rounding determines its computed sign. Then these
+# The value of a condition after affects. If it is still near zero, rounding determines its computed sign. Then these
 # lines set the sign: after the condition's event to the sign beyond the root, after a very short step to the earlier sign.
 _RESUME = """
 {value}

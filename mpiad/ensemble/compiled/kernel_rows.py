@@ -99,7 +99,7 @@ def allocate(size: int) -> Array:
 
 
 def release(arrays: list[Array]) -> None:
-    """Keep arrays from `allocate` for reuse; no views of them may be left."""
+    """Keep arrays from `allocate` for reuse; no views of them may be in use."""
     with _lock:
         for array in arrays:
             if sum(map(len, _spare)) + len(array) <= _MOST:

@@ -1,7 +1,7 @@
 """The lines of CUDA kernels for events: their location, and the propagation of cotangents through them.
 
 All threads write events to one table, in arbitrary order. The events of a trajectory form a linked list: each refers to the
-previous one, and `heads` to the last. In the reverse sweep a thread follows its list, and propagates the cotangent of an
+previous event, and `heads` to the last. In the reverse sweep a thread follows its list, and propagates the cotangent of an
 event's time to the state at the event and the parameters, like `adjoint.pull_event`.
 """
 
