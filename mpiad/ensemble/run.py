@@ -510,7 +510,7 @@ class Run:
 
     @cached_property
     def crossed_row(self) -> Array:
-        """The index of the time of each event in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
+        """The index of each event's time in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
         ids, *_, ends = self._event_columns
         live, found = self.live[ids], np.full(len(ids), -1)
         found[live & ~ends] = np.arange(len(self.crossings.ids))
