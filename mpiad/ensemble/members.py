@@ -36,20 +36,20 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
     fun = ensemble.prob_func
     extra = _takes_generator(fun)
 
-    def made(i: int) -> ODEProblem:
+    def problem_of(i: int) -> ODEProblem:
         more = {"rng": generator(seed, i, repeat)} if extra else {}
         return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
         # Leaves shared with the first and the last trajectory are assumed to be shared by all trajectories.
         outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])  # a single one is made again
-        return [flatten(made(i).p)[0] for i in outside]
+        return [flatten(problem_of(i).p)[0] for i in outside]
 
-    return columns_of([made(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
+    return columns_of([problem_of(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and trajectories of the same shapes: these, or number 1 if the rank has none."""
+    """Return a rank's trajectories, and a batch of the same shapes: the same one, or trajectory 1 if the rank has none."""
     without = not len(numbers) and count > 0
     typical = members(ensemble, range(1, 2) if without else numbers, repeat, seed, count)
     return typical.share(slice(0, 0)) if without else typical, typical
@@ -60,7 +60,8 @@ def columns_of(
 ) -> Batch:
     """Return a batch of problems, which have the same f and shapes; `numbers` are their numbers in the ensemble.
 
-    `common`: leaves of the parameters of the ensemble's problem. `others` returns those of a few other trajectories.
+    `common`: the leaves of the parameters of the ensemble's problem. ``others()`` returns the leaves of a few other
+    trajectories.
     """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]
@@ -101,7 +102,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     p = Parameters(leaves, [False] * len(leaves), build)
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
-        p = Parameters([_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
+        p = Parameters([_trajectories_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
     start, end = (_repeated(t, count) for t in _span(problem))
     return Batch(problem.f, as_state(problem.u0).shape, initial_states(ensemble, numbers), p, start, end)
 
@@ -114,11 +115,11 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
     """Return the initial states of some trajectories, shape (d, N), of an ensemble without `prob_func`."""
     first = as_state(ensemble.problem.u0)
     if ensemble.u0 is None:
-        return _same(first, len(numbers))
+        return _repeated_column(first, len(numbers))
     given = as_state(ensemble.u0)
     if given.shape[1:] != first.shape:
         raise ValueError(f"solve: u0= of the ensemble must have shape (N, *{first.shape}), but has shape {given.shape}.")
-    return _last(given[_rows(numbers)].reshape(len(numbers), first.size))
+    return _trajectories_last(given[_rows(numbers)].reshape(len(numbers), first.size))
 
 
 def _repeated(t: Array, count: int) -> Array:
@@ -126,20 +127,20 @@ def _repeated(t: Array, count: int) -> Array:
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
 
 
-def _same(first: Array, count: int) -> Array:
+def _repeated_column(first: Array, count: int) -> Array:
     column, arrays = first.reshape(-1, 1), arrays_of(getval(first))
     if isbox(column):
         return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
     if arrays is None:
-        return np.broadcast_to(column.copy(), (len(column), count))  # the user may change u0 before it is read
+        return np.broadcast_to(column.copy(), (len(column), count))  # the user may change u0 before the solve reads it
     return arrays.copy(np.broadcast_to(column, (len(column), count)))
 
 
-def _last(leaf: Array) -> Array:
+def _trajectories_last(leaf: Array) -> Array:
     if isbox(leaf):
         return anp.moveaxis(leaf, 0, -1)
     arrays, moved = arrays_of(leaf), np.moveaxis(leaf, 0, -1)
-    # A copy, since the user may change the array before it is read.
+    # A copy, since the user may change the array before the solve reads it.
     return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
 
 
@@ -152,7 +153,7 @@ def _stacked(
 ) -> Parameters:
     flat = [flatten(tree) for tree in trees]
     first, build = flat[0]
-    columns, varies, more = [], [], None
+    columns, varies, other_leaves = [], [], None
     for place in range(len(first)):
         leaves = [leaves[place] for leaves, _ in flat if len(leaves) == len(first)]
         if len(leaves) < len(flat):
@@ -164,8 +165,8 @@ def _stacked(
         if shared and np.ndim(leaves[0]) and not any(leaf is leaves[0] for leaf in common):
             # A single trajectory shares all leaves with itself, but the shapes of f's arguments mustn't depend on the
             # number of trajectories.
-            more = others() if more is None else more
-            shared = all(len(other) <= place or other[place] is leaves[0] for other in more)
+            other_leaves = others() if other_leaves is None else other_leaves
+            shared = all(len(other) <= place or other[place] is leaves[0] for other in other_leaves)
         varies.append(not shared)
         columns.append(leaves[0] if shared else _stack([_array(leaf) for leaf in leaves], axis=-1))
     return Parameters(columns, varies, build)

@@ -17,13 +17,14 @@ from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
-# Instead of a step, for saved values: the initial state; no state (not reached, or failed trajectory); the final state.
+# Values of `save_step` for states that belong to no step: the initial state; no state, since the time wasn't reached or the
+# trajectory failed; the final state.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
 
 class NamedCode(str, Enum):
-    """A code that equals its name as a string, and has a number for use in arrays."""
+    """A code that equals its name as a string, and has a number, which arrays store."""
 
     def __str__(self) -> str:
         return self.value
@@ -120,7 +121,7 @@ class Outcome:
     naccept: Array  # int, shape (N,)
     nreject: Array  # int, shape (N,)
     saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
-    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved time, from 0, or INITIAL, NOWHERE
+    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved time, from 0, or a code above
     # If events change states, shape (N,): the index of the next given time, and the number of continuations after events.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
@@ -128,7 +129,7 @@ class Outcome:
     event_table: Array | None = None
     # If steps are recorded: for each share of the trajectories, the index of its first trajectory, and all accepted steps.
     steps: list[tuple[int, Steps]] = field(default_factory=list)
-    solver: Any = None  # if kernels solved and derivatives follow: the object that computes `steps` on demand
+    solver: Any = None  # for derivatives of a solve by kernels: the object that computes `steps` on demand
     tapes: list[Any] = field(default_factory=list)  # the steps as a kernel wrote them
     last: Array | None = None  # the last row of each trajectory in `tapes`
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
@@ -175,7 +176,7 @@ class Outcome:
         d, n = batch.u0.shape
         n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
         saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
-        save_step = np.full((n, n_saved), -2, np.int32) if settings.record and n_saved is not None else None
+        save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record and n_saved is not None else None
         made = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
         return cls(batch.u0.copy(), batch.start.copy(), *made, *counters(settings.acting))
 
@@ -199,7 +200,7 @@ class Outcome:
 
 
 def counters(acting: Acting | None) -> list[Array]:
-    """Return the `slots` and `resumed` of an outcome that has not begun."""
+    """Return the initial `slots` and `resumed` of an outcome."""
     return [np.empty(0, np.int64)] * 2 if acting is None else [acting.first.copy(), np.zeros_like(acting.first)]
 
 
@@ -208,7 +209,7 @@ def _join(arrays: list[Any]) -> Any:
 
 
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
-    """Return the number of calls of f per trajectory; `given`: whether the user gave the size of the first step."""
+    """Return the number of calls of f per trajectory; `given`: whether the user chose the size of the first step."""
     tries = naccept + nreject
     at_start = np.where(given, 1, 2)  # the second call serves to choose the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
@@ -247,9 +248,9 @@ def report(call: str, what: str, retcode: Array) -> None:
 
 
 def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
-    """Add the jumps at the start to an outcome, and number events by their positions in the user's list."""
+    """Add the jumps and return codes at the start to an outcome, and number events by position in the user's list."""
     outcome.jumps = [*acting.started, *outcome.jumps]
-    ended, still = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
+    ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
     table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # the event table is a view of it
     if table is not None:
@@ -258,8 +259,8 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
     if steps is not None:
         # A value saved at a change of the state belongs to the next step. If no step follows, it is the final state.
         steps[steps == outcome.naccept[:, None]] = FINAL
-    if still.size and saved is not None:
-        row, place = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[still] == batch.start[still, None])
-        saved[still[row], place] = batch.u0.T[still[row]]
+    if empty_span.size and saved is not None:
+        row, column = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[empty_span] == batch.start[empty_span, None])
+        saved[empty_span[row], column] = batch.u0.T[empty_span[row]]
         if steps is not None:
-            steps[still[row], place] = INITIAL
+            steps[empty_span[row], column] = INITIAL

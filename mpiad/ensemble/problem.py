@@ -23,8 +23,8 @@ from mpiad.transport.device_arrays import is_device_array
 _NO_NUMBER = np.empty(1)
 
 
-class Readable:
-    """Base class of problems. The problem of a solution holds the sources of the kernels that the solve compiled."""
+class KernelSources:
+    """Base class of problems, which may hold the sources of compiled kernels: the problem of a solution does."""
 
     _kernels: ClassVar[Mapping[str, str]] = {}
 
@@ -49,7 +49,7 @@ class Readable:
             )
         return kernels[name]
 
-    def read_from(self, kernels: Mapping[str, str]) -> Any:
+    def with_kernels(self, kernels: Mapping[str, str]) -> Any:
         """Return a copy of the problem that holds the sources of the kernels, for a solution."""
         made = copy.copy(self)
         made.__dict__["_kernels"] = kernels
@@ -57,7 +57,7 @@ class Readable:
 
 
 @dataclass(frozen=True)
-class ODEProblem(Readable):
+class ODEProblem(KernelSources):
     """The initial value problem u' = f(u, p, t), u(t₀) = u0, from t₀ to t₁.
 
     Parameters
@@ -119,7 +119,7 @@ class ODEProblem(Readable):
 
 
 @dataclass(frozen=True)
-class EnsembleProblem(Readable):
+class EnsembleProblem(KernelSources):
     """An ensemble of trajectories, each the solution of a variant of one problem.
 
     Parameters
@@ -138,7 +138,7 @@ class EnsembleProblem(Readable):
         Seed from which the generators of all trajectories are derived, independently of the backend.
     u0 : array, shape (N, d), optional
         Initial states of the trajectories, instead of a `prob_func`.
-    p : array, shape (N, m), optional
+    p : array, shape (N, m), or pytree of arrays with N rows, optional
         Parameters of the trajectories, instead of a `prob_func`.
     u_init : object, optional
         Initial value of `reduction`.

@@ -103,19 +103,19 @@ class ShardedSolution(EnsembleSolution):
         self.__dict__.update(state, comm=state["comm"].comm)
 
     @property
-    def _over(self) -> Comm:
+    def _present_comm(self) -> Comm:
         return present(self.comm, "EnsembleSolution", "Set sol.comm to a communicator of the same ranks, on all of them.")
 
     def _sum(self, values: Array) -> Array:
-        return mpi_allreduce(super()._sum(values), comm=self._over)
+        return mpi_allreduce(super()._sum(values), comm=self._present_comm)
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over the survivors of all ranks; see `EnsembleSolution.quantile`."""
-        return quantile(mpi_allgather(self._surviving(), axis=0, comm=self._over), q)
+        return quantile(mpi_allgather(self._surviving(), axis=0, comm=self._present_comm), q)
 
     def summary(self) -> str:
         """Return a text about the trajectories of all ranks; see `EnsembleSolution.summary`."""
-        ends = mpi_allgather(self.u_end, axis=0, comm=self._over)
+        ends = mpi_allgather(self.u_end, axis=0, comm=self._present_comm)
         f = self.outcomes
         return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
 
@@ -195,7 +195,7 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     def bounds(self, count: int, size: int) -> Array:
         """Return the first indices of the ranks' shares and, last, the number of trajectories; the same on all ranks."""
-        # While no costs are known, shares have equal numbers of trajectories.
+        # If no costs are known yet, shares have equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
@@ -203,7 +203,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
-        """Store numbers of tried steps, shape (N,), as costs; `components` is the number of components of a state."""
+        """Store the numbers of tried steps, shape (N,), as costs; `components`: the number of components of a state."""
         before = self._entry, self._iteration, self._tries
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
@@ -231,13 +231,13 @@ class _LoadBalance:
 
     def bounds(self) -> Array:
         """Return the first indices of the shares and, last, the number of trajectories, shape (size + 1,)."""
-        own = np.zeros(self._size)
-        best = shares = self._divided(own)
+        extra = np.zeros(self._size)
+        best = shares = self._divided(extra)
         shortest = self._slowest(best)
         for _ in range(_MOST_DIVISIONS):
             # Damping keeps the longest trajectory from moving back and forth between two shares.
-            before, own = shares, (own + self._iterations(shares)) / 2
-            shares = self._divided(own)
+            before, extra = shares, (extra + self._iterations(shares)) / 2
+            shares = self._divided(extra)
             if np.array_equal(shares, before):
                 break
             slowest = self._slowest(shares)
@@ -245,14 +245,14 @@ class _LoadBalance:
                 best, shortest = shares, slowest
         return self._edges[best]
 
-    def _divided(self, own: Array) -> Array:
-        """Return the boundaries of shares, as indices of blocks, for which costs plus additional costs `own` are equal."""
+    def _divided(self, extra: Array) -> Array:
+        """Return the boundaries of shares, as indices of blocks, for which the costs plus the `extra` costs are equal."""
         done = self._done[1:]
-        due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
-        due = np.minimum(due, done[-1])  # targets are clipped at zero, so their sum may exceed the total
-        inner = np.searchsorted(done, due)
-        # Choose the boundary of the block that is nearer to the target.
-        inner += done[inner] - due < due - (done[inner] - self._costs[inner])
+        targets = np.cumsum(np.maximum((done[-1] + extra.sum()) / self._size - extra, 0.0))[:-1]
+        targets = np.minimum(targets, done[-1])  # targets are clipped at zero, so their sum may exceed the total
+        inner = np.searchsorted(done, targets)
+        # Choose the boundary of the block that is closer to the target.
+        inner += done[inner] - targets < targets - (done[inner] - self._costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
     def _iterations(self, shares: Array) -> Array:

@@ -102,8 +102,8 @@ class Steps:
 
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
         """Return the times before steps of the trajectories `ids`, and their signed sizes; `numbers`: the steps, from 0."""
-        place = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]
-        return self._t[place], self._h[place]
+        position = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]
+        return self._t[position], self._h[position]
 
     def states(self, ids: Array, numbers: Array) -> Array:
         """Return the states before steps of the trajectories `ids`, shape (d, len(ids)); `numbers`: the steps, from 0."""
@@ -113,7 +113,7 @@ class Steps:
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
-        """Return the steps of the trajectories in the mask `keep`."""
+        """Return only the steps of the trajectories in the mask `keep`."""
         if keep.all():
             return self
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
@@ -128,8 +128,8 @@ class Steps:
     def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:
         """Store steps of the trajectories `ids`; `numbers`: the steps, from 0."""
         sweeps, rank = self.counts[ids] - numbers - 1, self.rank[ids]
-        place = self._offsets[sweeps] + rank
-        self._t[place], self._h[place] = t, h
+        position = self._offsets[sweeps] + rank
+        self._t[position], self._h[position] = t, h
         rows = self.d * self._offsets[sweeps] + rank
         width = self.widths[sweeps]
         for state in u:
@@ -138,7 +138,7 @@ class Steps:
 
 
 class Log:
-    """Accepted steps in the order of the solve, with the states before each step, or before each `every`-th one."""
+    """Accepted steps in the order of the solve, with the states before each step, or before each `every`-th step."""
 
     def __init__(self, every: int | None = None) -> None:
         self._every = every
@@ -146,7 +146,7 @@ class Log:
         self._kept: list[tuple[Array, ...]] = []
 
     def note(self, step: Step) -> None:
-        """Store the accepted columns of a step, with actual times and signed sizes."""
+        """Store the step in the columns in which it was accepted, with actual times and signed sizes."""
         # int32 saves a tenth of the memory of the record.
         count, u = len(step.ids), step.u
         numbers, times = np.empty((2, count), np.int32), np.empty((2, count))

@@ -95,7 +95,7 @@ def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
 def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, Any]:
     """Return the events of several groups of trajectories; the keys are the numbers of trajectories among all groups."""
     starts = accumulate(counts, initial=0)
-    return {i + start: met for found, start in zip(events, starts) for i, met in found.items()}
+    return {i + start: own for found, start in zip(events, starts) for i, own in found.items()}
 
 
 def joined_times(times: list[Array], counts: list[int], width: int) -> Array:

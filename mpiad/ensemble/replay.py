@@ -64,7 +64,7 @@ class StepReplay:
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
-        """Return the root of an event's condition as a differentiable function of the inputs, given its value x."""
+        """Return the root of an event's condition as a differentiable function of the inputs, given its value `x`."""
         leaves = self._run.columns(self._leaves, columns)
 
         def value(x: Array) -> Array:
@@ -152,8 +152,8 @@ class _Replay:
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
         self._timed = any(map(isbox, (start, end, due))) or run.times_move
         if self._timed:
-            # Traced zeros, which add the derivatives of both ends of tspan to the constant times of steps. After an event,
-            # `_shift` has the derivatives of the time of the event.
+            # Traced zeros, which add the derivatives of both ends of tspan to the constant times of steps. After an event
+            # that ends a step, `_shift` has the derivatives of the time of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
         # The saved values as rows, and the number of rows. Row 0 is the value at times that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
@@ -200,7 +200,7 @@ class _Replay:
         return new
 
     def _times(self, sweep: StepSweep, visit: Visit) -> tuple[Array, Array]:
-        """Return the start times and sizes of the steps."""
+        """Return the start times and sizes of the steps of a visit."""
         if not self._timed:
             return visit.t, visit.h
         # The end of tspan affects only the size of the last step, unless the trajectory ended at a terminal event.
@@ -248,17 +248,17 @@ class _Replay:
         ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
         if self._timed:
             moved = self._moved(rows)
-            # Only these columns are advanced: in others f may be infinite, and derivatives would become NaN.
-            still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
-            if still.size:
-                u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], moved[still]))
+            # Only these columns are advanced: in other columns f may be infinite, and derivatives would become NaN.
+            stepless = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
+            if stepless.size:
+                u = self._put(u, stepless, self._drifted(u[:, stepless], ids[stepless], t[stepless], moved[stepless]))
             self._shift, t = self._put(self._shift, ids, moved), t + moved
         which = jumps.event[rows]  # type: ignore[union-attr]
         for event in np.unique(which).tolist():
             own = np.flatnonzero(which == event)
-            twice = own[two_at_least(len(own))]
+            columns = own[two_at_least(len(own))]
             field = affect_field(run.settings.events[event], run.batch)
-            after = field.array(u[:, twice], run.columns(self._leaves, ids[twice]), t[twice])
+            after = field.array(u[:, columns], run.columns(self._leaves, ids[columns]), t[columns])
             u = self._put(u, own, after[:, : len(own)])
         return u
 
@@ -268,12 +268,12 @@ class _Replay:
         between = moved - shift
         if not isbox(between):
             return u
-        run, twice = self._run, two_at_least(len(ids))
-        leaves, now, between = run.columns(self._leaves, ids[twice]), (t + shift)[twice], between[twice]
+        run, columns = self._run, two_at_least(len(ids))
+        leaves, now, between = run.columns(self._leaves, ids[columns]), (t + shift)[columns], between[columns]
         rate_at = partial(mass_matrix_rhs, run.batch, run.settings.mass)
-        rate = rate_at(u[:, twice], leaves, now)
+        rate = rate_at(u[:, columns], leaves, now)
         # A step of second order, for correct derivatives up to second order.
-        rate = 0.5 * (rate + rate_at(u[:, twice] + between * rate, leaves, now + between))
+        rate = 0.5 * (rate + rate_at(u[:, columns] + between * rate, leaves, now + between))
         return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
     def _save(self, part: Saved, value: Array) -> None:

@@ -57,10 +57,10 @@ class Seeds(NamedTuple):
     end: Array  # shape (d, N)
     saved: Array | None = None  # shape (N, n_saved, d), or None if all are zero
     reached: Array | None = None  # shape (N,), or None; of the final times
-    crossed: Array | None = None  # shape (m,), or None if all are zero; of the times of non-terminal events
+    crossed: Array | None = None  # shape (m,), or None if all are zero; of the times in `Run.crossed`
 
     def share(self, rows: slice) -> Seeds:
-        """Return the seeds of some trajectories, for a solve without events."""
+        """Return the seeds of some trajectories, without the cotangents of the times of events."""
         parts = (None if part is None else part[rows] for part in (self.saved, self.reached))
         return Seeds(self.end[:, rows], *parts)
 
@@ -148,8 +148,8 @@ class SortedSweep(StepSweep):
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
         self._run, self._steps, self._start, self._stop = run, steps, start, stop
-        self._own = steps.order[start:stop]
-        self.counts, self.ids = steps.counts[self._own], self._own + first
+        self._trajectories = steps.order[start:stop]
+        self.counts, self.ids = steps.counts[self._trajectories], self._trajectories + first
         self._every = every
         self._cut = run.cut[self.ids] if run.settings.events else None
 
@@ -187,11 +187,11 @@ class SortedSweep(StepSweep):
         stop = min(begin + (self._every or 1), len(self))
         width = self._width(begin)
         kept: Any = self._steps.kept
-        u = kept.states(self._own[:width], np.full(width, begin // (self._every or 1)))
+        u = kept.states(self._trajectories[:width], np.full(width, begin // (self._every or 1)))
         for number in range(begin, stop):
             width, following = self._width(number), self._width(number + 1)
             u = u[:, :width]
-            t, h = self._steps.times(self._own[:width], np.full(width, number))
+            t, h = self._steps.times(self._trajectories[:width], np.full(width, number))
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
             if number + 1 < stop:  # at `stop` the state was kept
@@ -203,7 +203,7 @@ class SortedSweep(StepSweep):
         return int(np.count_nonzero(self.counts > number))
 
     def is_last(self, column: Array, number: Array) -> Array:
-        """Return for some steps whether their last stage isn't the first stage of a next step."""
+        """Return for some steps whether no following step uses their last stage as its first stage."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -265,7 +265,7 @@ class SortedSweep(StepSweep):
         return found
 
 
-# Number of entries of an array of a block. It is so large that computing f costs more than tracing it.
+# Number of entries of an array of a block. With this number, computing f costs more than tracing it.
 _BLOCK = 49152
 _LEAST_COLUMNS = 1024
 
@@ -313,7 +313,7 @@ class Run:
 
     @property
     def crossed(self) -> Array:
-        """The times of all events that aren't terminal, shape (m,), on the device of the states."""
+        """The times of the events that aren't terminal or that act, shape (m,), on the device of the states."""
         return self._with_acting("time")
 
     @property
@@ -326,8 +326,8 @@ class Run:
         """The step of each saved value, shape (N, n_saved), from 0, or INITIAL, FINAL, or NOWHERE."""
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
-            still = (self.batch.start == self.batch.end)[:, None]
-            return np.where(live, np.where(still, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
+            empty_span = (self.batch.start == self.batch.end)[:, None]
+            return np.where(live, np.where(empty_span, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
         found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
         found[:, 0] = INITIAL
@@ -368,7 +368,7 @@ class Run:
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
     def doubled(self, width: int) -> Columns:
-        """Return the columns with which f is called: all of them, or, if there is only one on the host, this one twice."""
+        """Return the columns with which f is called: all columns, or a single column on the host twice."""
         single = width == 1 and self.xp is None and not self.field.one_by_one
         return np.zeros(2, int) if single else slice(0, width)
 
@@ -409,7 +409,7 @@ class Run:
         u, t, h, p = u[:, columns], t[columns], h[columns], batch.p.columns(ids[columns], self.field.one_by_one)
         stages = self._new_stages(u, False)
         derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
-        stages.take(u, p, t, h, t + h, None)
+        stages.compute(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 
     def due(self, ids: Array, place: Array) -> Array | None:
@@ -430,7 +430,7 @@ class Run:
 
     @cached_property
     def entries(self) -> Entries:
-        """All saved values that lie in a step."""
+        """All saved values that lie in a step (not the initial or final states)."""
         ids, place = np.nonzero(self.save_step >= 0)
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
@@ -481,12 +481,12 @@ class Run:
 
     @cached_property
     def crossings(self) -> Crossings:
-        """The events, neither terminal nor acting, of trajectories that didn't fail."""
+        """The events that are neither terminal nor act, in trajectories that didn't fail."""
         return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
 
     @cached_property
     def stops(self) -> Crossings:
-        """The terminal or acting events, at which steps end; if several occur at the end of a step, only the last."""
+        """The events that are terminal or act, at which steps end; if several end the same step, only the last of them."""
         return self._crossings(self.stop_rows)
 
     @cached_property
@@ -510,7 +510,7 @@ class Run:
 
     @cached_property
     def crossed_row(self) -> Array:
-        """The index of the time of each event in `crossed`; -1 if it is terminal, or the trajectory failed."""
+        """The index of each event's time in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
         ids, *_, ends = self._event_columns
         live, found = self.live[ids], np.full(len(ids), -1)
         found[live & ~ends] = np.arange(len(self.crossings.ids))
@@ -553,5 +553,5 @@ class Run:
         """The event that ended each trajectory, shape (N,); -1 if none did."""
         ids, event, *_, terminal = self._event_columns
         found = np.full(self.batch.size, -1)
-        found[ids[terminal]] = event[terminal]  # of coinciding events the last one
+        found[ids[terminal]] = event[terminal]  # the last one of coinciding events
         return np.where(self.terminated, found, -1)

@@ -1,6 +1,6 @@
 """Saved states of an ensemble, and their derivatives with respect to a few variables per trajectory.
 
-The tangents are propagated by the kernel of the solve, or if there is none, by a pass over the recorded steps.
+The tangents are propagated by the kernel of the solve or, without a kernel, by a pass over the recorded steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tangents = list[Any] | None
 
 
 class States(NamedTuple):
-    """Saved states of n trajectories and their derivatives."""
+    """Saved states of n trajectories, and their derivatives."""
 
     u: Array  # shape (n, n_saved, d); NaN if a trajectory failed
     tangents: Array  # shape (m, n, n_saved, d)
@@ -144,7 +144,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
     def constant(leaf: Array) -> Any:
-        # Constants are traced, too, without tangents. So all values that have an axis of trajectories are traced.
+        # Constants are traced, too, without tangents, so that all values with an axis of trajectories are traced.
         return bundle.variable(leaf, [None] * len(x))
 
     # If all trajectories have one tspan, it is a pair of numbers, as in the problem of the user.

@@ -15,7 +15,7 @@ from mpiad.ensemble.tableaus import Algorithm
 MOVING = -1  # the code of trajectories that haven't ended
 
 
-# ``progress(finished)`` gets the number of newly ended trajectories.
+# ``progress(ended)`` receives the number of newly ended trajectories.
 Progress: TypeAlias = Callable[[int], None] | None
 
 
@@ -23,10 +23,10 @@ class Acting(NamedTuple):
     """The data of a solve with events that act, that is, change the state (see `hybrid_solve`)."""
 
     events: tuple[Event, ...]  # all events; `Settings.events` are those with conditions
-    times: Array  # m given times per trajectory, in the order of the solve, and infinity, shape (m + 1, N)
-    kinds: Array  # the indices of the events of the given times
+    times: Array  # shape (m + 1, N); m given times per trajectory, in the order of the solve, and infinity
+    kinds: Array  # int, shape (m + 1, N); the index of the event at each given time
     first: Array  # index of the first given time after the start, int, shape (N,)
-    codes: Array  # int, shape (N,); the codes of trajectories that events at the start have ended, else MOVING
+    codes: Array  # int, shape (N,); the return codes of trajectories that events at the start have ended, else MOVING
     started: tuple[Jump, ...]  # the state changes at the start
 
     @property
@@ -62,12 +62,12 @@ class Settings(NamedTuple):
     dt: float | None  # size of fixed steps, or of the first step
     dtmax: float
     max_steps: int
-    events: tuple[Event, ...]
+    events: tuple[Event, ...]  # if `acting` is given, only the events with conditions
     saveat: Array | None  # shape (n_saved,) or (N, n_saved), or None
     record: bool  # whether to keep all accepted steps
     checkpoints: int | None = None  # keep only the states before every `checkpoints`-th step
     progress: Progress = None
-    ends: bool = False  # whether only initial and final states are saved; `saveat` then has no times
+    ends: bool = False  # whether only initial and final states are saved; then `saveat` is empty
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
     gradient: str | None = None  # {"tangent", "adjoint"}; if None, chosen from the number of directions
     acting: Acting | None = None  # of a solve with events that act

@@ -56,7 +56,7 @@ def quantile(u: Array, q: float | list[float]) -> Array:
     arrays = arrays_of(values)
     each = np.arange(columns.shape[1]) if arrays is None else arrays.arange(columns.shape[1])
     found = []
-    for part in wanted.ravel().tolist():  # as numbers, since an array would have to be copied to the device
+    for part in wanted.ravel().tolist():  # as Python numbers, since an array would have to be copied to the device
         place = part * last
         below = np.floor(place).astype(int)
         ends = (np.take_along_axis(order, end[None], 0)[0] for end in (below, np.minimum(below + 1, last)))
@@ -125,11 +125,11 @@ class ODESolution(FactorizationCounts):
     u_end : array, shape (d,)
         The state at the end of tspan; after a failure, the last accepted state; at a terminal event, the state there.
     retcode : str
-        Success, Terminated, MaxIters, DtLessThanMin, Unstable or Zeno.
+        Name of a `ReturnCode`, such as Success or MaxIters.
     t_reached : float
     naccept, nreject, nf, njac, nlu : int
         Numbers of accepted and rejected steps and calls of f; for Rosenbrock methods also of Jacobians and factorizations,
-        one per try.
+        one of each per tried step.
     events : list of (int, float)
         The events that occurred, by index in the `events` of the solve, and their times; the times are traced if `u` is.
     problem : ODEProblem or EnsembleProblem
@@ -186,11 +186,11 @@ class EnsembleSolution(FactorizationCounts):
     u_end : array, shape (N, d)
         The states at the end of tspan; after a failure, the last accepted state; at a terminal event, the state there.
     retcode : array of str, shape (N,)
-        Success, Terminated, MaxIters, DtLessThanMin, Unstable or Zeno.
+        Names of `ReturnCode`, such as Success or MaxIters.
     t_reached : array, shape (N,)
     naccept, nreject, nf, njac, nlu : array of int, shape (N,)
         Numbers of accepted and rejected steps and calls of f; for Rosenbrock methods also of Jacobians and factorizations,
-        one per try.
+        one of each per tried step.
     events : dict
         Maps trajectories, numbered from 0, to lists of (index in `events` of the solve, time); times are traced if `u` is.
     converged : bool
@@ -270,8 +270,8 @@ class EnsembleSolution(FactorizationCounts):
 
         Ranks
         -----
-        If the solution was gathered over ranks, all ranks call it with the same t. With ``gather=False`` N is the number of
-        trajectories of this rank's share.
+        If the solution was gathered over ranks, all ranks call this method with the same t. With ``gather=False`` N is the
+        number of trajectories of this rank's share.
 
         Adjoint
         -------
@@ -351,7 +351,7 @@ class EnsembleSolution(FactorizationCounts):
         return quantile(self._surviving(), q)
 
     def summary(self) -> str:
-        """Return a text with the number of survivors, steps, and mean and standard deviation of the final states."""
+        """Return a text with the return codes, the numbers of steps, and statistics of the final states."""
         return summary(self)
 
     def plot(self, ax: Any = None, *, component: int = 0, band: tuple[float, float] = (0.05, 0.95), lines: int = 10) -> Any:
@@ -382,7 +382,7 @@ def _interpolants(dense: object) -> Any:
     if dense is None:
         raise ValueError(
             "sol(t): the solve kept no steps for interpolation. Pass dense_output=True to solve; with an output_func or a "
-            "reduction, call the solutions that these functions get."
+            "reduction, call the solutions that these functions receive."
         )
     return dense
 
@@ -426,7 +426,7 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
-    """Return the solution, whose final states share no memory with saved states that are computed later."""
+    """Return a solution whose final states share no memory with saved states that are computed later."""
     if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
         return sol
     made = at_ends(sol, sol._start, sol.u_end)

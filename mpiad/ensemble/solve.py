@@ -45,7 +45,7 @@ from mpiad.transport.agreement import raise_first, raising_together
 
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
-    # Pickled before the communication, so that an error can be raised on all ranks.
+    # The skeleton is pickled before the communication, so that an error can be raised on all ranks.
     try:
         mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
@@ -59,7 +59,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
 
 
 class _Placeholder:
-    """Placeholder for a leaf, whose numbers are sent in one array with the numbers of all leaves."""
+    """Placeholder for a leaf, whose numbers are sent in one array together with the numbers of the other leaves."""
 
     def __init__(self, leaf: Array):
         value = np.asarray(getval(leaf))
@@ -76,7 +76,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     mine = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
-    # On ranks without numbers the empty array determines the dtype.
+    # On ranks without numbers, the empty array determines the dtype.
     everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:
@@ -126,7 +126,8 @@ def solve(
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
-        The backend; vectorized by default. All backends give bitwise equal results, except GPUs (equal up to rounding).
+        The backend; vectorized by default. Backends on the host give bitwise equal results if either all or none of them
+        use a kernel (see `compile`); otherwise, and on GPUs, the results are equal up to rounding.
     trajectories : int, optional
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
@@ -152,18 +153,19 @@ def solve(
         Number of trajectories that are solved together, which limits the memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
-        the steps. The default is tangents if a trajectory is differentiated with respect to at most two numbers, tspan
-        isn't differentiated, and there are no events; otherwise the adjoint. Both give the same result. With events, or
-        with respect to tspan, "tangent" is slow: it repeats the steps once for each differentiated number.
+        the steps. The default is tangents if a trajectory is differentiated with respect to at most two numbers (four in a
+        kernel, none for device arrays without a kernel), tspan isn't differentiated, and there are no events. Otherwise
+        the default is the adjoint. Both give the same result. With events, or with respect to tspan, "tangent" is slow: it
+        repeats the steps once for each differentiated number.
     checkpoints : int, optional
         For a gradient: keep the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
         `checkpoints` groups, and keeps all steps of one group at a time. By default all states are kept.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
-        code. "auto" compiles for ensembles of at least 1,000 trajectories, and always with EnsembleGPU, if f can be
-        compiled and kernels support all options; if not, "auto" solves without a kernel, and True raises. Results
-        agree up to rounding.
+        code. "auto" compiles for ensembles of at least 1,000 trajectories, except with EnsembleSerial, and always with
+        EnsembleGPU, if f can be compiled and kernels support all options; if not, "auto" solves without a kernel, and
+        True raises an error. Results with and without a kernel agree up to rounding.
     progress : bool
         Whether to display on standard error the number of finished trajectories and an estimate of the remaining time. With
         several ranks, rank 0 displays the progress of its own trajectories.
@@ -191,8 +193,9 @@ def solve(
 
     Notes
     -----
-    A trajectory's results depend neither on the other trajectories or their number nor on the backend, bit for bit, if f
-    computes each column independently (with a matrix product in f, the results agree up to rounding).
+    With ``compile=True`` or ``compile=False``, a trajectory's results depend neither on the other trajectories or their
+    number nor on the backend on the host, bit for bit, if f computes each column independently (with a matrix product in f,
+    the results agree up to rounding).
 
     Examples
     --------
@@ -219,7 +222,7 @@ def solve(
         sol = _ensemble(options, compiler, range(1, count + 1), progress)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
     # The given problem may come from another solution, and refer to that solution's kernels.
-    solved = problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
+    solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg = solved, alg
     return sol[0] if single else unshared(sol)
 

@@ -61,7 +61,7 @@ class SolveOptions(NamedTuple):
 
 
 def checked_options(options: SolveOptions) -> SolveOptions:
-    """Return the checked arguments; raise if one is invalid, or `saveat` is traced."""
+    """Return the checked arguments; raise an error if one is invalid, or `saveat` is traced."""
     _check_kinds(options)
     given = options.ensemblealg
     options = options._replace(backend=given.inner if isinstance(given, EnsembleMPI) else given)
@@ -115,7 +115,7 @@ def options_of_states(call: str, given: SimpleNamespace, **others: Any) -> Solve
 def settings_of(
     options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False, progress: Progress = None
 ) -> Settings:
-    """Return the settings for a batch of plain arrays; raise if the options don't fit the shape or dtype of its states."""
+    """Return the settings for a batch of plain arrays; raise an error if options don't fit its states' shape or dtype."""
     atol, mass, d = options.atol, options.mass, len(batch.u0)
     if options.alg.tableau.implicit and is_complex(batch.u0):
         raise NotImplementedError(
@@ -149,7 +149,7 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
             f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
         )
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
-        # Arrays are compared, too, since texts contain few digits and abbreviate long arrays.
+        # Arrays are compared, too, since their texts contain few digits and abbreviate long arrays.
         return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")

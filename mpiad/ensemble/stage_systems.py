@@ -51,8 +51,8 @@ class StageSystems:
         if isinstance(found, Program):
             return found
         raise NotImplementedError(
-            "solve: derivatives of a Rosenbrock method need second derivatives of what f computes, but f can't be traced "
-            f"({found}). Write it with the functions of autograd.numpy, and without branches on values."
+            "solve: derivatives of a Rosenbrock method need second derivatives of f, but f can't be traced "
+            f"({found}). Write f with the functions of autograd.numpy, and without branches on values."
         )
 
     def jacobian(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Array | None:
@@ -78,7 +78,7 @@ class StageSystems:
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:
-        """Return the gradient of Σ right · D with respect to u, the leaves, and time; D: derivative of f along (du, dt).
+        """Return the gradient of Σ right · D with respect to u, the leaves and time; D: the derivative of f along (du, dt).
 
         `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
@@ -97,7 +97,7 @@ class StageSystems:
         return [np.stack(sums[:d]), *leaves, sums[-1]]
 
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
-        """Return the m tangents of each scalar of the parameters, shape (m, n); without `tangents`, zeros, shape (1, n).
+        """Return the m tangents of each scalar of the parameters, shape (m, n), or zeros, (1, n), if `tangents` is empty.
 
         `tangents`: for each differentiated leaf m arrays, where None means zeros.
         """
@@ -105,13 +105,13 @@ class StageSystems:
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
         if not tangents:
             return [zeros[None] for _ in numbers]
-        found, still = [], list(leaves)
+        found, zero_leaves = [], list(leaves)
         for part in self._layout.parts:
-            still[part.place] = np.zeros_like(leaves[part.place], dtype=dtype)
+            zero_leaves[part.place] = np.zeros_like(leaves[part.place], dtype=dtype)
         for j in range(len(tangents[0])):
-            filled = list(still)
+            filled = list(zero_leaves)
             for place, gs in zip(self._places, tangents):
-                filled[place] = still[place] if gs[j] is None else gs[j]
+                filled[place] = zero_leaves[place] if gs[j] is None else gs[j]
             found.append(self.rows(filled, count, dtype))
         return [np.stack([row[k] + zeros for row in found]) for k in numbers]
 

@@ -26,9 +26,9 @@ from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
 from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
-# The functions are called with `out` as a positional argument, which is faster than a keyword.
+# These functions are called with `out` as a positional argument, which is faster than a keyword argument.
 _multiply, _add = np.multiply, np.add
-# Sums take two calls for arrays of up to this number of entries, if they have at least this number of terms.
+# Sums take two calls for arrays of up to this number of entries, if the sum has at least this number of terms.
 _FEW = 512
 _LEAST_TERMS = 3
 
@@ -36,7 +36,7 @@ _LEAST_TERMS = 3
 class Stages:
     """The buffers of n columns: the stages `k`, of which the first is f at the current state, and the new state `new`.
 
-    `like`: the states, shape (d, n). `many`: whether many steps follow, which are worth the preparation of faster sums.
+    `like`: the states, shape (d, n). `many`: whether so many steps follow that faster sums are worth their preparation.
     """
 
     def __init__(self, tableau: Tableau, derivative: Derivative, like: Array, many: bool):
@@ -59,7 +59,7 @@ class Stages:
         self._locked_time = [rows[places.get(i, -1)] for i in range(tableau.stages)]
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
-    def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+    def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state from u, shape (d, n), and times and step sizes, shape (n,).
 
         Times are in the direction of the solve, so h isn't negative. `sign`: 1, or -1 for columns integrated backwards in
@@ -187,8 +187,8 @@ class RosenbrockStages(Stages):
         self._jacobian, self._matrix = np.zeros(shape, like.dtype), np.zeros(shape, like.dtype)
         self._slopes = [np.array(weight, self._real) for weight in tableau.slopes]
 
-    def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new state: see `Stages.take`."""
+    def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+        """Compute all stages and the new state: see `Stages.compute`."""
         tableau, k = self.tableau, self.k
         self._h[:] = h
         self._set_times(t, h, t_new, sign)

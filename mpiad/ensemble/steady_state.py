@@ -37,7 +37,7 @@ from mpiad.transport.tracing import restoring_state
 #
 # A step Δ solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ a step of
 # Newton's method. A step is accepted if the estimated contraction factor of Newton's method for the implicit Euler equation
-# is small enough. The next τ depends on this factor, which doesn't depend on the scaling of components. In each round every
+# is small enough. The factor determines the next τ; it doesn't depend on the scaling of components. In each round every
 # active trajectory tries one step. After an accepted step the Jacobian is computed again.
 #
 # References
@@ -69,15 +69,15 @@ class Equations:
 
     def values(self, u: Array, ids: Array) -> Array:
         """Return f at the states u, shape (d, n)."""
-        both = two_at_least(len(ids))
-        return np.asarray(self._field.array(u[:, both], *self.columns(ids[both])), u.dtype)[:, : len(ids)]
+        columns = two_at_least(len(ids))
+        return np.asarray(self._field.array(u[:, columns], *self.columns(ids[columns])), u.dtype)[:, : len(ids)]
 
     def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
         """Return f, shape (d, n), and its Jacobian with respect to the states, shape (n, d, d)."""
-        (d, n), both = u.shape, two_at_least(len(ids))
-        leaves, t = self.columns(ids[both])
-        given = np.zeros((1 + d, d, len(both)), u.dtype)
-        given[0] = u[:, both]
+        (d, n), columns = u.shape, two_at_least(len(ids))
+        leaves, t = self.columns(ids[columns])
+        given = np.zeros((1 + d, d, len(columns)), u.dtype)
+        given[0] = u[:, columns]
         given[1 + np.arange(d), np.arange(d)] = 1.0
         out = np.empty_like(given)
         with restoring_state(), Bundle() as bundle:
@@ -95,7 +95,7 @@ class Roots(NamedTuple):
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
-    """Find a root for each trajectory by Newton's method from u0, shape (d, N).
+    """Find a root of f for each trajectory by Newton's method from u0, shape (d, N).
 
     A search succeeds if u0 is finite and a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component.
     """
@@ -116,7 +116,7 @@ def solved_each(matrices: Array, right: Array) -> Array:
     try:
         return np.linalg.solve(matrices, right)[..., 0]
     except np.linalg.LinAlgError:
-        # One by one, so that a singular system doesn't affect the others.
+        # The systems are solved one by one, so that a singular system doesn't affect the others.
         return np.array([_solved_best(*system) for system in zip(matrices, right[..., 0])]).reshape(right.shape[:2])
 
 
@@ -181,7 +181,7 @@ class _Search:
         return Roots(u, jacobian, codes, self._niter)
 
     def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
-        """Compute f and its Jacobian; if the Newton step is short enough, take it as the last one."""
+        """Compute f and its Jacobian; if the Newton step is short enough, take it as the last step."""
         if not ids.size:
             return
         with np.errstate(all="ignore"):
@@ -355,8 +355,8 @@ def steady_state(
     """Find the steady state of each trajectory, f(u, p, t) = 0.
 
     Each trajectory is solved to the end of its tspan. Newton's method continues from there, with damping and termination
-    per trajectory. With a longer tspan Newton's method begins closer to the steady state; with
-    ``tspan=(t, t)`` it begins at u0.
+    per trajectory. With a longer tspan, Newton's method begins closer to the steady state; with ``tspan=(t, t)``, it begins
+    at u0.
 
     Parameters
     ----------
@@ -419,10 +419,10 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     compiler = Compiler(options, options.trajectories, together=True)
     bounds = mpi.bounds(options.trajectories, used.size)
     with raising_together(used, Exception):
-        mine = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+        share = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
-    kind = mine.u.shape[1:], mine.u.dtype
-    parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
+    kind = share.u.shape[1:], share.u.dtype
+    parts = used.data.allgather((compiler.warnings, share.retcode, share.niter, share.jacobian, kind))
     warnings, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
     compiler.log_warnings(warnings, used.rank)
@@ -431,8 +431,8 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
         report("steady_state", "trajectories", every)
     single = isinstance(given.problem, ODEProblem)
     if not mpi.gather and not single:
-        return mine
-    u = gather_pieces(mine.u, 0, np.diff(bounds).tolist(), used)
+        return share
+    u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), used)
     found = SteadyStateSolution(u, every, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(every)))
     return _first(found) if single else found
 
@@ -444,13 +444,13 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(started, settings, started)
-    # NaN ends the search for failed trajectories.
+    # NaN ends the search for the trajectories whose solve failed.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
         # f is traced once before the search, for a better error message.
-        both = np.zeros(2, int)
-        leaves, t = Equations(batch).columns(both)
-        check_traceable(Field(batch), batch.u0[:, both], leaves, t)
+        columns = np.zeros(2, int)
+        leaves, t = Equations(batch).columns(columns)
+        check_traceable(Field(batch), batch.u0[:, columns], leaves, t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)

@@ -26,7 +26,7 @@ from mpiad.ensemble.settings import MOVING, Acting, Settings
 # at a turn that `WorkingSet` chooses.
 #
 # If a condition is still at its root after an affect, its next event is the return to the root. The next step ends before
-# the return (`jumps.departure`).
+# this return (see `jumps.departure`).
 
 
 NONE = np.empty(0, np.int64)
@@ -68,17 +68,17 @@ class ActingEvents:
         self._suspended: dict[bool, list[_Suspended]] = {False: [], True: []}
         # Per column: for each event, the time at which it last acted, or the start; the time of the last root of any
         # condition; the number of successive short intervals between roots.
-        self._begun = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
-        self._met, self._short = np.empty(0), np.empty(0, int)
+        self._last_acted = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
+        self._last_root, self._short_count = np.empty(0), np.empty(0, int)
         self._limit = np.empty(0)  # upper bound on the end of the next step; ignored if it isn't in the future
         # The signs of conditions whose events act in both directions.
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
     def enter(self, new: Entrants, joined: Joint) -> None:
         """Add the columns of the next working set, whose conditions the watch has evaluated."""
-        self._begun = {e: joined(begun, new.t) for e, begun in self._begun.items()}
-        self._met, self._limit = joined(self._met, new.t), joined(self._limit, new.t)
-        self._short = joined(self._short, np.zeros(len(new.t), int))
+        self._last_acted = {e: joined(last, new.t) for e, last in self._last_acted.items()}
+        self._last_root, self._limit = joined(self._last_root, new.t), joined(self._limit, new.t)
+        self._short_count = joined(self._short_count, np.zeros(len(new.t), int))
         for e, side in self.sides.items():
             side = joined(side, np.full(len(new.t), np.nan))
             self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)  # type: ignore[union-attr]
@@ -98,12 +98,12 @@ class ActingEvents:
         return [changed & ~mask for changed, mask in zip(crossed, resting)]
 
     def at_roots(self, crossed: Sequence[Array]) -> Array:
-        """Return the columns whose steps end at a root of a condition, given the sign changes of all conditions."""
+        """Return the columns whose steps end at a root of a condition; `crossed`: the sign changes of all conditions."""
         masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
         return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
 
     def at_given_times(self, step: Step, done: Array) -> Array:
-        """Return the columns of the mask `done` whose steps end at a given time of an event."""
+        """Return the columns of the mask `done` in which the step ends at a given time of an event."""
         if not np.count_nonzero(done):
             return NONE
         columns = np.flatnonzero(done)
@@ -152,13 +152,13 @@ class ActingEvents:
                 assigned[e, rows] = -LEAST * signs[e, rows]
                 if e in self.sides:
                     self.sides[e][columns[rows]] = -signs[e, rows]
-            self._meet_conditions(at_event, columns, happened, span)
+            self._apply_at_roots(at_event, columns, happened, span)
         at_event.meet_given_times()
         goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
         codes, moving = at_event.codes, at_event.codes == MOVING
-        going = moving & (step.t_new < goal)
-        codes[moving & ~going] = ReturnCode.Success.code
-        rows, k = np.flatnonzero(going), np.zeros_like(step.new)
+        continuing = moving & (step.t_new < goal)
+        codes[moving & ~continuing] = ReturnCode.Success.code
+        rows, k = np.flatnonzero(continuing), np.zeros_like(step.new)
         k[:, rows] = at_event.rate(rows)
         self._continue_from(at_event, columns, rows, reached, assigned)
         limit = self._limit[columns] - step.t_new
@@ -178,11 +178,11 @@ class ActingEvents:
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
         for e, event in enumerate(self._events):
             side = self.sides[e][columns] if e in self.sides else None
-            late = event.crossed(kept.before[e], reached[e], side) & ~resting[e]
+            missed = event.crossed(kept.before[e], reached[e], side) & ~resting[e]
             rows = located.get(e, NONE)
-            late[rows] = False
-            if late.any():
-                more = np.flatnonzero(late)
+            missed[rows] = False
+            if missed.any():
+                more = np.flatnonzero(missed)
                 self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
                 rows = np.union1d(rows, more)
             happened.append((e, rows))
@@ -191,7 +191,7 @@ class ActingEvents:
     def _span(self, ids: Array) -> Array:
         return np.abs(self._batch.end[ids] - self._batch.start[ids])
 
-    def _meet_conditions(
+    def _apply_at_roots(
         self, at_event: EventColumns, columns: Array, happened: list[tuple[int, Array]], span: Array
     ) -> None:
         now = at_event.t * self._initialization.signs[at_event.ids]
@@ -204,12 +204,12 @@ class ActingEvents:
                 finite = at_event.act(self._acting.found[e], rows)
                 self._look_ahead(at_event, e, columns, rows[finite], before[finite], now, span)
             ending[rows] |= event.terminal
-        # Trajectories with too many events in immediate succession end.
+        # A trajectory ends if too many events occur in immediate succession.
         moving = np.flatnonzero(at_event.codes == MOVING)
         own = columns[moving]
-        short = np.abs(now[moving] - self._met[own]) <= SHORT * span[moving]
-        self._short[own], self._met[own] = np.where(short, self._short[own] + 1, 0), now[moving]
-        at_event.codes[moving[self._short[own] >= MOST_SHORT]] = ReturnCode.Zeno.code
+        short = np.abs(now[moving] - self._last_root[own]) <= SHORT * span[moving]
+        self._short_count[own], self._last_root[own] = np.where(short, self._short_count[own] + 1, 0), now[moving]
+        at_event.codes[moving[self._short_count[own] >= MOST_SHORT]] = ReturnCode.Zeno.code
         at_event.codes[ending & (at_event.codes == MOVING)] = ReturnCode.Terminated.code
 
     def _look_ahead(
@@ -219,12 +219,12 @@ class ActingEvents:
         if not rows.size:
             return
         event, (u, t), own, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
-        elapsed, self._begun[e][own] = now - self._begun[e][own], now
+        elapsed, self._last_acted[e][own] = now - self._last_acted[e][own], now
         ahead, mass = distance_ahead(elapsed, span), self._settings.mass
         rate = at_event.moving(rows, mass, (u, t))
-        straight, later = u + ahead * rate, t + at_event.signs[rows] * ahead
-        bent = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (straight, later)))
-        values = [at_event.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
+        euler, later = u + ahead * rate, t + at_event.signs[rows] * ahead
+        heun = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (euler, later)))
+        values = [at_event.condition(event, rows, at) for at in ((u, t), (euler, later), (heun, later))]
         found = departure((before, *values), event.direction, elapsed, span)
         if self._adaptive:  # otherwise the step size is fixed
             # A step that contains the departure and the return would show no change of the sign.
@@ -284,7 +284,7 @@ class StepObservers:
         if self._acting is not None:
             self._acting.enter(new, joined)
 
-    def see(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
+    def process(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
         """Process a step; return the columns whose steps end at an event.
 
         `done` is a mask of the columns that have reached the end of tspan or a given time; h are the sizes of next steps.
@@ -311,7 +311,7 @@ class StepObservers:
         if crossed and (columns := np.flatnonzero(np.any(crossed, axis=0))).size:
             terminated = self._located(step, columns, crossed)
         if self._saves is not None:
-            self._saves.see(step, at_times)
+            self._saves.save(step, at_times)
         return Stopped(terminated, at_roots, at_times)
 
     def resume(self) -> Iterator[Resumed]:
@@ -320,8 +320,8 @@ class StepObservers:
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))
                 if step.k:
-                    self._saves.see_inside(step, rows, resumed.columns)
-                self._saves.see_end(step, rows, resumed.columns, step.number + 1)
+                    self._saves.save_inside(step, rows, resumed.columns)
+                self._saves.save_at_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
 
     def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:

@@ -4,10 +4,10 @@ All derivatives of a solve are computed in sweeps: the adjoint backwards, tangen
 
 - On the host (`run.SortedSweep`) steps have been sorted, and a visit has the columns that took a step.
 - On a device (`on_device.device_run`) a visit is a round of the solve, with all columns of a block; columns without an
-  accepted step have steps of size zero, since counting them would synchronize the device. A column may save several values
-  in one step, each in a slot; unused values are written to a slot that is never read.
+  accepted step have steps of size zero, since selecting the other columns would synchronize the device. A column may save
+  several values in one step, each in a slot; unused values are written to a slot that is never read.
 
-If only some states were kept, the others are computed again, segment by segment, from one kept state to the next.
+If only some states were kept, the other states are computed again, segment by segment, from one kept state to the next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Visit(NamedTuple):
     t: Array  # shape (width,); actual times before the step
     h: Array  # shape (width,); signed step sizes, zero for columns without a step
     u: Array  # shape (d, width); states before the step
-    about: Any  # on the host the columns for which this is the last step, on a device the `Round`
+    about: Any  # on the host: the columns of which this is the last step; on a device: the `Round`
     made: Array | None = None  # bool, shape (width,); which columns have a step; None for all columns
 
     def of(self, columns: Columns) -> Visit:
@@ -54,7 +54,7 @@ class Saved(NamedTuple):
     whole: Array | None = None
 
     def of(self, states: Array) -> Array:
-        """Return the columns of these values."""
+        """Return the given states in the columns of these values."""
         return states[..., self.columns]
 
     def seeds(self, saved: Array) -> Array:
@@ -74,9 +74,9 @@ class SavedInStep(NamedTuple):
 class LocatedEvent(NamedTuple):
     """One event in one step of several columns."""
 
-    event: int  # its index among the events of the solve
+    event: int  # the index of the event among the events of the solve
     terminal: bool  # whether the step ends at the event
-    columns: Array  # the columns with the event; if `terminal`, those whose step it ends
+    columns: Array  # the columns with the event; if `terminal`, the columns in which it ends the step
     x: Array  # shape (m,); the fraction of the step
     time: Array  # shape (m,)
     row: Array  # int, shape (m,); the index of `time` among the times of all events, or among the final times

@@ -1,7 +1,7 @@
 """Runge-Kutta and Rosenbrock methods as tables of coefficients.
 
-A table defines a method completely: the NumPy solver, kernels and adjoints use it, and refer to no method by its name. Each
-method has a file of its own in `methods/`, with its published coefficients.
+A table defines a method completely: the NumPy solver, kernels and adjoints use it, and refer to no method by name. Each
+method has a file in `methods/` with its published coefficients.
 
 The last stage of each table is f at the new state, which is the first stage of the next step, so interpolants of all
 methods can use the derivatives at both ends of a step. If a method isn't first-same-as-last, this stage has no weight in
@@ -88,8 +88,8 @@ def explicit(
     for i, (row, time) in enumerate(rows, 1):
         if len(row) > i or abs(sum(row) - time) > ROUNDING * (1 + sum(map(abs, row))):
             raise ValueError(
-                f"row {i} of the table, {row}, sums up to {sum(row)!r}, and must have {i} weights whose sum is its time "
-                f"{time!r}: is a number missing, or a digit wrong?"
+                f"row {i} of the table, {row}, sums up to {sum(row)!r}, but must have at most {i} weights whose sum is its "
+                f"time {time!r}: is a number missing, or a digit wrong?"
             )
     if error is not None:
         if len(error) - len(b) not in (0, 1) or abs(sum(error)) > ROUNDING or embedded_order is None:
@@ -188,14 +188,14 @@ def rosenbrock(
         found = sum(weight * slope for weight, slope in zip(row, slopes))
         if abs(found - value) > ROUNDING * (1 + sum(map(abs, row))):
             raise ValueError(
-                f"the row {row} of the table, times the weights {tuple(slopes)} of ∂f/∂t, sums up to {found!r}, and must "
-                f"to {value!r}: is a number missing, or a digit wrong?"
+                f"the row {row} of the table, times the weights {tuple(slopes)} of ∂f/∂t, sums up to {found!r}, but must "
+                f"sum up to {value!r}: is a number missing, or a digit wrong?"
             )
     lengths = [len(slopes), len(b), len(error), len(dense), len(a) + 1, len(coupling) + 1]
     if lengths != 6 * [count] or any(len(rows[i]) != i + 1 for rows in (a, coupling) for i in range(count - 1)):
         raise ValueError(
             f"the table has {count} times c, and {lengths} slopes, b, error, dense, and rows of a and coupling: all must "
-            f"be {count}, and row i have i weights"
+            f"be {count}, and row i must have i weights"
         )
     # Prepend f at the current state, with zero weights in all sums.
     shifted = [(0.0, *row) for row in ((), *a, b)]

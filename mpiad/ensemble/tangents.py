@@ -1,4 +1,4 @@
-"""Forward mode of a solve: tangents propagated along its accepted steps, from the first to the last.
+"""Forward mode of a solve: tangents are propagated along its accepted steps, from the first to the last.
 
 One array of shape (1 + directions, d, n) holds the values and tangents of n trajectories, so sums over stages include both.
 """
@@ -35,7 +35,7 @@ class TangentStep:
         self.k: list[Array] = []
         self._new: Array | None = None
 
-    def take(self, visit: Visit, tangents: Array) -> None:
+    def compute(self, visit: Visit, tangents: Array) -> None:
         """Compute the stages of a visit, except the last."""
         u, h = self.u, visit.h
         u[0], u[1:] = visit.u, tangents
@@ -80,12 +80,12 @@ class TangentRosenbrockStep(TangentStep):
         self._rows = systems.tangent_rows(leaves, along, self.u[0])
         self._system: System
 
-    def take(self, visit: Visit, tangents: Array) -> None:
+    def compute(self, visit: Visit, tangents: Array) -> None:
         """Compute the stages of a visit."""
         real = self._coefficients.real
         self._size, self._time = (x.astype(real, copy=False) for x in (visit.h, visit.t))
         self._system = self._systems.at(visit.u, self._leaves, self._time, self._size)
-        super().take(visit, tangents)
+        super().compute(visit, tangents)
 
     def _sum(self, i: int, y: Array) -> Array:
         return self.u if i == 1 else super()._sum(i, y)
@@ -180,7 +180,7 @@ class _Block:
         if width != self._width:
             self._step = self._step_of(width, tangents)
         step, columns = self._step, self._columns
-        step.take(visit if type(columns) is slice else visit.of(columns), tangents[:, :, columns])
+        step.compute(visit if type(columns) is slice else visit.of(columns), tangents[:, :, columns])
         new = step.new()[1:]
         if self._taker is not None:
             self._save(self._taker, visit, step, new)

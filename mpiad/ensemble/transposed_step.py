@@ -94,7 +94,7 @@ class TransposedStep:
             self._evaluate(self.argument(self.last), self.last)
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
-        """Return the cotangent of the state before the step, shape (d, n); may be called only once.
+        """Return the cotangent of the state before the step, shape (d, n); call it only once.
 
         `cotangent`: of the state after the step; overwritten. ``note_stage(j, parts, y_bar)`` is called for each stage j
         with the cotangents of the leaves (and of time) and of the argument.

@@ -1,8 +1,9 @@
-"""First calls of f and of the functions of events, to check that these are written for columns (one per trajectory).
+"""First calls of f and of the functions of events, to check that they are written for columns (one per trajectory).
 
 Wrong axes are detected, since no other axis has the same length as the axis of columns. A sum over all of u has the right
-shape, but couples the trajectories, as does p[0] of parameters of shape (n,). Both are detected by a second call, in which
-the first trajectory is in another column and the other trajectories are perturbed: its value must be the same.
+shape, but couples the trajectories, as does p[0] of parameters of shape (n,). Both errors are detected by a second
+call, in which the first trajectory is in another column and the other trajectories are perturbed: the result for the first
+trajectory must be the same.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 
 
 def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, Array]:
-    """Return columns: the first trajectory last, u of the others perturbed; with `everything`, also their p and t."""
+    """Return columns: the first trajectory comes last, u of the others is perturbed; with `everything`, also p and t."""
     ids = (numbers + 1) % len(numbers) % batch.size
     u, p, t = _columns(batch, ids)
     if everything:
@@ -113,7 +114,7 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
     if other is None:
         return
     alone, shifted, xp = value[..., 0], other[..., -1], arrays_of(value)
-    if xp is not None:  # in one copy
+    if xp is not None:  # one copy to the host
         value = xp.to_host(np.stack([alone, shifted, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
         alone, shifted, other = value[0], value[1], value[:0]
     if alone.tobytes() == shifted.tobytes():

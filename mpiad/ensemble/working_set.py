@@ -2,8 +2,9 @@
 
 Each iteration, called a turn, tries one step in every column. The class `Turns`, which decides on steps and return codes,
 is shared by the host and devices (`on_device.rounds`). Ended trajectories remain in their columns, with steps of length
-zero. The host works in place on masked columns, and stores the results of a trajectory when it ends. A device waits for the
-host only once per turn. Its operations process all columns, and return states as new arrays, which the record keeps.
+zero. The host works in place on masked columns, and stores the results of a trajectory when it ends. On a device,
+operations process all columns, and return states as new arrays, which the record keeps; the host waits for the device only
+once or twice per turn.
 
 On the host the working set is a block of columns that fits into the cache. All arithmetic is elementwise over columns, so
 the results of a trajectory don't depend on other columns. When enough trajectories have ended, waiting trajectories replace
@@ -34,7 +35,7 @@ _BLOCK = 32_768
 _LEAST_COLUMNS = 512
 # Ended columns are replaced when this number of their entries has been computed. Replacing them costs about as much.
 _IDLE = 10_000
-# Number of turns for which suspended columns wait for others, before events act on all of them together.
+# Number of turns for which suspended columns wait for others, until events act on all suspended columns together.
 _WAITING = 3
 # With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last step.
 _ROUNDING = 1e-9
@@ -45,9 +46,9 @@ _NONE_STOPPED, _MAX_ITERS = Stopped(), ReturnCode.MaxIters.code
 def integrate(batch: Batch, settings: Settings) -> Outcome:
     """Solve all trajectories of a batch."""
     outcome = Outcome.empty(batch, settings)
-    still = np.count_nonzero(batch.start == batch.end)
-    if still and settings.progress is not None:
-        settings.progress(int(still))
+    empty_spans = np.count_nonzero(batch.start == batch.end)
+    if empty_spans and settings.progress is not None:
+        settings.progress(int(empty_spans))
     # Overflow and NaN are reported by return codes.
     with np.errstate(all="ignore"):
         WorkingSet(batch, settings, outcome).run()
@@ -88,12 +89,12 @@ class Turns:
     def _take_turn(self) -> None:
         """Try one step of every trajectory."""
         self._turn += 1
-        t_new, h = self._proposed()
-        self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
-        self._settle(self._judged(h), h, t_new)
+        t_new, h = self._next_steps()
+        self._stages.compute(self.u, self._p, self.t, h, t_new, self._sign)
+        self._finish_turn(self._accepted_columns(h), h, t_new)
 
     @abstractmethod
-    def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
+    def _finish_turn(self, accepted: Array, h: Array, t_new: Array) -> None:
         """Advance by the accepted steps, and deactivate the trajectories that end with them."""
 
     @abstractmethod
@@ -104,7 +105,7 @@ class Turns:
     def _end(self, mask: Array, code: ReturnCode) -> None:
         """Deactivate the trajectories of a mask."""
 
-    def _proposed(self) -> tuple[Array, Array]:
+    def _next_steps(self) -> tuple[Array, Array]:
         """Return the times after the next steps, and the sizes of these steps."""
         t_new = self.t + self.h
         if self._tableau.error is None:
@@ -113,8 +114,8 @@ class Turns:
         np.minimum(t_new, self.end, out=t_new)
         return t_new, t_new - self.t
 
-    def _judged(self, h: Array) -> Array:
-        """Return the columns whose steps are accepted, as a mask, and set the sizes of the next steps."""
+    def _accepted_columns(self, h: Array) -> Array:
+        """Return a mask of the columns whose steps are accepted, and set the sizes of the next steps."""
         if self._tableau.error is None:
             self._error = None
             return np.isfinite(self._stages.new).all(axis=0) & self.live
@@ -133,7 +134,7 @@ class Turns:
             np.copyto(self.q2, np.maximum(q2, LEAST_ERROR), where=accepted)
         return accepted
 
-    def _fail(self, accepted: Array) -> None:
+    def _end_failed(self, accepted: Array) -> None:
         if self._error is None:
             self._end(self.live & ~accepted, ReturnCode.Unstable)
         elif self._some_are_small():
@@ -192,7 +193,7 @@ class WorkingSet(Turns):
         self._join(new, lambda old, new: np.take(np.concatenate([old, new], axis=-1), order, axis=-1))
         self._alive = count
         if count == 1:
-            self._retire(np.array([1]))
+            self._deactivate(np.array([1]))
         return True
 
     def _join(self, new: Entrants, joined: Joint) -> None:
@@ -209,18 +210,18 @@ class WorkingSet(Turns):
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
-        # Limits for cheap checks: until this turn no trajectory exceeds max_steps; steps of at least this size are allowed.
+        # Limits for cheap checks: no trajectory reaches max_steps before this turn; steps of this size or more are allowed.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         goal = self._initialization.goal(self.ids)
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))
 
-    def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
+    def _finish_turn(self, accepted: Array, h: Array, t_new: Array) -> None:
         done = t_new == self.end
         done &= accepted
         stopped, stages = _NONE_STOPPED, self._stages
         if self._observers is not None:
             step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
-            stopped = self._observers.see(step, self._p, done, self.h)
+            stopped = self._observers.process(step, self._p, done, self.h)
         if np.count_nonzero(accepted) == self._alive:
             # Ended columns are advanced, too, by steps of size zero; after a failure their states aren't used.
             self.u, self.t = stages.advance(self.u, None), t_new
@@ -232,16 +233,16 @@ class WorkingSet(Turns):
         for columns in (stopped.at_roots, stopped.at_times):
             if columns.size:
                 done[columns] = False
-                self._retire(columns)
+                self._deactivate(columns)
                 self.entered[columns] -= self._turn
                 self._alive -= len(columns)
                 self._suspended += len(columns)
         if stopped.terminated.size:
             done[stopped.terminated] = False
-            self._leave(stopped.terminated, ReturnCode.Terminated)
+            self._store_ended(stopped.terminated, ReturnCode.Terminated)
         if np.count_nonzero(done):
-            self._leave(np.flatnonzero(done), ReturnCode.Success)
-        self._fail(accepted)
+            self._store_ended(np.flatnonzero(done), ReturnCode.Success)
+        self._end_failed(accepted)
 
     def _resume(self) -> None:
         """Let events act on the waiting columns, which then continue or end."""
@@ -257,16 +258,16 @@ class WorkingSet(Turns):
             self._alive += len(columns)
             codes[(codes == MOVING) & (self._turn - self.entered[columns] >= self._settings.max_steps)] = _MAX_ITERS
             for code in np.flatnonzero(np.bincount(codes - MOVING)[1:]).tolist():
-                self._leave(columns[codes == code], list(ReturnCode)[code])
+                self._store_ended(columns[codes == code], list(ReturnCode)[code])
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
 
     def _some_are_small(self) -> bool:
         return bool(np.count_nonzero(np.less(self.h, self._least_step)))
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        self._leave(np.flatnonzero(mask), code)
+        self._store_ended(np.flatnonzero(mask), code)
 
-    def _leave(self, columns: Array, code: ReturnCode) -> None:
+    def _store_ended(self, columns: Array, code: ReturnCode) -> None:
         """Store the results of trajectories that have ended."""
         if not columns.size:
             return
@@ -276,12 +277,12 @@ class WorkingSet(Turns):
         outcome.codes[ids] = code.code
         outcome.naccept[ids] = self.number[columns]
         outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]  # each turn was a try
-        self._retire(columns)
+        self._deactivate(columns)
         self._alive -= len(columns)
         if self._settings.progress is not None:
             self._settings.progress(len(columns))
 
-    def _retire(self, columns: Array) -> None:
+    def _deactivate(self, columns: Array) -> None:
         self.live[columns] = False
         # The next steps have length zero, since they end at `end`. Sizes of 1 pass the check for small steps.
         self.end[columns] = self.t[columns]

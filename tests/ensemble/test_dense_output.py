@@ -223,5 +223,5 @@ def test_what_is_refused():
     outputs = remake(LORENZ, output_func=lambda sol, i: (sol(0.5)[0], False))
     made = solve(outputs, dense_output=True)
     np.testing.assert_array_equal(made.u, sol(0.5)[:, 0])
-    with pytest.raises(ValueError, match="call the solutions that these functions get"):
+    with pytest.raises(ValueError, match="call the solutions that these functions receive"):
         made(0.5)

@@ -9,8 +9,9 @@ output arrays may be too small for another turn; the next call continues from `s
 
 Several threads take trajectories from a shared counter, a few at a time, to finish at about the same time.
 
-The kernel performs the same operations in the same order as the vectorized NumPy solver, and the compiler doesn't reorder
-them: the results of a trajectory don't depend on its lane or on other settings of the kernel. Only tangents use `fma`.
+The kernel performs the same operations in the same order as the vectorized NumPy solver, except for the powers in the step
+size control, functions such as sin, and complex products. The compiler doesn't reorder operations, so the results of a
+trajectory don't depend on its lane or on other settings of the kernel. Only powers and tangents use `fma`.
 """
 
 from __future__ import annotations
@@ -26,39 +27,39 @@ from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
 
-# The output of one lane: saved states, events, and the end of its trajectory.
+# Writes the output of one lane: saved states, events, and the results of a trajectory that has ended.
 _OUTPUT = """
 i = ids[l]
-took = $accepted > 0.0
+was_accepted = $accepted > 0.0
 tn = $tn
 when events:
     first = np.inf
-    if took:
-        @found
+    if was_accepted:
+        @locate_events
 when affected:
     # If a saved time is the time of an event, the state after the event is saved.
     acted = False
-    while took and $due < tn:
+    while was_accepted and $save_time < tn:
         @saving
     @jump
-while took and $due <= tn:
+while was_accepted and $save_time <= tn:
     @saving
 when not affected:
     code = -1
     when terminal:
         if first < np.inf:
             code = {Terminated}
-if code < 0 and took and tn == $end:
+if code < 0 and was_accepted and tn == $end:
     code = {Success}
 when not adaptive:
-    elif not took:
+    elif not was_accepted:
         code = {Unstable}
 when adaptive:
     elif $next < $least:
-        now = tn if took else $now
+        now = tn if was_accepted else $now
         least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
         if $next < least:
-            if took:
+            if was_accepted:
                 $next = least
             else:
                 code = {DtLessThanMin} if np.isfinite($q2) else {Unstable}
@@ -69,11 +70,11 @@ if code >= 0:
     codes[i] = code
     naccept[i] = number
     nreject[i] = np.int64($tries) - number
-    t_reached[i] = $sign * (tn if took else $now)
-    each c: u_end[i, {c}] = $new[{c}] if took else $u[{c}]
-    each j: each c: du_end[{j}, {c}, i] = $dnew[{j}, {c}] if took else $du[{j}, {c}]
+    t_reached[i] = $sign * (tn if was_accepted else $now)
+    each c: u_end[i, {c}] = $new[{c}] if was_accepted else $u[{c}]
+    each j: each c: du_end[{j}, {c}, i] = $dnew[{j}, {c}] if was_accepted else $du[{j}, {c}]
     ids[l] = -1
-    vacant += 1
+    vacant_lanes += 1
     # Until a new trajectory enters the lane, its steps have size zero.
     $live = 0.0
     $end = tn
@@ -82,25 +83,25 @@ if code >= 0:
 
 _SAVING = """
 when inside:
-    if $due < tn:
+    if $save_time < tn:
         h = $sign * $size
         @rounded_step
-        x = ($due - $now) / $size
+        x = ($save_time - $now) / $size
         @weights
         @interpolated
     else:
-        each c: saved[i, place[l], {c}] = $new[{c}]
-        each j: each c: dsaved[{j}, i, place[l], {c}] = $dnew[{j}, {c}]
-when not inside: each c: saved[i, place[l], {c}] = $new[{c}]
+        each c: saved[i, time_index[l], {c}] = $new[{c}]
+        each j: each c: dsaved[{j}, i, time_index[l], {c}] = $dnew[{j}, {c}]
+when not inside: each c: saved[i, time_index[l], {c}] = $new[{c}]
 if save_step.shape[0] > 0:
     # A state after an event belongs to the next step.
-    when affected: save_step[i, place[l]] = np.int32($number + (1.0 if acted else 0.0))
-    when not affected: save_step[i, place[l]] = np.int32($number)
-@next_due
+    when affected: save_step[i, time_index[l]] = np.int32($number + (1.0 if acted else 0.0))
+    when not affected: save_step[i, time_index[l]] = np.int32($number)
+@next_save_time
 """
 
-# Locates the events of a step and writes them to a table (see `kernel_rows`). The first terminal event ends the step at its
-# fraction `first`. The signs of the conditions at both ends of the step have been compared before, for all lanes at once.
+# Locates the events of a step and writes them to a table (see `kernel_rows`). The first terminal event ends the step at the
+# fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends, for all lanes at once.
 _EVENTS = """
 h = $sign * $size
 @rounded_step
@@ -109,8 +110,8 @@ each p: p{p} = $p[{p}]
 for e in range({count}):
     $fraction[e] = np.inf
     if $crossed[e] > 0.0:
-        old = $condition[e]
-        late = $condition_new[e]
+        value_before = $condition[e]
+        value_after = $condition_new[e]
         @located
         $fraction[e] = high
         when terminal:
@@ -126,48 +127,48 @@ when terminal:
         when affected:
             each c: y_{c} = $new[{c}]
             @conditions_at_cut
-            # If another condition has also changed its sign by `first`, its event occurs there, too: the next step wouldn't
-            # detect the sign change (see `ActingEvents`).
-            @late
-when acts: noted = found
+            # If another condition has also changed its sign at or before `first`, its event is assigned the fraction
+            # `first`: the next step wouldn't detect the sign change (see `ActingEvents`).
+            @coinciding
+when acts: event_row = event_count
 for e in range({count}):
     if $fraction[e] < np.inf and $fraction[e] <= first:
-        crossings[found, 0] = i
-        crossings[found, 1] = e
-        crossings[found, 2] = $number
-        crossings[found, 3] = $fraction[e]
-        crossings[found, 4] = $sign * min($now + $fraction[e] * $size, tn)
-        crossings[found, 5] = $sign * $now
-        crossings[found, 6] = $sign * $size
-        each c: crossings[found, {first+c}] = $u[{c}]
-        found += 1
+        crossings[event_count, 0] = i
+        crossings[event_count, 1] = e
+        crossings[event_count, 2] = $number
+        crossings[event_count, 3] = $fraction[e]
+        crossings[event_count, 4] = $sign * min($now + $fraction[e] * $size, tn)
+        crossings[event_count, 5] = $sign * $now
+        crossings[event_count, 6] = $sign * $size
+        each c: crossings[event_count, {first+c}] = $u[{c}]
+        event_count += 1
 """
 
 
 def output(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return the lines for a lane that has output; `names`: the values of the placeholders."""
-    components, saved, cut, value, late = range(spec.d), [], [], [], []
+    components, saved, cut, value, coinciding = range(spec.d), [], [], [], []
     for c in components if spec.inside else ():
-        saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, spec, c=c), f"$u[{c}]")
+        saved += steps.interpolated(f"saved[i, time_index[l], {c}]", partial(_stage, spec, c=c), f"$u[{c}]")
         cut += steps.interpolated(f"$new[{c}]", partial(_stage, spec, c=c), f"$u[{c}]")
     for j in range(len(spec.directions) if spec.inside else 0):
         for c in components:
             stage = lambda i, c=c, j=j: f"$dk[{j}, {i}, {c}]"  # noqa: E731
-            saved += steps.interpolated(f"dsaved[{j}, i, place[l], {c}]", stage, f"$du[{j}, {c}]", fused=True)
+            saved += steps.interpolated(f"dsaved[{j}, i, time_index[l], {c}]", stage, f"$du[{j}, {c}]", fused=True)
     for e in range(len(spec.events)):
         value += [f"{'el' if e else ''}if e == {e}:"]
         value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
         near_root = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
-        late += [
+        coinciding += [
             f"if $fraction[{e}] > first and {_changed(spec, steps, e)} and not ({near_root}):",
             f"    $fraction[{e}] = first",
         ]
     terminal = [f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends]
-    names = names | {"late": late, "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut}
-    names["conditions_at_cut"] = steps.conditions("condition_new", "y", "$sign * tn")
+    names = names | {"coinciding": coinciding, "terminal": bool(terminal), "ending": " or ".join(terminal)}
+    names |= {"first": U, "cut": cut, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn")}
     names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
     names["located"] = steps.located(partial(_stage, spec), lambda c: f"$u[{c}]", value) if spec.events else []
-    names |= {"saving": filled(_SAVING, names), "found": filled(_EVENTS, names)}
+    names |= {"saving": filled(_SAVING, names), "locate_events": filled(_EVENTS, names)}
     if spec.affects is not None:
         names["jump"] = jump_lines(spec, steps, names)
     return filled(_OUTPUT, names)
@@ -191,26 +192,26 @@ def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
 
 
 def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
-    """Return an expression for whether a condition has changed its sign in the direction of its event."""
+    """Return an expression that is true if a condition has changed its sign in the direction of its event."""
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in spec.sided:
         return steps.changed(e, *values)
     # The sign must change from the side to which the condition left its last root.
-    up, down = (steps.changed(e, *values, way) for way in (1, -1))
+    up, down = (steps.changed(e, *values, direction) for direction in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
 
 _KERNEL = """
 def forward(
-    b: {real}[::1], exact: float64[::1], ids: int64[::1], place: int64[::1], state: int64[::1], taken: int64[::1],
+    b: {real}[::1], exact: float64[::1], ids: int64[::1], time_index: int64[::1], state: int64[::1], counter: int64[::1],
     u0: {real}[:, ::1], p: {real}[:, ::1], s: {real}[::1], start: float64[::1], end: float64[::1], times: float64[:, ::1],
     rtol: float64, atol: {real}[::1], dt: float64, dtmax: float64, max_steps: float64, u_end: {real}[:, ::1],
     t_reached: float64[::1], codes: int8[::1], naccept: int64[::1], nreject: int64[::1], saved: {real}[:, :, ::1],
     save_step: int32[:, ::1], du_end: {real}[:, :, ::1], dsaved: {real}[:, :, :, ::1], last: int64[::1],
-    rows: float64[:, ::1], before: int64[::1],
+    rows: float64[:, ::1], previous: int64[::1],
     when affected:
-        given: float64[:, ::1], kinds: int64[:, ::1], slots: int64[::1], resumed: int64[::1], jump_number: int64[:, ::1],
-        jump_before: {real}[:, :, ::1],
+        given_times: float64[:, ::1], kinds: int64[:, ::1], slots: int64[::1], resumed: int64[::1],
+        jump_number: int64[:, ::1], jump_before: {real}[:, :, ::1],
     when events: crossings: float64[:, ::1],
 ):
     # Fields of b: {fields}
@@ -220,11 +221,11 @@ def forward(
     by_row = times.shape[0] > 1
     one_span = start.shape[0] == 1
     one_start = u0.shape[1] == 1
-    when affected: one_given = given.shape[1] == 1
-    waiting = state[0]
-    vacant = state[1]
+    when affected: one_column = given_times.shape[1] == 1
+    next_id = state[0]
+    vacant_lanes = state[1]
     row = state[2]
-    when events: found = state[3]
+    when events: event_count = state[3]
     stop = state[4]
     turns = state[5]
     more = True
@@ -232,28 +233,28 @@ def forward(
     each s: s{s} = s[{s}]
     each tolerance: atol{tolerance} = atol[{tolerance}]
     while True:
-        while vacant > 0 and (waiting < stop or more):
-            if waiting == stop:
+        while vacant_lanes > 0 and (next_id < stop or more):
+            if next_id == stop:
                 # Take the next trajectories from the counter of all threads.
-                next = claimed(taken, taken[2])
-                more = next < taken[1]
+                next = claimed(counter, counter[2])
+                more = next < counter[1]
                 if more:
-                    waiting = next
-                    stop = min(next + taken[2], taken[1])
+                    next_id = next
+                    stop = min(next + counter[2], counter[1])
             for l in range({lanes}):
-                while waiting < stop and start[0 if one_span else waiting] == end[0 if one_span else waiting]:
-                    waiting += 1
-                if ids[l] < 0 and waiting < stop:
-                    i = waiting
-                    waiting += 1
-                    vacant -= 1
+                while next_id < stop and start[0 if one_span else next_id] == end[0 if one_span else next_id]:
+                    next_id += 1
+                if ids[l] < 0 and next_id < stop:
+                    i = next_id
+                    next_id += 1
+                    vacant_lanes -= 1
                     @enter
         # The output arrays may be too small for another turn.
-        if vacant == {lanes} or turns == 0{full}:
+        if vacant_lanes == {lanes} or turns == 0{full}:
             break
         turns -= 1
         for l in range({lanes}):
-            @take
+            @begin_step
             @stages
             @decide
         when record:
@@ -262,16 +263,16 @@ def forward(
                     rows[row, 0] = $sign * $now
                     rows[row, 1] = $sign * $size
                     each c: rows[row, {c+2}] = $u[{c}]
-                    before[row] = last[ids[l]]
+                    previous[row] = last[ids[l]]
                     last[ids[l]] = row
                     row += 1
         for l in range({lanes}):
             if $event > 0.0:
                 @output
-    state[0] = waiting
-    state[1] = vacant
+    state[0] = next_id
+    state[1] = vacant_lanes
     state[2] = row
-    when events: state[3] = found
+    when events: state[3] = event_count
     state[4] = stop
     state[5] = turns
 """
@@ -284,8 +285,8 @@ goal = end[0 if one_span else i]
 sign = -1.0 if goal < t else 1.0
 when affected:
     # The goal is the end of tspan, or an earlier given time of an event.
-    own = 0 if one_given else i
-    goal = given[slots[i], own] if sign * given[slots[i], own] <= sign * goal else goal
+    time_column = 0 if one_column else i
+    goal = given_times[slots[i], time_column] if sign * given_times[slots[i], time_column] <= sign * goal else goal
 column = 0 if one_start else i
 each c: u_{c} = u0[{c}, column]
 each p: p{p} = p[{p}, i]
@@ -311,31 +312,31 @@ $tries = 0.0
 $number = 0.0
 when remembers: $q2_before = {least_error}
 $next = h
-place[l] = -1
-@next_due
-while $due == now:
-    each c: saved[i, place[l], {c}] = u_{c}
-    when inside: each j: each c: dsaved[{j}, i, place[l], {c}] = $du[{j}, {c}]
+time_index[l] = -1
+@next_save_time
+while $save_time == now:
+    each c: saved[i, time_index[l], {c}] = u_{c}
+    when inside: each j: each c: dsaved[{j}, i, time_index[l], {c}] = $du[{j}, {c}]
     if save_step.shape[0] > 0:
-        save_step[i, place[l]] = -1
-    @next_due
+        save_step[i, time_index[l]] = -1
+    @next_save_time
 $now = now
 $accepted = 0.0
 when affected: $unresolved = {unresolved} * abs(end[0 if one_span else i] - t)
 @conditions
 when acts:
-    each e: $begun[{e}] = now
-    $met = now
+    each e: $last_acted[{e}] = now
+    $last_root = now
     $limit = now
-    $short = 0.0
+    $short_count = 0.0
 each sided: $side[{sided}] = (1.0 if $condition[{sided}] > 0.0 else (-1.0 if $condition[{sided}] < 0.0 else 0.0))
 """
 
-_NEXT_DUE = """
-place[l] += 1
-$due = np.inf
-if place[l] < n_saved:
-    $due = $sign * times[i if by_row else 0, place[l]]
+_NEXT_SAVE_TIME = """
+time_index[l] += 1
+$save_time = np.inf
+if time_index[l] < n_saved:
+    $save_time = $sign * times[i if by_row else 0, time_index[l]]
 """
 
 # An upper bound on the smallest allowed step in tspan. Only steps below it are compared with the exact smallest step.
@@ -344,24 +345,24 @@ most = max(abs(t), abs(goal))
 $least = 10.0 * (number_of(bits_of(most) + 1) - most)
 """
 
-# Moves to the end of the previous step if it was accepted, and sets the bounds of the next.
-_TAKE = """
-took = $accepted > 0.0
+# Moves to the end of the previous step if it was accepted, and sets the start, the end and the size of the next step.
+_BEGIN_STEP = """
+was_accepted = $accepted > 0.0
 each c:
-    u_{c} = where(took, $new[{c}], $u[{c}])
+    u_{c} = where(was_accepted, $new[{c}], $u[{c}])
     $u[{c}] = u_{c}
 each c:
-    k0_{c} = where(took, $last[{c}], $k[{c}])
+    k0_{c} = where(was_accepted, $last[{c}], $k[{c}])
     $k[{c}] = k0_{c}
 each j: each c:
-    v{j}_{c} = where(took, $dnew[{j}, {c}], $du[{j}, {c}])
+    v{j}_{c} = where(was_accepted, $dnew[{j}, {c}], $du[{j}, {c}])
     $du[{j}, {c}] = v{j}_{c}
 each e:
-    c{e} = where(took, $condition_new[{e}], $condition[{e}])
+    c{e} = where(was_accepted, $condition_new[{e}], $condition[{e}])
     when affected: c{e} = where((abs($condition[{e}]) <= {least_value}) & ($size <= $unresolved), $condition[{e}], c{e})
     $condition[{e}] = c{e}
 $number += $accepted
-now = where(took, $tn, $now)
+now = where(was_accepted, $tn, $now)
 goal = $end
 following = $next
 ahead = now + following
@@ -380,7 +381,7 @@ $size = size
 each p: p{p} = $p[{p}]
 """
 
-# Accepts or rejects the step, chooses the size of the next, and decides whether the lane has output (`event`).
+# Accepts or rejects the step, chooses the size of the next step, and decides whether the lane has output (`event`).
 _DECIDE = """
 live = $live
 when adaptive:
@@ -401,27 +402,28 @@ $accepted = accepted
 $next = following
 exhausted = where(tries >= max_steps, live, 0.0)
 ended = where(ahead >= goal, accepted, 0.0)
-due = where($due <= ahead, accepted, 0.0)
-$event = small + exhausted + ended + due{changed}
+saves = where($save_time <= ahead, accepted, 0.0)
+$event = small + exhausted + ended + saves{changed}
 """
 
 # The fields of a lane, in the form of `Fields.add`.
 _FIELDS = """
 u[{d}] k[{d}] p[{varying}]
-exact now tn sign size end due least live rejected tries number
+exact now tn sign size end save_time least live rejected tries number
 # Errors are double, like the step sizes that are computed from them.
 exact q2 accepted next event
 when remembers: exact q2_before
-# The last stage, which is the first stage of the next step, has a field of its own.
+# The last stage, which is the first stage of the next step, has a separate field.
 new[{d}] last[{d}]
 when inside: inner[{last-1}, {d}]
 du[{m}, {d}] dnew[{m}, {d}]
 when inside: dk[{m}, {last+1}, {d}]
 when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fraction[{count}]
-# `begun`: per event, the time when it last acted, or the start. `met`: the time of the last root of any condition. `short`:
-# the number of successive short intervals between roots. `side`: per event that acts in both directions, the sign with
-# which its condition left the root. `limit`: an upper bound on the end of the next step, unless this time has passed.
-when acts: exact begun[{count}] met short side[{count}] limit
+# `last_acted`: per event, the time at which it last acted, or the start. `last_root`: the time of the last root of any
+# condition. `short_count`: the number of successive short intervals between roots. `side`: per event that acts in both
+# directions, the sign with which its condition left the root. `limit`: an upper bound on the end of the next step, unless
+# this time has passed.
+when acts: exact last_acted[{count}] last_root short_count side[{count}] limit
 # In steps shorter than `unresolved`, rounding may determine the sign of a condition near its root.
 when affected: exact unresolved
 """
@@ -437,18 +439,18 @@ def forward_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
     fields, steps, names = lanes_of(spec, _FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
-    full += f" or found + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
+    full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
     names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": spec.sided}
     names["changed"] = "".join(f" + crossed{e}" for e in names["e"])
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
-    unit = [(j, c, kind == "u" and place == c) for j, (kind, place) in enumerate(spec.directions) for c in range(spec.d)]
+    unit = [(j, c, kind == "u" and i == c) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
     names["unit_tangents"] = [f"$du[{j}, {c}] = {1.0 if own else 0.0}" for j, c, own in unit]
     names |= {"stages": _stages(spec, steps), "crossed": crossed(spec, steps)}
     names["conditions"] = steps.conditions("condition", "u", "t")
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
     names["factor"] = steps.factor(power_lines, "$q2_before", "$rejected") if names["adaptive"] else []
-    names |= {"next_due": filled(_NEXT_DUE, {}), "least": filled(_LEAST, {})}
-    names |= {"enter": filled(_ENTER, names), "take": filled(_TAKE, names), "decide": filled(_DECIDE, names)}
+    names |= {"next_save_time": filled(_NEXT_SAVE_TIME, {}), "least": filled(_LEAST, {})}
+    names |= {"enter": filled(_ENTER, names), "begin_step": filled(_BEGIN_STEP, names), "decide": filled(_DECIDE, names)}
     names["output"] = output(spec, steps, names)
     return fields.resolved(filled(_KERNEL, names))
 
@@ -485,7 +487,10 @@ _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
 
 
 def power_lines(x: str, exponent: str, out: str) -> list[str]:
-    """Return lines for out = x ** exponent, |exponent| <= 0.5, to a few ulp; x is clipped to [1e-30, 1e30], NaN to 1e30."""
+    """Return lines for out = x ** exponent, |exponent| <= 0.5, with an error of a few ulp.
+
+    x is clipped to [1e-30, 1e30]; NaN is replaced by 1e30.
+    """
     return [
         f"x = where({x} < 1e30, {x}, 1e30)",
         "x = where(x > 1e-30, x, 1e-30)",

@@ -1,6 +1,7 @@
 """Kernel lines for events that change the state, in the forward and the reverse kernel.
 
-The function by which an event changes the state is its affect: `affect0`, `affect1`, ..., with adjoints `back0`, ...
+The function by which an event changes the state is its affect: `affect0`, `affect1`, ... The adjoints of the affects are
+`back0`, `back1`, ...
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mpiad.ensemble.jumps import (
 # the return code if the trajectory ends there, otherwise -1. The vectorized counterpart is `ActingEvents`.
 _JUMP = """
 code = -1
-own = 0 if one_given else i
+time_column = 0 if one_column else i
 sign = $sign
 t = sign * tn
 when acts:
@@ -38,9 +39,9 @@ when acts:
         span = abs(end[0 if one_span else i] - start[0 if one_span else i])
         stopped = False
         @at_conditions
-        $short = $short + 1.0 if abs(tn - $met) <= {short} * span else 0.0
-        $met = tn
-        if code < 0 and $short >= {most_short}.0:
+        $short_count = $short_count + 1.0 if abs(tn - $last_root) <= {short} * span else 0.0
+        $last_root = tn
+        if code < 0 and $short_count >= {most_short}.0:
             code = {Zeno}
         if code < 0 and stopped:
             code = {Terminated}
@@ -48,13 +49,13 @@ when not acts:
     when terminal:
         if first < np.inf:
             code = {Terminated}
-if code < 0 and took and tn == $end and given[slots[i], own] == t:
+if code < 0 and was_accepted and tn == $end and given_times[slots[i], time_column] == t:
     acted = True
     @state
     turn = slots[i]
     # Events at the same time act one after the other.
-    while code < 0 and given[turn, own] == t:
-        kind = kinds[turn, own]
+    while code < 0 and given_times[turn, time_column] == t:
+        kind = kinds[turn, time_column]
         when record:
             jump_number[i, turn] = np.int64($number) + 1
             each c: jump_before[i, turn, {c}] = u_{c}
@@ -62,7 +63,7 @@ if code < 0 and took and tn == $end and given[slots[i], own] == t:
         @adopt
     slots[i] = turn
     goal = end[0 if one_span else i]
-    goal = given[turn, own] if sign * given[turn, own] <= sign * goal else goal
+    goal = given_times[turn, time_column] if sign * given_times[turn, time_column] <= sign * goal else goal
     $end = sign * goal
     @least
 if acted and code < 0 and tn != $end:
@@ -77,22 +78,22 @@ if acted and code < 0 and tn != $end:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition after affects. If it is still near its root, rounding determines its computed sign. Then these
+# The value of a condition after affects. If it is still near zero, rounding determines its computed sign. Then these
 # lines set the sign: after the condition's event to the sign beyond the root, after a very short step to the earlier sign.
 _RESUME = """
 {value}
-old = $condition[{e}]
-when either_way: side = 1.0 if value > 0.0 else (-1.0 if value < 0.0 else 0.0)
+value_before = $condition[{e}]
+when both_directions: side = 1.0 if value > 0.0 else (-1.0 if value < 0.0 else 0.0)
 if value == $condition_new[{e}]:
     if $fraction[{e}] < np.inf and $fraction[{e}] <= first:
-        value = -{least_value} if old > 0.0 else {least_value}
-        when either_way: side = -1.0 if old > 0.0 else 1.0
-    elif tn - $now <= $unresolved and (abs(old) <= {least_value} or value * old <= 0.0):
-        value = {least_value} if old > 0.0 else (-{least_value} if old < 0.0 else 0.0)
-        when either_way: side = $side[{e}]
+        value = -{least_value} if value_before > 0.0 else {least_value}
+        when both_directions: side = -1.0 if value_before > 0.0 else 1.0
+    elif tn - $now <= $unresolved and (abs(value_before) <= {least_value} or value * value_before <= 0.0):
+        value = {least_value} if value_before > 0.0 else (-{least_value} if value_before < 0.0 else 0.0)
+        when both_directions: side = $side[{e}]
 $condition_new[{e}] = value
 $condition[{e}] = value
-when either_way: $side[{e}] = left{e} if left{e} != 0.0 else side
+when both_directions: $side[{e}] = left{e} if left{e} != 0.0 else side
 """
 
 # The state after the step, or after the last event, and the parameters.
@@ -115,20 +116,21 @@ _AT_CONDITION = """
 if $fraction[{e}] <= first:
     when acting:
         if code < 0:
-            {was}
-            when record: each c: crossings[noted, {behind+c}] = u_{c}
+            {condition_before}
+            when record: each c: crossings[event_row, {behind+c}] = u_{c}
             {affect}
             @adopt
     when ends: stopped = True
-    noted += 1
+    event_row += 1
 """
 
-# How a condition leaves its root after an affect, as in `jumps.departure`. `was`: the condition's value before the affect.
-# These lines set `left`, the side to which it leaves; they shorten the next step if the condition will soon vanish again,
-# and set `code` if its roots would accumulate. `linear`, `second`: first- and second-order terms of its change.
+# How a condition leaves its root after an affect, as in `jumps.departure`. `condition_before`: its value before the
+# affect. These lines set `left`, the side to which the condition leaves; they shorten the next step if the condition will
+# soon vanish again, and set `code` if its roots would accumulate. `linear`, `second`: first- and second-order terms of its
+# change.
 _DEPARTURE = """
-elapsed = tn - $begun[{e}]
-$begun[{e}] = tn
+elapsed = tn - $last_acted[{e}]
+$last_acted[{e}] = tn
 # As in `jumps.distance_ahead`.
 ahead = {least_ahead} * span
 if elapsed > $unresolved:
@@ -144,14 +146,14 @@ each c: y_{c} = u_{c} + 0.5 * ahead * (k0_{c} + sign * k1_{c})
 {heun}
 linear = euler - now_
 second = heun - euler
-if abs(now_) <= max({at_root} * abs(was), {of_way} * abs(linear * elapsed / ahead)):
+if abs(now_) <= max({at_root} * abs(condition_before), {of_way} * abs(linear * elapsed / ahead)):
     side = 1.0 if linear > 0.0 else (-1.0 if linear < 0.0 else (-1.0 if second > 0.0 else (1.0 if second < 0.0 else 0.0)))
-    when either_way: left{e} = side
+    when both_directions: left{e} = side
     if side * second < 0.0{directed}:
-        back = -ahead * linear / second
+        time_to_return = -ahead * linear / second
         # Fixed steps aren't shortened.
-        when adaptive: $limit = min($limit if $limit > tn else np.inf, tn + 0.25 * back)
-        if back <= {at_once} * span and (linear == 0.0 or elapsed <= {short_piece} * span):
+        when adaptive: $limit = min($limit if $limit > tn else np.inf, tn + 0.25 * time_to_return)
+        if time_to_return <= {at_once} * span and (linear == 0.0 or elapsed <= {short_piece} * span):
             code = {Zeno}
 """
 
@@ -165,13 +167,14 @@ def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[st
     names = names | _CONSTANTS | {"state": filled(_STATE, names), "behind": U + spec.d, "finite": finite}
     names["conditions_after"], at_conditions, affects = [], [], []
     for e in range(len(spec.events)):
-        own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in spec.sided}
+        own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "both_directions": e in spec.sided}
         names["conditions_after"] += filled(_RESUME, names | own)
     for e, acts in enumerate(spec.acting):
         own = {"e": e, "acting": acts >= 0, "ends": acts in spec.ending if acts >= 0 else spec.events[e][0]}
         if acts >= 0:
             adopted = filled(_ADOPT, names | {"following": _departure(spec, steps, e, names)})
-            own |= {"adopt": adopted, "was": steps.condition(e, "was", "u", "t"), "affect": _affect(steps, acts)}
+            before = steps.condition(e, "condition_before", "u", "t")
+            own |= {"adopt": adopted, "condition_before": before, "affect": _affect(steps, acts)}
         at_conditions += filled(_AT_CONDITION, names | own)
     given = spec.affects or ()
     for k, e in enumerate(given):
@@ -191,14 +194,14 @@ def _affect(steps: Steps, e: int) -> str:
 def _departure(spec: KernelSpec, steps: Steps, e: int, names: dict[str, Any]) -> list[str]:
     direction = spec.events[e][1]
     directed = f" and side * {direction}.0 < 0.0" if direction else ""
-    names = names | {"e": e, "either_way": e in spec.sided, "directed": directed}
+    names = names | {"e": e, "both_directions": e in spec.sided, "directed": directed}
     names |= {"rate_now": steps.called(steps.state("k0"), "f", "u", "t"), "now": steps.condition(e, "now_", "u", "t")}
     names |= {x: steps.condition(e, x, "y", "later") for x in ("euler", "heun")}
     return filled(_DEPARTURE, names | {"rate_later": steps.called(steps.state("k1"), "f", "y", "later")})
 
 
 # Propagates cotangents back over the jumps (events that acted) after the step that comes next in the backward sweep.
-# `jump[l]` is the index of the last jump; `ended` the index of the earliest jump that has been processed.
+# `jump[l]` is the index of the next jump in the backward sweep, `last_jump` the index of the last processed jump.
 _JUMP_BACK = """
 if {followed} == step[l] + 1:
     each p: p{p} = $p[{p}]
@@ -211,19 +214,19 @@ if {followed} == step[l] + 1:
         each own: $own[{own}] += e{own}
         each common: $common[{common}] += e{wanted_varying+common}
         when timed:
-            since = $t_bar - $h_bar + te
+            time_bar = $t_bar - $h_bar + te
             drift = 0.0
             # If no step lies between the previous jump and this one, a shift of this jump's time moves the state along f.
-            if given > 0.0 and j > jump_first[i] and jump_number[j - 1] == jump_number[j]:
+            if at_given_time > 0.0 and j > jump_first[i] and jump_number[j - 1] == jump_number[j]:
                 {rate}
                 drift = {drift}
-            @left
+            @add_size_cotangent
             # The size of a step that ended at a root has no cotangent.
-            jump_due[j] += given * (since + drift)
-            $t_bar = -drift if given > 0.0 else since
+            jump_time_bar[j] += at_given_time * (time_bar + drift)
+            $t_bar = -drift if at_given_time > 0.0 else time_bar
             $h_bar = 0.0
-            $fresh = given
-            {ended} = j
+            $size_moves = at_given_time
+            {last_jump} = j
         jump[l] -= 1
         # Prefetch the state before the previous jump.
         fetched(jump_state, jump[l])
@@ -231,11 +234,11 @@ if {followed} == step[l] + 1:
 """
 
 # The cotangent of the last step's size is a cotangent of the time at which this step ends.
-_LEFT = """
-if {ended} < 0:
+_SIZE_COTANGENT = """
+if {last_jump} < 0:
     stop_bar[i] += $h_bar
 else:
-    jump_due[{ended}] += $h_bar
+    jump_time_bar[{last_jump}] += $h_bar
 """
 
 # Propagates cotangents from the root of a condition that ended a step: the state at the root is interpolated in the full
@@ -243,17 +246,17 @@ else:
 _STOP_BACK = """
 if {stopped} == step[l]:
     stop = {stop}
-    since = $t_bar + stop_bar_[stop]
-    moved = -({gained})
-    stop_moved[stop] = moved
-    $t_bar = since + stop_row[stop, 2] * moved
-    $fresh = 0.0
+    time_bar = $t_bar + stop_time_bar[stop]
+    factor = -({quotient})
+    stop_factor[stop] = factor
+    $t_bar = time_bar + stop_row[stop, 2] * factor
+    $size_moves = 0.0
     $tn = $t + $h
-    $touched = 1.0
+    $has_arrivals = 1.0
     x = stop_row[stop, 0]
     @parts
     each c:
-        value = $cotangent[{c}] + stop_row[stop, {behind+c}] * moved
+        value = $cotangent[{c}] + stop_row[stop, {behind+c}] * factor
         $cotangent[{c}] = 0.0
         $value[{c}] += value
         each used: $arrival[{used}, {c}] += w{used} * value
@@ -263,26 +266,26 @@ if {stopped} == step[l]:
 
 
 def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the placeholders of the reverse kernel for events that acted, given the other placeholders.
+    """Return the placeholders of the reverse kernel for events that acted; `names`: the other placeholders.
 
     The array `jump` holds five rows with an entry per lane: the index of the next jump in the backward sweep, the index of
     the last processed jump, the index of the next stop (a root that ended a step), and the numbers of steps before the next
     jump and the next stop; -1 if there is none.
     """
     components = range(spec.d)
-    ended, stop, followed, stopped = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))
+    last_jump, stop, followed, stopped = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))
     names = names | {"jumping": spec.jumps is not None, "followed": followed, "stopped": stopped}
     names["next_jump"] = f"{followed} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
     names["next_stop"] = f"{stopped} = stop_number[{stop}] if {stop} >= stop_first[i] else -1"
-    names |= {"ended": ended, "stop": stop, "left": filled(_LEFT, {"ended": ended})}
+    names |= {"stop": stop, "last_jump": last_jump, "add_size_cotangent": filled(_SIZE_COTANGENT, {"last_jump": last_jump})}
     time, affects = steps.rounded("jump_time[j]"), []
     back = [*steps.state("y"), *numbered("e", spec.wanted_varying + spec.wanted_shared), *(["te"] if spec.timed else [])]
     for k, (e, given) in enumerate(spec.jumps or ()):
         call = steps.called(back, f"back{e}", "u", time, steps.state("z"))
-        affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    given = {float(given)}"]
+        affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    at_given_time = {float(given)}"]
     drift = " + ".join(f"k0_{c} * $cotangent[{c}]" for c in components)
     jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
-    gained = " + ".join(["stop_row[stop, 1] * since", *[f"stop_row[stop, {3 + c}] * $cotangent[{c}]" for c in components]])
-    stop_names = {"gained": gained, "parts": steps.weights(), "behind": 3 + spec.d}
+    terms = ["stop_row[stop, 1] * time_bar", *(f"stop_row[stop, {3 + c}] * $cotangent[{c}]" for c in components)]
+    stop_names = {"quotient": " + ".join(terms), "parts": steps.weights(), "behind": 3 + spec.d}
     names["jump_back"] = filled(_JUMP_BACK, names | jump)
     return names | {"stop_back": filled(_STOP_BACK, names | stop_names)}

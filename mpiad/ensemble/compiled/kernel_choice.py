@@ -1,6 +1,6 @@
 """The choice between a CPU kernel and array operations, for one call of `solve`.
 
-With ``compile="auto"`` it depends only on properties that are the same on all ranks and in all batches of a solve.
+With ``compile="auto"`` the choice depends only on properties that are the same on all ranks and in all batches of a solve.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Compiler:
         return self.run_planned(self.plan(batch, settings, given), batch, settings, given)
 
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch by the result of `plan` for this batch or a similar one."""
+        """Solve all trajectories of a batch, given the result of `plan` for this batch or a similar one."""
         if plan is None:
             return self.backend.run(batch, settings)
         threads = 1
@@ -63,12 +63,12 @@ class Compiler:
         `given` is the batch with autograd's traced values, `batch` the same batch with plain values.
         """
 
-        def make(tried: bool = False) -> TracedProblem | None:
+        def make(known: bool = False) -> TracedProblem | None:
             # If a cached trace differs only by numbers, f has been checked before, and `problem_of` will call it anyway.
-            if not tried:
+            if not known:
                 try_once(batch, settings.events, given.traced)
             found = problem_of(batch, settings.events, must, self.warn) if wanted else None
-            if tried and found is None:
+            if known and found is None:
                 try_once(batch, settings.events, given.traced)
             return found
 
@@ -95,7 +95,7 @@ class Compiler:
         if self.compile is True:
             raise NotImplementedError(
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
-                "Leave it out, or bring them to the host with mpiad.device.to_host."
+                "Leave compile out, or bring the arrays to the host with mpiad.device.to_host."
             )
         refuse_mass_on_device(settings)
         # For mixed host and device arrays f itself would raise a less helpful error.
@@ -115,6 +115,6 @@ class Compiler:
         return "\n".join(text for _, text in self._pending)
 
     def log_warnings(self, all_warnings: Sequence[str], rank: int) -> None:
-        """Log the stored warnings on the first rank that has the same ones; `all_warnings`: the `warnings` of all ranks."""
+        """Log the stored warnings on the first rank with the same warnings; `all_warnings`: the `warnings` of all ranks."""
         for f, text in self._pending:
             warn_once(f, text, logs=all_warnings.index(all_warnings[rank]) == rank)

@@ -1,7 +1,7 @@
 """Accepted steps and events as CPU kernels write them: one row each, in the order in which they were computed.
 
-The memory of a record is reused by the next solve: a training loop records the same ensemble repeatedly, and the system
-provides fresh memory page by page, which takes longer than the solve.
+The memory of a record is reused by the next solve: a training loop records the same ensemble repeatedly, and the operating
+system provides new memory page by page, which takes longer than the solve.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tape(NamedTuple):
     first: int
     stop: int
     rows: Array  # shape (m, 2 + d); time before the step, signed size, and real components of the state before the step
-    before: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
+    previous: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
         """Return the steps, sorted. For each trajectory of the batch, `last` is the row of its last step, or negative."""
@@ -43,7 +43,7 @@ class Tape(NamedTuple):
             row = row[:width]  # trajectories with this many steps come first in the order
             ids, found = steps.order[:width], self.rows[row]
             steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], from_parts(found[:, 2:], dtype).T)
-            row = self.before[row]
+            row = self.previous[row]
         return steps
 
 
@@ -64,8 +64,7 @@ def jumps_of(
     at given times before events acted. `at_conditions`, shape (m, d): the states at roots before events acted.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
-    met = numbers >= 0
-    rows = slice(None) if np.count_nonzero(met) == len(met) else np.flatnonzero(met)
+    rows = slice(None) if (numbers >= 0).all() else np.flatnonzero(numbers >= 0)
     ids, slot = np.repeat(np.arange(count), slots)[rows], np.tile(np.arange(slots), count)[rows]
     states = from_parts(before.reshape(-1, before.shape[2])[rows], dtype).T
     kinds, times = (table[:slots].T.ravel()[rows] for table in (acting.kinds, acting.times))
@@ -76,7 +75,7 @@ def jumps_of(
         states = from_parts(at_conditions[acts], dtype).T
         found, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
         own = Jump(ids, number + 1, np.array(acting.found)[event], found, time, states, states)
-        # Of several jumps after the same step, those at roots of conditions come first.
+        # The jumps after the same step are sorted: those at roots of conditions come before those at given times.
         joined = [np.concatenate(parts, axis=-1) for parts in zip(own, jumps[0])]
         order = np.lexsort((joined[1], joined[0]))
         jumps = [Jump(*(part[..., order] for part in joined))]
@@ -100,7 +99,7 @@ def allocate(size: int) -> Array:
 
 
 def release(arrays: list[Array]) -> None:
-    """Keep arrays from `allocate` for reuse; no views of them may be left."""
+    """Keep arrays from `allocate` for reuse; no views of them may be in use."""
     with _lock:
         for array in arrays:
             if sum(map(len, _spare)) + len(array) <= _MOST:

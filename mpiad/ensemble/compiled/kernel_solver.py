@@ -33,13 +33,13 @@ _BLOCK = 64
 
 
 class Solver:
-    """A batch of plain arrays, and its kernels; `kernels`: collects the texts of the kernels used, by name."""
+    """A batch of plain arrays, and its kernels; `kernels` collects the texts of the used kernels, by name."""
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
         # Kernel texts don't depend on the numbers in f.
         self._kernels, self.traced, self._numbers = kernels, traced._replace(numbers=()), traced.numbers
         self.batch, self.settings, self.threads = batch, settings, threads
-        self.every = settings.saveat is None
+        self.saves_every_step = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
         self.spec = kernel_spec_of(traced, batch, settings)
         self.p, shared = traced.packing.split(batch.p.leaves, batch.size, self.spec.dtype)
@@ -49,7 +49,7 @@ class Solver:
 
     def solved(self, given: Batch) -> Outcome:
         """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
-        self.directions = self._directions(given) if given.traced and not self.every else ()
+        self.directions = self._directions(given) if given.traced and not self.saves_every_step else ()
         # With checkpoints, the backward pass solves again and records steps, for some trajectories at a time.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         outcome = self._run(self.spec._replace(directions=self.directions, record=record))
@@ -68,12 +68,11 @@ class Solver:
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
         """Return the directions of tangents that the solve propagates; none if an adjoint will be used."""
-        asked = self.settings
         # With events the end times depend on all inputs.
-        moved = isbox(given.start) or isbox(given.end) or asked.events or asked.acting is not None
-        if moved or self.spec.tableau.implicit:
+        times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
+        if times_vary or self.spec.tableau.implicit:
             return ()
-        return self.traced.carried(given, asked.gradient)
+        return self.traced.carried(given, self.settings.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
         """Return an outcome with a record of all steps: `outcome` if it has a record, or the outcome of another solve."""
@@ -131,18 +130,18 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
         settings.progress(int(np.count_nonzero(empty_span)))
     run = _Launch(function, spec, solver, outcome)
     try:
-        done = run.all()
+        tapes = run.run_all()
     except BaseException:
         release(run.allocated)  # no thread uses this memory any more
         raise
     if spec.record:
-        outcome.tapes, outcome.last = done, run.last
+        outcome.tapes, outcome.last = tapes, run.last
         # Only the outcome refers to the tapes.
         weakref.finalize(outcome, release, run.allocated)
-    before = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
+    at_conditions = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
     if settings.acting is not None:
         if spec.record:
-            outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, before, batch.u0.dtype)
+            outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
         complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
     if spec.directions:
         outcome.carried = run.carried(empty_span)
@@ -173,7 +172,7 @@ class _Launch:
         self.allocated: list[Array] = []
         self.crossings: list[Array] = []
         # The counter that threads share: the number of trajectories that have been started, the total, and the block size.
-        self.taken = np.array([0, 0, _BLOCK])
+        self.counter = np.array([0, 0, _BLOCK])
         self.last = np.full(count if spec.record else 0, -1)  # row of the last step; negative without steps
         real = spec.dtype
         self._du = np.empty((m, d, count), real)
@@ -198,7 +197,7 @@ class _Launch:
         ends = parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject
         self._outputs = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last
 
-    def all(self) -> list[Tape]:
+    def run_all(self) -> list[Tape]:
         """Solve all trajectories, and return their recorded steps."""
         count, threads = self._solver.batch.size, self._solver.threads
         if self._spec.record or self._solver.settings.progress is not None:
@@ -207,44 +206,44 @@ class _Launch:
         if threads == 1:
             return each(self._share, [(0, count)], 1)
         threads = max(1, min(threads, count // _BLOCK))
-        self.taken[:2] = 0, count
+        self.counter[:2] = 0, count
         return each(self._share, [(0, 0)] * threads, threads)
 
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
         """Solve a share's trajectories, or those of the shared counter if `bounds` are empty; return the recorded steps."""
         (first, stop), spec = bounds, self._spec
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
-        rows, before = self._rows(size)
-        state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)
-        crossings = np.empty((_EVENT_ROWS + turn, U + spec.row_of_event))
-        ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
+        rows, previous = self._rows(size)
+        state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
+        crossings = np.empty((_EVENT_ROWS + most_events, U + spec.event_state_size))
+        ids, time_index = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
-        lane = *fields_of(spec).buffers(spec.dtype), ids, place, state, self.taken
+        lane = *fields_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter
         call, reported = Paced(self._function, state), 0
         while True:
             events = (crossings,) if spec.events else ()
-            call(*lane, *self._inputs, *self._outputs, rows, before, *self._event_arrays, *events)
-            waiting, vacant, row, found, end, _ = state
-            reported = self._report_progress(first, waiting, lanes - vacant, reported)
-            if vacant == lanes and waiting == end:
+            call(*lane, *self._inputs, *self._outputs, rows, previous, *self._event_arrays, *events)
+            next_id, vacant_lanes, row, event_count, end, _ = state
+            reported = self._report_progress(first, next_id, lanes - vacant_lanes, reported)
+            if vacant_lanes == lanes and next_id == end:
                 break
             pause()
             # Enlarge arrays that may be too small for the events or the steps of another turn.
-            if found + turn > len(crossings):
-                crossings = np.concatenate([crossings, np.empty((len(crossings) + turn, crossings.shape[1]))])
+            if event_count + most_events > len(crossings):
+                crossings = np.concatenate([crossings, np.empty((len(crossings) + most_events, crossings.shape[1]))])
             elif spec.record and row + lanes > size:
                 longer = self._rows(2 * size + 1024)
-                longer[0][:size], longer[1][:size] = rows, before
-                (rows, before), size = longer, 2 * size + 1024
-        self.crossings.append(crossings[:found])
-        return Tape(first, stop, rows[:row], before[:row])
+                longer[0][:size], longer[1][:size] = rows, previous
+                (rows, previous), size = longer, 2 * size + 1024
+        self.crossings.append(crossings[:event_count])
+        return Tape(first, stop, rows[:row], previous[:row])
 
-    def _report_progress(self, first: int, waiting: int, busy: int, reported: int) -> int:
+    def _report_progress(self, first: int, next_id: int, busy: int, reported: int) -> int:
         """Add the newly ended trajectories of a share to the progress bar; return the number of all that have ended."""
         progress, batch = self._solver.settings.progress, self._solver.batch
         if progress is None:
             return 0
-        ended = int(np.count_nonzero(batch.start[first:waiting] != batch.end[first:waiting])) - busy
+        ended = int(np.count_nonzero(batch.start[first:next_id] != batch.end[first:next_id])) - busy
         progress(ended - reported)
         return ended
 
@@ -252,14 +251,14 @@ class _Launch:
         if not size:
             return np.empty((0, self._spec.d + 2)), np.empty(0, np.int64)
         width = self._spec.d + 2
-        rows, before = allocate(size * width), allocate(size)
-        self.allocated += [rows, before]
-        return rows[: size * width].reshape(size, width), before[:size].view(np.int64)
+        rows, previous = allocate(size * width), allocate(size)
+        self.allocated += [rows, previous]
+        return rows[: size * width].reshape(size, width), previous[:size].view(np.int64)
 
     def carried(self, empty_span: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; those of failed trajectories are zero."""
         du, dsaved, spec = self._du, self._dsaved, self._spec
-        unit = np.array([[kind == "u" and place == c for c in range(spec.d)] for kind, place in spec.directions])
+        unit = np.array([[kind == "u" and i == c for c in range(spec.d)] for kind, i in spec.directions])
         if empty_span.any():
             du[:, :, empty_span] = unit[:, :, None]
             if len(dsaved):

@@ -35,7 +35,7 @@ class KernelSpec(NamedTuple):
     controller: PIController
     single: bool = False  # whether states are float32
     lanes: int = 16  # number of trajectories that are solved at a time
-    inside: bool = False  # whether states inside steps are saved
+    inside: bool = False  # whether states inside steps are interpolated: at saved times, or to locate events
     record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
     # Directions of tangents: ("u", i) for a component of the initial state, ("p", i) for a parameter per trajectory, ("s",
@@ -86,8 +86,8 @@ class KernelSpec(NamedTuple):
         return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
 
     @property
-    def row_of_event(self) -> int:
-        """The number of state components in a row of the table of events: see `kernel_rows`."""
+    def event_state_size(self) -> int:
+        """The number of state components per row of the table of events: see `kernel_rows`."""
         return self.d * (2 if self.record and self.acting else 1)
 
     @property
@@ -159,23 +159,23 @@ class Fields:
 
     def resolved(self, lines: list[str]) -> str:
         """Return a text in which ``$name[0]`` is replaced by the field's element for lane l; an index may be a variable."""
-        return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._place, "\n".join(lines) + "\n")
+        return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._element, "\n".join(lines) + "\n")
 
-    def _place(self, field: re.Match[str]) -> str:
-        buffer, place, shape = self._offsets[field[1]]
+    def _element(self, field: re.Match[str]) -> str:
+        buffer, offset, shape = self._offsets[field[1]]
         index = (field[2] or "").split(", ") if shape else []
         if index and not index[0].isdigit():
-            return f"{buffer}[({place} + {index[0]}) * {self._lanes} + l]"
+            return f"{buffer}[({offset} + {index[0]}) * {self._lanes} + l]"
         for axis, i in enumerate(index):
-            place += int(i) * math.prod(shape[axis + 1 :])
-        return f"{buffer}[{place * self._lanes} + l]" if place else f"{buffer}[l]"
+            offset += int(i) * math.prod(shape[axis + 1 :])
+        return f"{buffer}[{offset * self._lanes} + l]" if offset else f"{buffer}[l]"
 
     def __iter__(self) -> Iterator[str]:
         """Yield the offsets and the name of each field, for a comment in the kernel's source."""
         for name, (buffer, first, shape) in self._offsets.items():
             size = math.prod(shape)
-            place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
-            yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
+            offsets = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
+            yield f"{offsets}: {name}" if buffer == "b" else f"{buffer} {offsets}: {name}"
 
 
 # A template is the text of a kernel, in a subset of Python or in C, with these placeholders:
@@ -200,10 +200,10 @@ def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
         word, _, rest = line.strip().partition(" ")
         n += 1
         if word in ("each", "when"):
-            name, _, same = rest.partition(":")
-            body = [" " * depth + same.strip()] if same else []
+            name, _, inline = rest.partition(":")
+            body = [" " * depth + inline.strip()] if inline else []
             while line.endswith(":") and n < len(lines) and _depth(lines[n]) > depth:
-                body.append(lines[n] if same else lines[n][4:])
+                body.append(lines[n] if inline else lines[n][4:])
                 n += 1
             if word == "each":
                 result += [one for value in names[name] for one in _filled(body, {**names, name: value})]

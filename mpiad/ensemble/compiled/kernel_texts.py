@@ -22,7 +22,7 @@ _MOST_TEXTS = 32
 # A training loop requests the same texts in each step. `traced.numbers` must be empty, since numbers change between solves.
 @lru_cache(_MOST_TEXTS)
 def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
-    """Return the text of f, its tangents, the conditions and affects of events, and the forward kernel."""
+    """Return the text of f and its derivatives, of the conditions and affects of events, and of the forward kernel."""
     programs = _forward_programs(traced, spec)
     if spec.affects is not None:
         programs |= {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None}
@@ -32,10 +32,10 @@ def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
 
 @lru_cache(_MOST_TEXTS)
 def reverse_text(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> str:
-    """Return the text of f, its adjoint, the adjoints of affects, and the reverse kernel."""
+    """Return the text of f and its derivatives, of the adjoints of affects, and of the reverse kernel."""
     programs = _reverse_programs(traced.program, spec, wanted)
-    by: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if spec.timed else {})
-    programs |= {f"back{e}": simplify(vjp(traced.affects[e], by)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
+    wrt: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if spec.timed else {})
+    programs |= {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
     # The stages are recomputed only for derivatives, so they may be rounded differently than in the forward kernel.
     parts = [_function(one, name, spec, traced.names, fused=True) for name, one in programs.items()]
     return "\n\n".join([*parts, reverse_source(spec, are_simple(list(programs.values())))])
@@ -45,7 +45,7 @@ def reverse_text(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...
 def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> str:
     """Return the CUDA C source of the kernel "forward", or of "reverse" for cotangents of the parameters `wanted`.
 
-    NVRTC and nvcc need no headers to compile it. In C++ the kernels are functions that loop over the trajectories.
+    NVRTC and nvcc need no headers to compile it. Compiled as C++ for a CPU, the kernels loop over the trajectories.
     """
     if kernel == "forward":
         programs, text = _forward_programs(traced, spec), cuda_forward_text(spec)
@@ -56,12 +56,12 @@ def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tupl
 
 
 def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:
-    """Return f, its tangents and the conditions of events, by the names that kernels use."""
+    """Return f, its tangents and Jacobian, and the conditions of events, by the names that kernels use."""
     program, programs = traced.program, {"f": traced.program}
     if spec.jacobian or spec.slopes:
         programs["jacobian"] = jacobian_program(program).program
-    for i, (kind, place) in enumerate(spec.directions):
-        along = [] if kind == "u" else [traced.names.index(f"{kind}{place}")]
+    for i, (kind, index) in enumerate(spec.directions):
+        along = [] if kind == "u" else [traced.names.index(f"{kind}{index}")]
         tangent = jvp(program, {"state": None, "parameter": along})
         programs[f"df{i}"] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
     return programs | {f"condition{e}": g for e, g in enumerate(traced.conditions)}
@@ -70,14 +70,14 @@ def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Prog
 def _reverse_programs(
     program: Program, spec: KernelSpec, wanted: tuple[int, ...], conditions: tuple[Program, ...] = ()
 ) -> dict[str, Program]:
-    """Return f, its adjoint and the gradients of conditions, by the names that kernels use."""
-    by: Wanted = {"state": None, "parameter": wanted}
-    with_time: Wanted = {**by, "time": None}
-    programs = {"f": program, "g": simplify(vjp(program, with_time if spec.timed else by))}
+    """Return f, its first and second derivatives, and the gradients of conditions, by the names that kernels use."""
+    wrt: Wanted = {"state": None, "parameter": wanted}
+    wrt_time: Wanted = {**wrt, "time": None}
+    programs = {"f": program, "g": simplify(vjp(program, wrt_time if spec.timed else wrt))}
     if spec.tableau.implicit:
         programs["jacobian"] = jacobian_program(program).program
-        programs["curvature"] = second_adjoint_program(program, with_time if spec.timed else by)
-    return programs | {f"slopes{e}": vjp(g, with_time) for e, g in enumerate(conditions)}
+        programs["curvature"] = second_adjoint_program(program, wrt_time if spec.timed else wrt)
+    return programs | {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(conditions)}
 
 
 def _function(
@@ -88,7 +88,7 @@ def _function(
     fused: bool = False,
     language: str = "python",
 ) -> str:
-    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the cotangents or tangents, the inputs of derivatives."""
+    """Return the text of ``name(*u, *p, *s, t, *w, *x)``; w: tangents or cotangents; x: second directions."""
     names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
     names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))

@@ -19,15 +19,15 @@ from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
 def reverse(
-    b: {real}[::1], exact: float64[::1], ids: int64[::1], row: int64[::1], step: int64[::1], place: int64[::1],
+    b: {real}[::1], exact: float64[::1], ids: int64[::1], row: int64[::1], step: int64[::1], time_index: int64[::1],
     state: int64[::1], p: {real}[:, ::1], s: {real}[::1], times: float64[:, ::1], rows: float64[:, ::1],
-    before_rows: int64[::1], last: int64[::1], naccept: int64[::1], t_reached: float64[::1], alive: boolean[::1],
+    previous: int64[::1], last: int64[::1], naccept: int64[::1], t_reached: float64[::1], alive: boolean[::1],
     end_bar: {real}[:, ::1], saved_bar: {real}[:, :, ::1], save_step: int32[:, ::1], u0_bar: {real}[:, ::1],
     p_bar: float64[:, ::1], s_bar: float64[::1], start_bar: float64[::1], stop_bar: float64[::1],
     when jumping:
         jump: int64[::1], jump_first: int64[::1], jump_number: int64[::1], jump_kind: int64[::1], jump_time: float64[::1],
-        jump_state: {real}[:, ::1], jump_due: float64[::1], stop_first: int64[::1], stop_number: int64[::1],
-        stop_row: float64[:, ::1], stop_bar_: float64[::1], stop_moved: float64[::1],
+        jump_state: {real}[:, ::1], jump_time_bar: float64[::1], stop_first: int64[::1], stop_number: int64[::1],
+        stop_row: float64[:, ::1], stop_time_bar: float64[::1], stop_factor: float64[::1],
 ):
     # Fields of b: {fields}
     aligned_stack()
@@ -35,21 +35,21 @@ def reverse(
     n_saved = save_step.shape[1]
     by_row = times.shape[0] > 1
     first = state[0]
-    waiting = state[1]
-    vacant = state[2]
+    next_id = state[1]
+    vacant_lanes = state[2]
     turns = state[3]
     each s: s{s} = s[{s}]
     while True:
-        if vacant > 0 and waiting >= first:
+        if vacant_lanes > 0 and next_id >= first:
             for l in range({lanes}):
-                while waiting >= first and (not alive[waiting] or last[waiting] < 0):
-                    waiting -= 1
-                if ids[l] < 0 and waiting >= first:
-                    i = waiting
-                    waiting -= 1
-                    vacant -= 1
+                while next_id >= first and (not alive[next_id] or last[next_id] < 0):
+                    next_id -= 1
+                if ids[l] < 0 and next_id >= first:
+                    i = next_id
+                    next_id -= 1
+                    vacant_lanes -= 1
                     @enter
-        if vacant == {lanes} or turns == 0:
+        if vacant_lanes == {lanes} or turns == 0:
             break
         turns -= 1
         for l in range({lanes}):
@@ -60,11 +60,11 @@ def reverse(
         for l in range({lanes}):
             if ids[l] >= 0 and row[l] < 0:
                 @leave
-    state[1] = waiting
-    state[2] = vacant
+    state[1] = next_id
+    state[2] = vacant_lanes
     state[3] = turns
     when common:
-        for l in range({lanes} if vacant == {lanes} else 0):
+        for l in range({lanes} if vacant_lanes == {lanes} else 0):
             each common: s_bar[{common}] += $common[{common}]
 """
 
@@ -72,10 +72,10 @@ _ENTER = """
 ids[l] = i
 row[l] = last[i]
 step[l] = naccept[i] - 1
-place[l] = n_saved - 1
+time_index[l] = n_saved - 1
 # If every step is saved, trajectories with fewer steps have unused entries at the end.
-while place[l] >= 0 and save_step[i, place[l]] < -1:
-    place[l] -= 1
+while time_index[l] >= 0 and save_step[i, time_index[l]] < -1:
+    time_index[l] -= 1
 each c: $cotangent[{c}] = end_bar[{c}, i]
 each p: $p[{p}] = p[{p}, i]
 each own: $own[{own}] = 0.0
@@ -85,18 +85,18 @@ when timed:
 $tn = t_reached[i]
 $t = t_reached[i]
 $live = 1.0
-when timed: $fresh = 1.0
-when inside: $touched = 1.0
+when timed: $size_moves = 1.0
+when inside: $has_arrivals = 1.0
 when jumping:
     jump[l] = jump_first[i + 1] - 1
-    {ended} = -1
+    {last_jump} = -1
     {next_jump}
 when stops:
     {stop} = stop_first[i + 1] - 1
     {next_stop}
 """
 
-# Loads the previous step, and the cotangents of states saved in it.
+# Loads the next step of the backward sweep, and the cotangents of states saved in this step.
 _FETCH = """
 i = ids[l]
 now = row[l]
@@ -105,58 +105,58 @@ $t = rows[now, 0]
 $h = rows[now, 1]
 each c: $u[{c}] = {rounded}(rows[now, {c+2}])
 when inside:
-    # Clear the arrivals, unless the lane's previous turn had none.
-    if $touched > 0.0:
+    # Clear the arrivals, unless the lane had none in the previous turn.
+    if $has_arrivals > 0.0:
         each c: $value[{c}] = 0.0
         each arriving: each i: each c: ${arriving}[{i}, {c}] = 0.0
-    $touched = 0.0
+    $has_arrivals = 0.0
 when jumping: @jump_back
 when stops: @stop_back
-while place[l] >= 0 and save_step[i, place[l]] == step[l]:
+while time_index[l] >= 0 and save_step[i, time_index[l]] == step[l]:
     when inside:
-        $touched = 1.0
-        due = times[i if by_row else 0, place[l]]
-        if due == $tn:
-            each c: $cotangent[{c}] += saved_bar[i, place[l], {c}]
+        $has_arrivals = 1.0
+        save_time = times[i if by_row else 0, time_index[l]]
+        if save_time == $tn:
+            each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
         when jumping:
             # If an event acts at a saved time, the state after the event is saved, which is the state before this step.
-            elif due == $t:
-                each c: $value[{c}] += saved_bar[i, place[l], {c}]
+            elif save_time == $t:
+                each c: $value[{c}] += saved_bar[i, time_index[l], {c}]
         else:
-            x = (due - $t) / $h
+            x = (save_time - $t) / $h
             @weights
             each c:
-                value = saved_bar[i, place[l], {c}]
+                value = saved_bar[i, time_index[l], {c}]
                 $value[{c}] += value
                 each used:
                     $arrival[{used}, {c}] += w{used} * value
                     when timed:
                         $rate[{used}, {c}] += r{used} * value
                         $rate_x[{used}, {c}] += x * r{used} * value
-    when not inside: each c: $cotangent[{c}] += saved_bar[i, place[l], {c}]
-    place[l] -= 1
-row[l] = before_rows[now]
-# Prefetch the previous step; its row may begin in one cache line and end in the next.
+    when not inside: each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
+    time_index[l] -= 1
+row[l] = previous[now]
+# Prefetch the step before; its row may begin in one cache line and end in the next.
 fetched(rows, row[l])
 fetched(rows, row[l] + 1)
-fetched(before_rows, row[l])
+fetched(previous, row[l])
 step[l] -= 1
 """
 
 _LEAVE = """
 i = ids[l]
-while place[l] >= 0:
-    each c: $cotangent[{c}] += saved_bar[i, place[l], {c}]
-    place[l] -= 1
+while time_index[l] >= 0:
+    each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
+    time_index[l] -= 1
 each c: u0_bar[{c}, i] = $cotangent[{c}]
 each own: p_bar[{own}, i] = $own[{own}]
 when timed:
     # A shift of the start or end of tspan changes the size of the last step only, which ends at the end of tspan.
-    when jumping: @left
+    when jumping: @add_size_cotangent
     when not jumping: stop_bar[i] = $h_bar
     start_bar[i] = $t_bar - $h_bar
 ids[l] = -1
-vacant += 1
+vacant_lanes += 1
 $live = 0.0
 """
 
@@ -189,8 +189,8 @@ when timed:
             t_bar = t_bar - $rate[{moving}, {c}] * k{moving}_{c}
             h_bar = h_bar + ($arrival[{moving}, {c}] - $rate_x[{moving}, {c}]) * k{moving}_{c}
     $t_bar += t_bar
-    $h_bar = where($fresh > 0.0, h_bar, $h_bar)
-    $fresh = 0.0
+    $h_bar = where($size_moves > 0.0, h_bar, $h_bar)
+    $size_moves = 0.0
 """
 
 _PULLED = """
@@ -200,7 +200,7 @@ each common: $common[{common}] += where(live > 0.0, e{wanted_varying+common}, 0.
 when timed:
     t_bar = t_bar + te
     when later: h_bar = fma({time}, te, h_bar)
-    # The argument of the last stage is the new state, whose cotangent is complete only now.
+    # The argument of the last stage is the new state: `_BACK` adds its contribution, when its cotangent is complete.
     when between: each c: h_bar = fma(z{i}_{c}, m{i}_{c}, h_bar)
 """
 
@@ -210,9 +210,10 @@ cotangent[{d}] u[{d}] p[{varying}]
 exact t tn h live
 # Sums over many steps, or over trajectories, are double.
 exact own[{wanted_varying}] common[{wanted_shared}]
-when timed: exact t_bar h_bar fresh
+# `size_moves`: 1 if the step ends at the end of tspan or at a given time of an event, which determines its size; else 0.
+when timed: exact t_bar h_bar size_moves
 when inside:
-    exact touched
+    exact has_arrivals
     value[{d}] arrival[{last+1}, {d}]
     when timed: exact rate[{last+1}, {d}] rate_x[{last+1}, {d}]
 """

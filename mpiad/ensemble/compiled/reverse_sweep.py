@@ -1,4 +1,4 @@
-"""Derivatives of a solve by CPU kernels: cotangents by the reverse kernel, tangents computed by the forward kernel."""
+"""Derivatives of a solve by CPU kernels: cotangents from the reverse kernel, and tangents from the forward kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KernelSeeds(NamedTuple):
     saved: Array | None  # shape (N, n_saved, d); of saved states
     save_step: Array  # int, shape (N, n_saved); the step that contains each saved state; states in no step come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
-    stop: Array  # shape (N,); end time of the last step
+    stop: Array  # shape (N,); end time of the last step, even if a terminal event cut this step short
     leaves: dict[int, Array]  # cotangents from events, by index of the parameters' leaf
     start: Array | float = 0.0  # shape (N,), or a number; cotangents of the start of tspan from terminal events
 
@@ -49,7 +49,7 @@ class _Step(NamedTuple):
 
 
 def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
-    """Return the kernel's seeds; `places`: the leaves to differentiate, `times`: the saved times, in 1 or N rows."""
+    """Return the kernel's seeds; `places`: indices of differentiated leaves; `times`: the saved times, in 1 or N rows."""
     count = run.batch.size
     save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
@@ -72,16 +72,16 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
     # If two terminal events coincide, only one of them has ended the trajectory.
     ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
-    passing = np.flatnonzero(crossed)
+    nonterminal = np.flatnonzero(crossed)
     with np.errstate(all="ignore"):
         for number in np.unique(event[ending]):
             own = ending[event[ending] == number]
             value[own], start[ids[own]] = _pulled(run, places, table[own], leaves, end[:, ids[own]], reached[ids[own]])
-        for number in np.unique(event[passing]):
-            own = passing[event[passing] == number]
+        for number in np.unique(event[nonterminal]):
+            own = nonterminal[event[nonterminal] == number]
             value[own], _ = _pulled(run, places, table[own], leaves, None, crossed[own])
     end[:, ids[ending]] = 0
-    chosen = np.concatenate([ending, passing])
+    chosen = np.concatenate([ending, nonterminal])
     return _merged(plain._replace(end=end, stop=stop, leaves=leaves, start=start), table[chosen], value[chosen])
 
 
@@ -110,21 +110,21 @@ def _pulled(
 class KernelJumps:
     """The events that acted during a run, for the reverse kernel.
 
-    `since`, shape (N,): as in `LinearJumps.pull`, for jumps that no step follows. Entries that the kernel uses are cleared.
+    `time_bar`, shape (N,): cotangents of the times of jumps that no step follows. Entries that the kernel uses are cleared.
     """
 
-    def __init__(self, run: Run, jumps: Jumps, since: Array, dtype: np.dtype):
+    def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
         self._jumps, count = jumps, len(jumps.ids)
         self._first = jumps.bounds(run.batch.size)
         self.due = np.zeros(count)
-        ids = np.flatnonzero(since)
+        ids = np.flatnonzero(time_bar)
         last = self._first[ids + 1] - 1
-        mine = last >= self._first[ids]
-        number = jumps.number[last[mine]]
+        jumped = last >= self._first[ids]
+        number = jumps.number[last[jumped]]
         # `LinearJumps` handles the jumps before the first step.
-        mine[mine] = (jumps.slot[last[mine]] != FOUND) & (number == run.counts[ids[mine]]) & (number > 0)
-        self.due[last[mine]] = since[ids[mine]]
-        since[ids[mine]] = 0.0
+        jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
+        self.due[last[jumped]] = time_bar[ids[jumped]]
+        time_bar[ids[jumped]] = 0.0
         self._state = argument(np.ascontiguousarray(jumps.before.T), dtype)
 
     @property
@@ -137,8 +137,8 @@ class KernelJumps:
     def add_due(self, due: Array) -> None:
         """Add the cotangents of given times to an array of shape (slots, N)."""
         jumps = self._jumps
-        met = jumps.slot != FOUND
-        due[jumps.slot[met], jumps.ids[met]] += self.due[met]
+        given = jumps.slot != FOUND
+        due[jumps.slot[given], jumps.ids[given]] += self.due[given]
 
 
 class KernelStops:
@@ -153,7 +153,7 @@ class KernelStops:
     def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
         self._run, self._places, self.bar, stops = run, places, bar, run.stops
         count, d = len(stops.ids), len(run.batch.u0)
-        self.rows, self.moved = np.zeros((count, 3 + 2 * d)), np.zeros(count)
+        self.rows, self.factors = np.zeros((count, 3 + 2 * d)), np.zeros(count)
         self.first = np.searchsorted(stops.ids, np.arange(run.batch.size + 1))
         self.number = stops.number.astype(np.int64)
         self._conditions: list[tuple[Array, Callable[[Array], list[Any]]]] = []
@@ -179,7 +179,7 @@ class KernelStops:
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add the contributions to the cotangents of the leaves, after the kernel has computed the factors."""
         for own, pull in self._conditions:
-            _, *parts, _ = pull(self.moved[own])
+            _, *parts, _ = pull(self.factors[own])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
 
 
@@ -214,7 +214,7 @@ def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
 
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of a run's inputs by a reverse kernel; arguments as for `pull_run`."""
-    if run.settings.events and solver.every:
+    if run.settings.events and solver.saves_every_step:
         return pull_run(run, seeds, places, timed)  # the saved times aren't known in advance
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
@@ -225,24 +225,24 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
     count = batch.size
     outcome, real = solver.recorded(run.outcome), solver.spec.dtype
-    start = kernel_seeds(run, seeds, places, solver.times)
+    prepared = kernel_seeds(run, seeds, places, solver.times)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found = Cotangents(start.end, np.zeros(count), np.zeros(count), leaves)
+    found = Cotangents(prepared.end, np.zeros(count), np.zeros(count), leaves)
     acted, jumping = run.jumps, ()
     if acted is not None:
         note_ends(run, seeds, found, timed)
         jumps, stops = KernelJumps(run, acted, found.start, real), _stops(run, seeds, places, found.start)
-        jumping = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.moved
+        jumping = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
     inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
     wanted = [j for part in chosen for j in part.scalars]
     function, spec = solver.reverse(wanted, timed, inside, acted is not None, stopped)
-    saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
-    end_bar = argument(row_parts(start.end.conj()), real)
+    saved = np.empty((0, 0, 0)) if prepared.saved is None else parts(np.ascontiguousarray(prepared.saved.conj()))
+    end_bar = argument(row_parts(prepared.end.conj()), real)
     # The kernel writes nothing for trajectories without steps, whose final state is the initial state.
     u0_bar, p_bar = end_bar.copy(), np.zeros((spec.wanted_varying, count))
-    given = solver.p, solver.s, argument(start.times)
-    ends = outcome.last, outcome.naccept, argument(start.stop), run.live, end_bar
-    bars = argument(saved, real), argument(start.save_step, np.int32), u0_bar, p_bar
+    given = solver.p, solver.s, argument(prepared.times)
+    ends = outcome.last, outcome.naccept, argument(prepared.stop), run.live, end_bar
+    bars = argument(saved, real), argument(prepared.save_step, np.int32), u0_bar, p_bar
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
 
     def back(tape: Tape, pause: Callable[[], None]) -> Array:
@@ -252,22 +252,22 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         lane = *fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *numbers, state
         more, call = (np.empty(5 * spec.lanes, np.int64), *jumping) if jumping else (), Paced(function, state)
         while True:
-            call(*lane, *given, tape.rows, tape.before, *ends, *bars, s_bar, start_bar, stop_bar, *more)
+            call(*lane, *given, tape.rows, tape.previous, *ends, *bars, s_bar, start_bar, stop_bar, *more)
             if state[2] == spec.lanes:  # all lanes have finished
                 return s_bar
             pause()
 
     s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
     initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
-    _add_still(run, seeds, initial)
+    _add_unstepped(run, seeds, initial)
     if timed and run.settings.events:
-        _move_ends(run, seeds, start_bar, stop_bar)
-        start_bar += start.start
+        _correct_tspan(run, seeds, start_bar, stop_bar)
+        start_bar += prepared.start
     leaves |= {place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, count).items()}
-    for place, more in start.leaves.items():
+    for place, more in prepared.leaves.items():
         leaves[place] = leaves[place] + more
-    still = outcome.naccept == 0
-    start_bar[still] += found.start[still]
+    unstepped = outcome.naccept == 0
+    start_bar[unstepped] += found.start[unstepped]
     found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
     if acted is not None:
         stops.add_leaves(found.leaves)
@@ -277,17 +277,17 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     return found
 
 
-def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> KernelStops:
-    """Return the conditions that ended steps; `since`, shape (N,): cotangents of each trajectory's last root time."""
+def _stops(run: Run, seeds: Seeds, places: Sequence[int], time_bar: Array) -> KernelStops:
+    """Return the conditions that ended steps; `time_bar`, shape (N,): cotangents of the last root times."""
     rows, bar = run.acting_row, np.zeros(len(run.stops.ids))
     acting = rows >= 0
     if seeds.crossed is not None:
         bar[acting] = seeds.crossed[rows[acting]]
     stops = KernelStops(run, tuple(places), bar)
-    ids = np.flatnonzero(since)
+    ids = np.flatnonzero(time_bar)
     last = stops.first[ids + 1] - 1
-    mine = last >= stops.first[ids]
-    bar[last[mine]] += since[ids[mine]]
+    stopped = last >= stops.first[ids]
+    bar[last[stopped]] += time_bar[ids[stopped]]
     return stops
 
 
@@ -317,16 +317,16 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
     return found
 
 
-def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
+def _add_unstepped(run: Run, seeds: Seeds, u0_bar: Array) -> None:
     """Add the cotangents of saved states of trajectories without steps."""
     if seeds.saved is not None:
-        still = np.flatnonzero(run.live & (run.outcome.naccept == 0))
-        chosen = run.save_step[still] == INITIAL
-        u0_bar[:, still] += np.where(chosen[..., None], seeds.saved[still], 0).sum(axis=1).T
+        unstepped = np.flatnonzero(run.live & (run.outcome.naccept == 0))
+        chosen = run.save_step[unstepped] == INITIAL
+        u0_bar[:, unstepped] += np.where(chosen[..., None], seeds.saved[unstepped], 0).sum(axis=1).T
 
 
-def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
-    """Correct the cotangents of tspan: if an event ended the last step, its size is fixed, whatever the end of tspan is."""
+def _correct_tspan(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
+    """Correct the cotangents of tspan: if an event ended the last step, the size of this step doesn't depend on tspan."""
     ended = run.live & run.terminated
     start_bar[ended] += stop_bar[ended]
     stop_bar[ended] = 0.0
@@ -340,7 +340,7 @@ def carried_tangents(
     """Return the tangents of final states, shape (m, d, N), and with `saving` also of saved states, (m, N, n_saved, d).
 
     The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`. Returns
-    None if the kernel has propagated other tangents.
+    None if the kernel hasn't propagated all of these tangents.
     """
     if run.outcome.carried is None:
         return None

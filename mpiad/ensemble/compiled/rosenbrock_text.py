@@ -221,7 +221,7 @@ _MOST_LINES, _MOST_ENTRIES = 4000, 100
 
 
 def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True) -> Steps:
-    """Return the lines of a method's step, which may reserve memory in `fields`, the layout of a CPU kernel."""
+    """Return the lines of a method's step; they may reserve memory in `fields`, the layout of a CPU kernel."""
     return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
 
 
@@ -230,7 +230,8 @@ def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     return {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": spec.dtype.name,
-        # Indices of components, of parameters per trajectory and shared parameters, and of those of both with cotangents.
+        # Indices of components, of parameters per trajectory and shared parameters, and of the parameters of
+        # both kinds with cotangents.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "own": range(spec.wanted_varying), "common": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
@@ -349,9 +350,9 @@ class RosenbrockSteps(Steps):
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
         """Return lines that propagate the cotangent of stage i to the state and the parameters: see `Steps.pulled`."""
         spec, table, d = self.spec, self._table, self.spec.d
-        behind = range(spec.stages - 1, i, -1)
+        later = range(spec.stages - 1, i, -1)
         arguments = [(j, self.number(row[i])) for j, row in enumerate(table.a, 1) if j > i and row[i]]
-        coupled = [(j, self.number(table.coupling[j - 1][i])) for j in behind if table.coupling[j - 1][i]]
+        coupled = [(j, self.number(table.coupling[j - 1][i])) for j in later if table.coupling[j - 1][i]]
         lines = []
         for c in range(d):
             lines += [f"m = {arrival(c) if spec.inside else self.number(0.0)}"]

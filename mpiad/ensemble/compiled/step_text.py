@@ -24,7 +24,7 @@ class Steps:
 
     def __init__(self, spec: KernelSpec, fused: bool = True):
         self.spec, self.fused = spec, fused
-        # Times are double. `h_` and `rtol_`, which are multiplied with states, have the precision of states.
+        # Times are double. `h_` and `rtol_`, which are multiplied by states, have the precision of states.
         self.h, self.rtol = ("h_", "rtol_") if spec.single else ("h", "rtol")
         self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
 
@@ -42,9 +42,9 @@ class Steps:
         """Return the conversion from the precision of states to double."""
         return f"np.float64({text})" if self.spec.single else f"({text})"
 
-    def quotient(self, top: str, bottom: str) -> str:
+    def quotient(self, numerator: str, denominator: str) -> str:
         """Return a quotient; for GPUs a product with the reciprocal, which takes fewer instructions and registers."""
-        return f"{top} / {bottom}" if self.fused else f"{top} * ({self.number(1.0)} / {bottom})"
+        return f"{numerator} / {denominator}" if self.fused else f"{numerator} * ({self.number(1.0)} / {denominator})"
 
     def rounded_step(self) -> list[str]:
         """Return lines that convert the step size `h` to the precision of states."""
@@ -132,12 +132,12 @@ class Steps:
         """Return lines for the larger of the moduli of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
         # Division by the largest part prevents overflow of squares. A call of hypot would prevent vectorization.
-        lines = [f"top = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
-        lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
-        lines.append(f"over = {self.number(1.0)} / top")
-        lines += [f"r_{name} = {name} * over" for name in names]
+        lines = [f"largest = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
+        lines += [f"largest = where(abs({name}) > largest, abs({name}), largest)" for name in names]
+        lines.append(f"scale = {self.number(1.0)} / largest")
+        lines += [f"r_{name} = {name} * scale" for name in names]
         low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
-        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * top"]
+        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * largest"]
 
     def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
         """Return lines for `factor`, the ratio of the next step size to this one, as in `PIController.factor`.
@@ -176,8 +176,8 @@ class Steps:
         for n, parts in enumerate(spec.numbers):
             modulus = f"math.hypot({', '.join(f'u_{c}' for c in parts)})" if len(parts) > 1 else f"abs(u_{n})"
             lines.append(f"w_{n} = {self.rtol} * {modulus} + {self.atol(n)}")
-        for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
-            lines += self._norm(out, top)
+        for out, numerator in (("d0", "u_{}"), ("d1", "k0_{}")):
+            lines += self._norm(out, numerator)
         lines += [
             # An Euler step of this size changes u by about one percent.
             "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
@@ -201,10 +201,10 @@ class Steps:
         ]
         return ["if dt > 0.0:", "    h = dt", "else:", *indented(lines)]
 
-    def _norm(self, out: str, top: str) -> list[str]:
+    def _norm(self, out: str, numerator: str) -> list[str]:
         lines = []
         for n, parts in enumerate(self.spec.numbers):
-            lines += [f"e{c} = {top.format(c)} / w_{n}" for c in parts]
+            lines += [f"e{c} = {numerator.format(c)} / w_{n}" for c in parts]
             square = " + ".join(f"e{c} * e{c}" for c in parts)
             lines.append(f"norm = norm + ({square})" if n else f"norm = {square}")
         return [*lines, f"{out} = np.sqrt({self.doubled('norm')} / {len(self.spec.numbers)}.0)"]
@@ -246,7 +246,7 @@ class Steps:
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
 
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
-        """Return an expression for whether the condition of event e has changed its sign, as in `Event.crossed`."""
+        """Return an expression that is true if the condition of event e has changed its sign, as in `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
         direction = direction or self.spec.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
@@ -254,8 +254,8 @@ class Steps:
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
         """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
 
-        They use the values `old` and `late` of the condition at both ends of the step. `stage`, `u`: functions that return
-        the names of components of stages and of the state before the step. `value`: lines for the condition at the state y.
+        They use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: functions for the
+        names of components of stages and of the state before the step. `value`: lines for the condition at the state y.
         """
         inner = [
             "width = high - low",
@@ -264,13 +264,13 @@ class Steps:
             "middle = 0.5 * (low + high)",
             # The ITP method: the root of the secant is moved towards the middle of the bracket, and is at most as far from
             # the middle as the worst case of bisection allows.
-            "x = (late * low - early * high) / (late - early)",
-            "away = middle - x",
+            "x = (value_high * low - value_low * high) / (value_high - value_low)",
+            "offset = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
-            "allowed = reach - 0.5 * width",
-            "x = middle if abs(away) <= shift else (x + shift if away > 0.0 else x - shift)",
-            "x = x if abs(x - middle) <= allowed else (middle - allowed if away > 0.0 else middle + allowed)",
-            "reach = 0.5 * reach",
+            "allowed = radius - 0.5 * width",
+            "x = middle if abs(offset) <= shift else (x + shift if offset > 0.0 else x - shift)",
+            "x = x if abs(x - middle) <= allowed else (middle - allowed if offset > 0.0 else middle + allowed)",
+            "radius = 0.5 * radius",
             *self.weights(),
         ]
         for c in range(self.spec.d):
@@ -278,14 +278,15 @@ class Steps:
         inner += [
             *value,
             # `high` is at or after the sign change.
-            "if (value > 0.0) if old > 0.0 else (value < 0.0):",
+            "if (value > 0.0) if value_before > 0.0 else (value < 0.0):",
             "    low = x",
-            f"    early = {self.doubled('value')}",
+            f"    value_low = {self.doubled('value')}",
             "else:",
             "    high = x",
-            f"    late = {self.doubled('value')}",
+            f"    value_high = {self.doubled('value')}",
         ]
-        begin = ["low = 0.0", "high = 1.0", "value = 0.0", "early = old", "reach = 1.0"]
+        begin = ["low = 0.0", "high = 1.0", "value = 0.0", "radius = 1.0"]
+        begin += ["value_low = value_before", "value_high = value_after"]
         return [*begin, f"for evaluation in range({EVALUATIONS}):", *indented(inner)]
 
     # ---- reverse sweep

@@ -1,7 +1,7 @@
-"""`trace`: from the user's f to a scalar program with the inputs "state", "parameter" and "time".
+"""`trace` translates the user's f to a scalar program with the inputs "state", "parameter" and "time".
 
 A complex number is represented by two scalars, its real and its imaginary part. f is called with symbols, in arrays of one
-column. It can't be traced if it needs values: for branches, for indices, or for functions of other libraries.
+column. A function can't be traced if it needs values: for branches, for indices, or for functions of other libraries.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mpiad.ensemble.trial import MOVED
 from mpiad.pytrees import is_variable
 
 # There are three kinds of leaves of the parameters: leaves that differ between trajectories, leaves shared by all, and
-# shared leaves that can't be differentiated (integers, booleans, strings, functions). The last are constants of the
-# program: f may branch on them, and another value gives another program.
+# shared leaves that can't be differentiated (integers, booleans, strings, functions). The leaves of the third kind are
+# constants of the program: f may branch on them, and another value gives another program.
 
 
 class PackedLeaf(NamedTuple):
@@ -69,7 +69,7 @@ class ParameterPacking(NamedTuple):
         """Return the varying parameters, shape (m, count), and the shared ones, (k,), in a real dtype."""
         own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
         common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
-        return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
+        return _concatenated(own or [np.empty((0, count))], dtype), _concatenated(common or [np.empty(0)], dtype)
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
         """Return the scalars of `count` trajectories by their indices, in a real dtype, on the leaves' device."""
@@ -85,14 +85,14 @@ class ParameterPacking(NamedTuple):
         rows = {True: iter(varying), False: iter(shared)}
         result = {}
         for part in self.parts:
-            taken = np.stack([next(rows[part.varies]) for _ in part.scalars]) if part.scalars else np.empty(0)
-            taken = taken[::2] + 1j * taken[1::2] if part.complex else taken
+            numbers = np.stack([next(rows[part.varies]) for _ in part.scalars]) if part.scalars else np.empty(0)
+            numbers = numbers[::2] + 1j * numbers[1::2] if part.complex else numbers
             shape = (*part.shape, count) if part.varies else part.shape
-            result[part.place] = np.reshape(taken, shape)
+            result[part.place] = np.reshape(numbers, shape)
         return result
 
 
-def _together(arrays: list[Array], dtype: DTypeLike) -> Array:
+def _concatenated(arrays: list[Array], dtype: DTypeLike) -> Array:
     # A single array isn't copied.
     return argument(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), dtype)
 
@@ -115,9 +115,10 @@ def names_of(packing: ParameterPacking) -> tuple[str, ...]:
     return tuple(named[j] for j in range(packing.size))
 
 
+# A function of u, p and t, with one column per trajectory.
 Called: TypeAlias = Callable[[Array, Any, Array], Array]
 
-_COLUMNS = 5
+_COLUMNS = 5  # number of trajectories in the comparison of a program with f
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
@@ -170,7 +171,7 @@ def _components(builder: Builder, value: Any, shape: Shape) -> list[Symbol]:
 def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
     """Compare a program with f at the initial states of a few trajectories; raise Untraceable if they differ.
 
-    `fun`: the user function if it isn't f; then ``called(u, p, t)`` returns its result as an array of shape (rows, n).
+    `fun`: the traced function of the user, if it isn't f; ``called(u, p, t)`` then returns its result, shape (rows, n).
     """
     if not batch.size:
         return

@@ -27,24 +27,24 @@ from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")
 
-# A function that is called with a user's function and the reason why it isn't compiled.
+# A function that receives a user's function and the reason why it isn't compiled.
 Warn: TypeAlias = "Callable[[Function, str], None]"
 _Found = TypeVar("_Found")
 
 # Tangents in up to this number of directions are faster than an adjoint.
 FEW = 4
 MOST_COMPONENTS = 100
-# Maximum number of operations of f; a step calls f four to eleven times.
+# Maximum number of operations of f; a step calls f two to ten times.
 MOST_OPERATIONS = 1500
-# An f with more different programs than this isn't compiled.
+# A function with more than this number of different programs isn't compiled any more.
 _MOST_PROGRAMS = 8
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 # Per function, the structures of its programs: their operations, without numbers.
 _structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
-# Per f and structure: the numbers in the first solve, the indices of numbers that have changed since, and the problem in
-# which these numbers are parameters.
-_first: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
+# Per f and structure: the numbers of the first solve, the indices of the numbers that have changed since then, and the
+# problem in which the changed numbers are parameters.
+_first_numbers: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
 # Maximum number of cached traces per function.
 _MOST_KNOWN = 64
 _known: dict[Fingerprint, Any] = {}
@@ -80,18 +80,18 @@ class TracedProblem(NamedTuple):
 
 
 def remembered(
-    make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *asked: object
+    make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *further: object
 ) -> _Found | None:
     """Return the cached trace for such a batch, otherwise the result of `make`, which is cached unless it is None.
 
-    ``make(known)``: `known` is whether a trace is cached that differs only by numbers. `asked`: further parts of the key.
+    ``make(known)``: `known` is whether a trace is cached that differs only by numbers. `further`: other parts of the key.
     """
     # Leaves that can be differentiated are compared by dtype and shape, others by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
     ends = tuple(event.terminal for event in events)
-    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, ends, *asked)
+    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, ends, *further)
     key = fingerprint_of(batch.f, functions, batch.p.build(forms), kinds)
     if key is not None and key in _known:
         return _known[key]
@@ -135,7 +135,7 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
     programs = [g for g in (found.program, *found.conditions, *found.affects) if g is not None]
     structure = (found.names, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
     numbers = [number for g in programs for number in g.numbers.values()]
-    known = _first.setdefault(identity_of(f), {})
+    known = _first_numbers.setdefault(identity_of(f), {})
     first, before, result = known.pop(structure, (numbers, [], found))
     changed = [i for i, number in enumerate(numbers) if i in before or exact(number) != exact(first[i])]
     if changed != before:
@@ -155,8 +155,8 @@ def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProb
         if program is None:
             return None
         numbered = {i: inputs.get(next(place)) for i in program.numbers}
-        taken = {i: given for i, given in numbered.items() if given is not None}
-        return program.with_inputs(taken, {"parameter": size + len(changed)})
+        replaced = {i: given for i, given in numbered.items() if given is not None}
+        return program.with_inputs(replaced, {"parameter": size + len(changed)})
 
     programs = [lifted(g) for g in (found.program, *found.conditions, *found.affects)]
     stop = 1 + len(found.conditions)
@@ -172,8 +172,8 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
         return False
     # The new structure is forgotten, so that the earlier ones remain usable.
     known.discard(program.structure)
-    found = f"{name} has done other operations in each of {len(known)} solves, and was compiled in each"
-    warn(f, f"{found}; now f is called with arrays instead. Pass what changes as p, and select by it with np.where")
+    found = f"{name} has performed different operations in {len(known)} solves, and was compiled for each"
+    warn(f, f"{found}; this solve calls f with arrays. Pass the changing values as p, and branch on them with np.where")
     return True
 
 
@@ -193,7 +193,7 @@ def _program_of(
     instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
     try:
         program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)
-        # Times of events are double, but a program has one precision.
+        # The times of events are double, but a program has one precision.
         if called is not None and program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
             raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))
         verify(program, batch, f, called)

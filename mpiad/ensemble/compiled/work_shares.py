@@ -24,10 +24,10 @@ from weakref import WeakKeyDictionary
 
 from mpiad._typing import Array
 
-# Bounds on the size of a share. At the end of a share some lanes are idle: for the least size this wastes 2 % of the time.
+# Bounds on the size of a share. At the end of a share some lanes are idle; this wastes 2 % of the time for the least size.
 _LEAST, _MOST = 512, 16_384
-# A share has at most 1 / (_EACH * threads) of the trajectories that are left.
-_EACH = 2
+# A share has at most 1 / (_SHARES_PER_THREAD * threads) of the remaining trajectories.
+_SHARES_PER_THREAD = 2
 # Seconds for which a finished thread polls the others before it sleeps.
 _POLLING = 0.0005
 _SECONDS = 0.1  # between two returns of a kernel
@@ -45,7 +45,7 @@ def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
     """Return the bounds of the shares; for several threads their sizes decrease, so that all end at about the same time."""
     bounds = [0]
     while bounds[-1] < count:
-        size = _MOST if threads == 1 else max(_LEAST, (count - bounds[-1]) // (_EACH * threads))
+        size = _MOST if threads == 1 else max(_LEAST, (count - bounds[-1]) // (_SHARES_PER_THREAD * threads))
         bounds.append(min(count, bounds[-1] + min(size, _MOST)))
     return list(pairwise(bounds))
 
@@ -148,7 +148,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Paced:
-    """A kernel that runs in calls of about `_SECONDS`; the last entry of `state` is the number of turns left in a call."""
+    """A kernel that runs in calls of about `_SECONDS`; the last entry of `state` counts down the turns of a call."""
 
     def __init__(self, function: Callable[..., None], state: Array):
         self._function, self._state = function, state

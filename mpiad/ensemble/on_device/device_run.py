@@ -27,7 +27,7 @@ def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
 
 
 class DeviceRun(Run):
-    """A solve on a device, and its record, for which `Record.close` has been called. Arrays are on the device."""
+    """A solve on a device, and its record, after a call of `Record.close`. Arrays are on the device."""
 
     few = 0  # gradients are computed by the adjoint, unless tangents are requested
     keeps_tangents = False
@@ -66,12 +66,12 @@ class DeviceRun(Run):
         stages = stages_on_device(table, derivative, first, batch)
         end = visit.about.t_new
         end = end if sweep.sign is None else end * sweep.sign  # type: ignore[attr-defined]
-        stages.take(visit.u, p, visit.t, visit.h, end, None)
+        stages.compute(visit.u, p, visit.t, visit.h, end, None)
         return stages.k, stages.new
 
     @cached_property
     def ends(self) -> Array:
-        """The ends of tspan, multiplied by -1 for trajectories that go backwards."""
+        """The ends of tspan, multiplied by -1 for trajectories that are integrated backwards in time."""
         return self.placed(self.batch.end * self.record.signs)
 
     # ---- saved states
@@ -114,7 +114,7 @@ class DeviceRun(Run):
 
 
 class Slots(Saved):
-    """Values saved in one round, s per column. Shapes: ids (n,), place and x (s, n), weights (s, 1, n)."""
+    """Values saved in one round, s values per column. Shapes: ids (n,), place and x (s, n), weights (s, 1, n)."""
 
     def of(self, states: Array) -> Array:
         """Return states with an additional axis of length 1, for the values per column."""
@@ -122,7 +122,7 @@ class Slots(Saved):
 
 
 class RoundSweep(StepSweep):
-    """The visits of a block of rounds; `every`: the number of rounds between stored states, None to recompute none."""
+    """The visits of a block of rounds; `every`: the number of rounds between stored states, None to recompute no states."""
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
         self._run, self._block, self._every = run, block, every
@@ -137,15 +137,15 @@ class RoundSweep(StepSweep):
         for number in range(begin, stop):
             visit = self._visit(number, u)
             yield visit
-            if number + 1 < stop:  # the next segment begins at a kept state
+            if number + 1 < stop:  # the next segment begins at a stored state
                 u = self._advanced(visit)
 
     def _visit(self, number: int, u: Array) -> Visit:
-        done, sign = self._block.rounds[number], self.sign
-        t, h = done.t, np.where(done.accepted, done.h, 0.0)
+        round_, sign = self._block.rounds[number], self.sign
+        t, h = round_.t, np.where(round_.accepted, round_.h, 0.0)
         if sign is not None:
             t, h = t * sign, h * sign
-        return Visit(number, t, h, u, done, done.accepted)
+        return Visit(number, t, h, u, round_, round_.accepted)
 
     def _advanced(self, visit: Visit) -> Array:
         """Recompute the states after a round."""
@@ -163,10 +163,10 @@ class RoundSweep(StepSweep):
 
     def saved(self, visit: Visit) -> SavedInStep:
         """Return the values saved in the step."""
-        done, run, table = visit.about, self._run, self._run.coefficients
-        if not done.most:
+        round_, run, table = visit.about, self._run, self._run.coefficients
+        if not round_.most:
             return SavedInStep()
-        due = run.record.due(self._block, done)
+        due = run.record.due(self._block, round_)
         nowhere = np.full_like(due.slot, run.n_saved)
         at_end = Slots(self.ids, np.where(due.at_end, due.slot, nowhere), slice(None))
         if not run.record.saves.inside:  # type: ignore[union-attr]

@@ -24,8 +24,8 @@ class DeviceStages:
         self._table, self._derivative, self.first = table, derivative, first
         self._h: Array = None
 
-    def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new states; parameters as for `Stages.take`, except that h may be signed."""
+    def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+        """Compute all stages and the new states; parameters as for `Stages.compute`, except that h may be signed."""
         self._begin(u, h, sign)
         for i in range(1, self._table.last + 1):
             self._evaluate(self.k[i], i, u, p, self._table.time(i, t, h, t_new, sign))
@@ -73,8 +73,8 @@ class DeviceRosenbrockStages(DeviceStages):
         self._tableau: Any = table.tableau
         self._jacobian, self._mass = jacobian_of(batch), Mass(None, self._tableau.gamma)
 
-    def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new states: see `DeviceStages.take`."""
+    def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+        """Compute all stages and the new states: see `DeviceStages.compute`."""
         self._begin(u, h, sign)
         table, tableau, backwards = self._table, self._tableau, self._backwards
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))

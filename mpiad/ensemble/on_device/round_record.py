@@ -21,7 +21,7 @@ class Round(NamedTuple):
     h: Array
     t_new: Array
     accepted: Array  # bool, shape (n,)
-    u: Array | None  # shape (d, n); before the step; None if it must be recomputed
+    u: Array | None  # shape (d, n); before the step; None if the states must be recomputed
     place: Array  # int, shape (n,); the number of values saved before the round
     count: Array | None  # int, shape (n,); the number of saved times in the step of each column; None if all are zero
     reached: Array | None  # shape (n,); the end of the step if an event may have cut it short; None if it is `t_new`
@@ -29,7 +29,7 @@ class Round(NamedTuple):
     located: list[LocatedEvent]
 
     def at(self, columns: Array) -> Round:
-        """Return the round with some of its columns."""
+        """Return the round with only some of its columns."""
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
         if not self.located:
             return Round._make([*taken, self.most, []])
@@ -72,7 +72,7 @@ class Record:
         self, batch: Batch, table: DeviceCoefficients, saves: SaveTimes | EveryStep | None, every: int | None = None
     ):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
-        # -1 for trajectories that go backwards, whose times are multiplied by -1.
+        # The factor of times: -1 for trajectories that are integrated backwards in time.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.events: Events | None = None  # None without event conditions
@@ -81,11 +81,11 @@ class Record:
         """Begin a block of columns."""
         self.blocks.append(Block(ids, sign, leaves))
 
-    def note(self, done: Round) -> None:
+    def note(self, round_: Round) -> None:
         """Add a round to the last block."""
         rounds = self.blocks[-1].rounds
         between = self.every is not None and len(rounds) % self.every
-        rounds.append(done._replace(u=None) if between else done)
+        rounds.append(round_._replace(u=None) if between else round_)
 
     def close(self, failed: np.ndarray) -> None:
         """Remove failed trajectories: their steps may have led to states at which f isn't finite."""
@@ -100,11 +100,11 @@ class Record:
         leaves = [np.take(leaf, columns, axis=-1) if own else leaf for leaf, own in zip(block.leaves, varies)]
         sign = None if block.sign is None else block.sign[columns]
         found = Block(block.ids[columns], sign, leaves)
-        found.rounds = [done.at(columns) for done in block.rounds]
+        found.rounds = [round_.at(columns) for round_ in block.rounds]
         return found
 
-    def due(self, block: Block, done: Round) -> Due:
+    def due(self, block: Block, round_: Round) -> Due:
         """Return the slots and times of the values saved in a round."""
         saves: Any = self.saves
-        end = done.t_new if done.reached is None else done.reached
-        return saves.due(block.ids, done.place, done.count, done.most, done.t, done.h, end)
+        end = round_.t_new if round_.reached is None else round_.reached
+        return saves.due(block.ids, round_.place, round_.count, round_.most, round_.t, round_.h, end)

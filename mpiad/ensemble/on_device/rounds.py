@@ -75,8 +75,8 @@ class DeviceWorkingSet(Turns):
         while self._alive:
             self._take_turn()
             if 2 * self._alive <= len(self.ids) and self._alive:
-                self._drop()
-        self._leave_all()
+                self._remove_ended()
+        self._store_results()
 
     def _report_progress(self, ended: int) -> None:
         self._alive -= ended
@@ -105,9 +105,9 @@ class DeviceWorkingSet(Turns):
         self._stages = stages_on_device(self._table, self._derivative, k, batch)
         self._begin()
 
-    def _drop(self) -> None:
-        """Store the results of all columns, and remove ended trajectories."""
-        self._leave_all()
+    def _remove_ended(self) -> None:
+        """Store the results of all columns, and remove the ended trajectories."""
+        self._store_results()
         keep, varies = np.flatnonzero(self.live), self._batch.p.varies
         per_column = "ids t end h q2 number entered _tries _place _code live rejected idle u _sign".split()
         for name in per_column:
@@ -127,17 +127,17 @@ class DeviceWorkingSet(Turns):
 
     # ---- one turn
 
-    def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
+    def _finish_turn(self, accepted: Array, h: Array, t_new: Array) -> None:
         """Advance by the accepted steps, and end the trajectories that have reached their ends or a terminal event."""
         stages = self._stages
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
         crossed = [] if self._watch is None else self._watch.crossed(step, self._p)
         before = self.live, self.end, self.h, self.idle, self._code, self._tries
         self._advance(step, None)
-        alive, most, count, concerned = self._read_counts(step, crossed)
+        alive, most, count, column_counts = self._read_counts(step, crossed)
         reached, located = None, []
-        if any(concerned):
-            columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, concerned)]
+        if any(column_counts):
+            columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, column_counts)]
             found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
             located, ended = found.located, found.ended
             if ended is not None:
@@ -149,8 +149,8 @@ class DeviceWorkingSet(Turns):
                 alive, most, count, _ = self._read_counts(step, [])
                 reached = step.t_new
         if self._record is not None:
-            noted = count if most else None
-            self._record.note(Round(step.t, h, t_new, accepted, step.u, self._place, noted, reached, most, located))
+            saves = count if most else None
+            self._record.note(Round(step.t, h, t_new, accepted, step.u, self._place, saves, reached, most, located))
         if self._settings.saveat is None:
             self._saves.note(step, self.t, self.u)
         elif most:
@@ -168,7 +168,7 @@ class DeviceWorkingSet(Turns):
             done = done & ~terminated
             self._end(terminated, ReturnCode.Terminated)
         self._end(done, ReturnCode.Success)
-        self._fail(accepted)
+        self._end_failed(accepted)
 
     def _some_are_small(self) -> bool:
         return True  # to read a result of the device, the host would have to wait
@@ -200,7 +200,7 @@ class DeviceWorkingSet(Turns):
 
     # ---- results
 
-    def _leave_all(self) -> None:
+    def _store_results(self) -> None:
         self._u_end[:, self.ids] = self.u
         outcomes = self.t, self._code, self.number, self._tries
         self._outcomes[:, self.ids] = np.stack([outcome.astype(float) for outcome in outcomes])

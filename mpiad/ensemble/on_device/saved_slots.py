@@ -1,7 +1,7 @@
 """The saved values of a solve on a device: at given times (`SaveTimes`), or at the end of every step (`EveryStep`).
 
-Each saved value of a trajectory has an index, its slot. In each step, as many values are computed for all trajectories as
-the trajectory with the most saved times needs; unneeded values are written to an additional slot.
+Each saved value of a trajectory has an index, its slot. In each step, the trajectory with the most saved times determines
+the number of values that are computed for every trajectory; unneeded values are written to an additional slot.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class SaveTimes:
         return np.sum(self._rows[ids] <= t[:, None], axis=1)
 
     def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
-        """Return `count` slots and times per column for a step, with slots from `place` on; `most` is the largest count."""
+        """Return `count` slots and times per column for a step, with slots from `place` on; `most`: the largest count."""
         xp: Any = arrays_of(t)
         k = xp.arange(most)[:, None]
-        mine = k < count
-        slot = np.where(mine, place + k, self.count)
+        used = k < count
+        slot = np.where(used, place + k, self.count)
         index = np.minimum(slot, self.count - 1)  # the unused slot has no time; any index is valid
         times = self._rows[index] if self._rows.ndim == 1 else self._rows[ids, index]
-        at_end = mine & (times == t_new)
-        x = np.where(mine, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of length zero
+        at_end = used & (times == t_new)
+        x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of length zero
         return Due(slot, x, at_end)
 
     def groups(self, most: int, numbers: int) -> list[slice]:
@@ -82,7 +82,7 @@ class EveryStep:
 
     def __init__(self, batch: Batch):
         self._batch, self.count = batch, 1
-        self._taken: list[tuple[Array, Array, Array, Array, Array]] = []
+        self._step_ends: list[tuple[Array, Array, Array, Array, Array]] = []
 
     @property
     def initial(self) -> np.ndarray:
@@ -98,7 +98,7 @@ class EveryStep:
 
     def note(self, step: Step, t: Array, u: Array) -> None:
         """Keep references to the times and states after a step."""
-        self._taken.append((step.ids, step.number, step.accepted, t, u))
+        self._step_ends.append((step.ids, step.number, step.accepted, t, u))
 
     def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
         """Return the values saved in a step: its end, if it was accepted."""
@@ -118,8 +118,8 @@ class EveryStep:
         u = xp.full((self._batch.size, most + 2, len(u0)), np.nan, u0.dtype)
         times = xp.full((self._batch.size, most + 2), np.nan, float)
         u[:, 0], times[:, 0] = u0.T, start
-        for ids, number, accepted, t, states in self._taken:
+        for ids, number, accepted, t, states in self._step_ends:
             slot = np.where(accepted, number + 1, most + 1)
             u[ids, slot], times[ids, slot] = states.T, t
-        self._taken.clear()
+        self._step_ends.clear()
         return xp.contiguous(u[:, : most + 1]), xp.contiguous(times[:, : most + 1])

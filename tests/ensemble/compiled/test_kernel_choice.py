@@ -81,7 +81,7 @@ def test_operations_that_change_from_solve_to_solve(caplog, monkeypatch):
         return lambda u, p, t: [sum(-(u[0] ** (k + 2)) for k in range(n))]
 
     assert [is_compiled(solve(many(closing_over(n)))) for n in (1, 2, 3, 1)] == [True, True, False, True]
-    assert "Pass what changes as p" in caplog.text
+    assert "Pass the changing values as p" in caplog.text
 
 
 def test_partial_functions_are_those_that_they_call(caplog, monkeypatch):

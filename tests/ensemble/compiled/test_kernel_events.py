@@ -224,7 +224,7 @@ def test_conditions_that_change_from_solve_to_solve(caplog, monkeypatch):
     for n in (2, 3):
         sol = solve(problem, rtol=1e-6, events=Event(lambda u, p, t: u[0] ** n - 0.5))  # noqa: B023
         onp.testing.assert_allclose(sol.t_reached, onp.log(2) / n, rtol=1e-5)
-    assert "a condition of the events has done other operations" in caplog.text
+    assert "a condition of the events has performed different operations" in caplog.text
 
 
 def test_from_a_root_ties_and_failures():

@@ -84,7 +84,7 @@ def one_turn_each(monkeypatch):
 
 
 def written(tape):
-    return tape.first, tape.stop, tape.rows.tobytes(), tape.before.tobytes()
+    return tape.first, tape.stop, tape.rows.tobytes(), tape.previous.tobytes()
 
 
 def test_a_call_for_each_turn_changes_no_bit(calls, monkeypatch):

@@ -1,7 +1,7 @@
 """The lines of CUDA kernels for events: their location, and the propagation of cotangents through them.
 
 All threads write events to one table, in arbitrary order. The events of a trajectory form a linked list: each refers to the
-previous one, and `heads` to the last. In the reverse sweep a thread follows its list, and propagates the cotangent of an
+previous event, and `heads` to the last. In the reverse sweep a thread follows its list, and propagates the cotangent of an
 event's time to the state at the event and the parameters, like `adjoint.pull_event`.
 """
 
@@ -18,7 +18,7 @@ from mpiad.ensemble.compiled.step_text import Steps
 # time, and the column of the trajectory's previous event.
 ROWS = 6
 
-# Finds the events of a step, and cuts it short at the first terminal one.
+# Finds the events of a step, and cuts the step short at the first terminal event.
 _SEARCH = """
 bool ended = false;
 @changed
@@ -32,7 +32,7 @@ if ({crossed}) {
             if (row < event_capacity) {
                 rows[0 * event_capacity + row] = (double)i;
                 rows[1 * event_capacity + row] = {e};
-                rows[2 * event_capacity + row] = (double)taken;
+                rows[2 * event_capacity + row] = (double)step_count;
                 rows[3 * event_capacity + row] = fraction{e};
                 rows[4 * event_capacity + row] = sign * (now + fraction{e} * size);
                 rows[5 * event_capacity + row] = (double)head;
@@ -63,7 +63,7 @@ if (crossed{e}) {
 _CROSSED = """
 when moves: real {rate_at_end};
 while (row >= 0 && (long long)rows[2 * event_capacity + row] == step) {
-    met = true;
+    has_arrivals = true;
     @states
     @rates
     const int event = (int)rows[event_capacity + row];
@@ -76,12 +76,12 @@ _BODY = """
 if (event == {e}) {
     // If two terminal events coincide, only the last has ended the trajectory. If the time of another event isn't
     // differentiated, its condition may have slope zero.
-    if ({asked}) {
+    if ({differentiated}) {
         real {derivatives};
         slopes{e}({given});
-        const real fall = {fall};
+        const real slope = {slope};
         when terminal: ends = false;
-        const real move = -{gained} / fall;
+        const real move = -{gained} / slope;
         when terminal:
             each c: const real bar_{c} = total_{c} + move * g_{c};
             each c: total_{c} = 0;
@@ -99,7 +99,7 @@ if (event == {e}) {
 def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the placeholders of the forward kernel for events."""
     events, terminal = range(len(spec.events)), [ends for ends, _ in spec.events]
-    names: dict[str, Any] = {"declared": "", "found": [], "conditions": []}
+    names: dict[str, Any] = {"declared": "", "locate_events": [], "conditions": []}
     if not events:
         return names
     changed, located = [], []
@@ -107,7 +107,7 @@ def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         changed += c_lines([steps.condition(e, f"after{e}", "new", "tn")])
         changed.append(f"const bool crossed{e} = {steps.changed(e, f'before{e}', f'after{e}')};")
         value = [steps.condition(e, "value", "y", "sign * (now + x * size)")]
-        ends = [f"old = {steps.doubled(f'before{e}')}", f"late = {steps.doubled(f'after{e}')}"]
+        ends = [f"value_before = {steps.doubled(f'before{e}')}", f"value_after = {steps.doubled(f'after{e}')}"]
         lines = [*ends, *steps.located(lambda i, c: f"k{i}_{c}", lambda c: f"u_{c}", value)]
         located += filled(_LOCATED, {"e": e, "search": c_lines(lines, ["value"]), "terminal": terminal[e]})
     cut = ["x = cut", *steps.weights()]
@@ -115,7 +115,7 @@ def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         cut += steps.interpolated(f"new_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
     search: dict[str, Any] = {"e": events, "changed": changed, "located": located, "terminal": any(terminal)}
     search |= {"crossed": " || ".join(f"crossed{e}" for e in events), "cut": c_lines(cut, steps.state("new"))}
-    names["found"] = filled(_SEARCH, search)
+    names["locate_events"] = filled(_SEARCH, search)
     names["declared"] = ", double* rows, const long long event_capacity, long long* happened, long long* heads"
     names["conditions"] = c_lines([steps.condition(e, f"before{e}", "u", "sign * now") for e in events])
     return names
@@ -137,14 +137,14 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     outputs = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
     given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * event_capacity + row]", "1", *outputs]
     names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(outputs), "given": ", ".join(given)}
-    names["fall"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
+    names["slope"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
     names["sums"] = [f"{name} += move * by{j};" for j, name in enumerate(sums)]
     at_end = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
     bodies = []
     for e, (terminal, _) in enumerate(spec.events):
         gained = at_end if terminal else f"(real)times_bar[row] * {h}"
-        asked = "ends" if terminal else "times_bar[row] != 0"
-        bodies += filled(_BODY, names | {"e": e, "terminal": terminal, "gained": gained, "asked": asked})
+        differentiated = "ends" if terminal else "times_bar[row] != 0"
+        bodies += filled(_BODY, names | {"e": e, "terminal": terminal, "gained": gained, "differentiated": differentiated})
     crossed = {"moves": bool(last), "rate_at_end": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
     crossed["rates"] = [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)]
     return {

@@ -38,7 +38,7 @@ _PRELUDE = """
 INLINE double larger(double a, double b) { return a > b || a != a ? a : b; }
 INLINE double smaller(double a, double b) { return a < b || a != a ? a : b; }
 INLINE bool finite_number(double a) { return a - a == 0; }
-// Ten times the distance from t to the next larger number; `nextafter` takes ten times the instructions.
+// Ten times the distance from t to the next larger number; `nextafter` takes ten times as many instructions.
 INLINE double least_step(double t) {
     union { double x; long long bits; } next;
     next.x = t + 0.0;
@@ -60,11 +60,11 @@ INLINE double inverse_root(double x, const int n) {
 typedef {real} real;
 
 // The time of a trajectory's next saved state.
-INLINE double due_at(
-    const double* times, long long n_saved, long long by_row, long long i, long long place, double sign
+INLINE double save_time_at(
+    const double* times, long long n_saved, long long by_row, long long i, long long time_index, double sign
 ) {
-    if (place >= n_saved) return INFINITY;
-    return sign * times[by_row ? i * n_saved + place : place];
+    if (time_index >= n_saved) return INFINITY;
+    return sign * times[by_row ? i * n_saved + time_index : time_index];
 }
 """
 
@@ -88,9 +88,9 @@ KERNEL forward(
 ) {
     EACH(column, count) {
         const long long i = first + column;
-        const double begun = start[i * by_span], end = stop[i * by_span], sign = end < begun ? -1.0 : 1.0;
+        const double t0 = start[i * by_span], end = stop[i * by_span], sign = end < t0 ? -1.0 : 1.0;
         const double goal = sign * end;
-        double now = sign * begun;
+        double now = sign * t0;
         each c: real u_{c} = u0[{c} * u0_row + i * u0_column];
         each p: const real p{p} = p[{p} * n + i];
         each s: const real s{s} = s[{s}];
@@ -99,15 +99,15 @@ KERNEL forward(
         when lu_length: real lu[{lu_length}];
         real {k0};
         @unit_tangents
-        long long place = 0;
-        double due = due_at(times, n_saved, by_row, i, place, sign);
-        while (due == now) {
-            each c: saved[(place * {d} + {c}) * n + i] = u_{c};
-            each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = du{j}_{c};
-            due = due_at(times, n_saved, by_row, i, ++place, sign);
+        long long time_index = 0;
+        double save_time = save_time_at(times, n_saved, by_row, i, time_index, sign);
+        while (save_time == now) {
+            each c: saved[(time_index * {d} + {c}) * n + i] = u_{c};
+            each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = du{j}_{c};
+            save_time = save_time_at(times, n_saved, by_row, i, ++time_index, sign);
         }
         int code = now == goal ? {Success} : -1;
-        long long taken = 0, tries = 0;
+        long long step_count = 0, tries = 0;
         double following = 1;
         bool rejected = false;
         when remembers: double before = {least_error};
@@ -139,24 +139,24 @@ KERNEL forward(
                 @tangents
                 when record:
                     // Beyond the capacity, steps are only counted.
-                    if (taken < capacity) {
-                        each c: steps_u[(taken * {d} + {c}) * count + column] = u_{c};
-                        steps_t[(2 * taken + 0) * count + column] = t;
-                        steps_t[(2 * taken + 1) * count + column] = h;
+                    if (step_count < capacity) {
+                        each c: steps_u[(step_count * {d} + {c}) * count + column] = u_{c};
+                        steps_t[(2 * step_count + 0) * count + column] = t;
+                        steps_t[(2 * step_count + 1) * count + column] = h;
                     }
-                @found
-                while (due <= ahead) {
+                @locate_events
+                while (save_time <= ahead) {
                     when inside:
-                        if (due < ahead) {
+                        if (save_time < ahead) {
                             @interpolated
-                            each c: saved[(place * {d} + {c}) * n + i] = mid_{c};
-                            each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dmid{j}_{c};
+                            each c: saved[(time_index * {d} + {c}) * n + i] = mid_{c};
+                            each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = dmid{j}_{c};
                         } else
                     {
-                        each c: saved[(place * {d} + {c}) * n + i] = new_{c};
-                        each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dnew{j}_{c};
+                        each c: saved[(time_index * {d} + {c}) * n + i] = new_{c};
+                        each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = dnew{j}_{c};
                     }
-                    due = due_at(times, n_saved, by_row, i, ++place, sign);
+                    save_time = save_time_at(times, n_saved, by_row, i, ++time_index, sign);
                 }
                 // The last stage and its tangent are the first of the next step.
                 each c:
@@ -167,7 +167,7 @@ KERNEL forward(
                         l{j}_0_{c} = l{j}_{last}_{c};
                 each e: before{e} = after{e};
                 now = ahead;
-                ++taken;
+                ++step_count;
                 when events: if (ended) code = {Terminated}; else if (now == goal) code = {Success};
                 when not events: if (now == goal) code = {Success};
             }
@@ -180,17 +180,17 @@ KERNEL forward(
             if (code < 0 && tries >= max_steps) code = {MaxIters};
         }
         if (u_end) {
-            for (; place < n_saved; ++place) {
-                each c: saved[(place * {d} + {c}) * n + i] = NAN;
-                each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = 0;
+            for (; time_index < n_saved; ++time_index) {
+                each c: saved[(time_index * {d} + {c}) * n + i] = NAN;
+                each j: each c: dsaved[(({j} * n_saved + time_index) * {d} + {c}) * n + i] = 0;
             }
             each c: u_end[{c} * n + i] = u_{c};
             each j: each c: du_end[({j} * {d} + {c}) * n + i] = du{j}_{c};
             when events: heads[i] = head;
             t_reached[i] = sign * now;
             codes[i] = code;
-            naccept[i] = (int)taken;
-            nreject[i] = (int)(tries - taken);
+            naccept[i] = (int)step_count;
+            nreject[i] = (int)(tries - step_count);
             if (code != {Success} && code != {Terminated}) NEXT(failed);
         }
     }
@@ -222,9 +222,9 @@ def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
 
 def _unit_tangents(spec: KernelSpec, steps: Steps) -> list[str]:
     lines = []
-    for j, (kind, place) in enumerate(spec.directions):
+    for j, (kind, i) in enumerate(spec.directions):
         lines.append(f"real {', '.join(steps.state(f'l{j}_0'))};")
-        lines += [f"real {x} = {int(kind == 'u' and place == c)};" for c, x in enumerate(steps.state(f"du{j}"))]
+        lines += [f"real {x} = {int(kind == 'u' and i == c)};" for c, x in enumerate(steps.state(f"du{j}"))]
     return lines
 
 
@@ -248,7 +248,7 @@ def _tangents(spec: KernelSpec, steps: Steps) -> list[str]:
 
 
 def _interpolated(spec: KernelSpec, steps: Steps) -> list[str]:
-    lines = ["x = (due - now) / size", *steps.weights()]
+    lines = ["x = (save_time - now) / size", *steps.weights()]
     for c in range(spec.d):
         lines += steps.interpolated(f"mid_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
         for j in range(len(spec.directions)):

@@ -1,7 +1,7 @@
 """The CUDA source of the reverse kernel: each thread computes the adjoint of one trajectory's accepted steps.
 
 The stages are recomputed from the state before the step, and cotangents are propagated as in `transposed_step`. Each
-trajectory writes its cotangents of shared parameters to a column of its own, so the order of the sum is fixed.
+trajectory writes its cotangents of shared parameters to a separate column, so the order of the sum is fixed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KERNEL reverse(
         const int code = codes[i];
         when events: const bool alive = code == {Success} || code == {Terminated};
         when not events: const bool alive = code == {Success};
-        const double first_time = start[i * by_span], sign = stop[i * by_span] < first_time ? -1.0 : 1.0;
-        const double begun = sign * first_time;
+        const double t0 = start[i * by_span], sign = stop[i * by_span] < t0 ? -1.0 : 1.0;
+        const double start_time = sign * t0;
         double ahead = sign * t_reached[i];
         each p: const real p{p} = p[{p} * n + i];
         each s: const real s{s} = s[{s}];
@@ -38,11 +38,11 @@ KERNEL reverse(
         each own: real own{own} = 0;
         each common: real common{common} = 0;
         if (alive) {
-            long long place = n_saved - 1;
+            long long time_index = n_saved - 1;
             when events:
                 long long row = heads[i];
                 bool ends = code == {Terminated};
-            while (place >= 0 && due_at(times, n_saved, by_row, i, place, sign) > ahead) --place;
+            while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > ahead) --time_index;
             for (long long step = naccept[i] - 1; step >= 0; --step) {
                 const double t = steps_t[2 * step * count + column], h = steps_t[(2 * step + 1) * count + column];
                 const double now = sign * t, size = sign * h;
@@ -51,22 +51,22 @@ KERNEL reverse(
                 when inside:
                     each c: real mid_{c} = 0;
                     each i: each c: real arrival{i}_{c} = 0;
-                    bool met = false;
-                while (place >= 0 && due_at(times, n_saved, by_row, i, place, sign) > now) {
+                    bool has_arrivals = false;
+                while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > now) {
                     when inside:
-                        const double due = due_at(times, n_saved, by_row, i, place, sign);
-                        if (due < ahead) {
-                            met = true;
+                        const double save_time = save_time_at(times, n_saved, by_row, i, time_index, sign);
+                        if (save_time < ahead) {
+                            has_arrivals = true;
                             @weights
                             each c:
-                                const real bar_{c} = saved_bar[(place * {d} + {c}) * n + i];
+                                const real bar_{c} = saved_bar[(time_index * {d} + {c}) * n + i];
                                 mid_{c} += bar_{c};
                                 each used: arrival{used}_{c} += w{used} * bar_{c};
                         } else {
-                            each c: total_{c} += saved_bar[(place * {d} + {c}) * n + i];
+                            each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
                         }
-                    when not inside: each c: total_{c} += saved_bar[(place * {d} + {c}) * n + i];
-                    --place;
+                    when not inside: each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
+                    --time_index;
                 }
                 // The end of a step that an event has cut short.
                 when events: ahead = ends ? now + size : ahead;
@@ -81,9 +81,9 @@ KERNEL reverse(
                 when inside: each c: total_{c} += mid_{c};
                 ahead = now;
             }
-            while (place >= 0 && due_at(times, n_saved, by_row, i, place, sign) == begun) {
-                each c: total_{c} += saved_bar[(place * {d} + {c}) * n + i];
-                --place;
+            while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) == start_time) {
+                each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
+                --time_index;
             }
         }
         each c: u0_bar[{c} * n + i] = total_{c};
@@ -100,11 +100,11 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     new = steps.state(f"z{last}")
     scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
     names = names_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
-    names["weights"] = c_lines(["x = (due - now) / size", *steps.weights()])
+    names["weights"] = c_lines(["x = (save_time - now) / size", *steps.weights()])
     names["stages"] = c_lines(steps.again(), scope)
     if last in steps.pulled_stages:
         # The last stage contributes only to states inside the step.
-        names["pulled_last"] = ["if (met) {", *indented(_pulled(spec, steps, last, set(scope))), "}"]
+        names["pulled_last"] = ["if (has_arrivals) {", *indented(_pulled(spec, steps, last, set(scope))), "}"]
     names["pulled"] = [line for i in reversed(steps.pulled_stages) if i < last for line in _pulled(spec, steps, i, scope)]
     return "\n".join(filled(_KERNEL, names))
 

@@ -58,7 +58,7 @@ class Solved:
         return [part for part in self.solver.traced.packing.parts if part.place + LEAVES in argnums]
 
     def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:
-        """Return results with tangents in the wanted directions, from one solve per `FEW` directions."""
+        """Return results with tangents in the wanted directions: of this solve, or of one solve per `FEW` directions."""
         if wanted and set(wanted) <= set(self.carried):
             return [(self.carried, self.results)]
         groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
@@ -108,8 +108,8 @@ class Solved:
                 found[direction] = np.where(came_through(results.codes), row, 0)
         rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):
-            mine = [found[self.solver.traced.direction(j)] for j in part.scalars]
-            rows[part.place + LEAVES] = mine if part.varies else [np.sum(row) for row in mine]
+            scalars = [found[self.solver.traced.direction(j)] for j in part.scalars]
+            rows[part.place + LEAVES] = scalars if part.varies else [np.sum(row) for row in scalars]
         return {k: np.stack(row) for k, row in rows.items() if row}
 
     # ---- forward mode
@@ -158,9 +158,9 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     vector = solve_operator(given.u0, given.start, given.end, NO_TIMES, *given.p.leaves, solved=solved)
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved
     count, d = solver.count, solver.d
-    cut = n_saved * d * count
-    end = cut + d * count
-    saved, last = anp.reshape(vector[:cut], (n_saved, d, count)), anp.reshape(vector[cut:end], (d, count))
+    start = n_saved * d * count
+    end = start + d * count
+    saved, last = anp.reshape(vector[:start], (n_saved, d, count)), anp.reshape(vector[start:end], (d, count))
     states = [anp.transpose(saved, (2, 0, 1)), anp.transpose(last)]
     if not solved.timed:
         return states

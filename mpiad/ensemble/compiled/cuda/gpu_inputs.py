@@ -19,7 +19,7 @@ _COLUMNS = 5
 
 
 class Inputs(NamedTuple):
-    """The arguments of kernels, in order; the reverse kernel has only the arguments before `u0`.
+    """The arguments of kernels, in order; the reverse kernel takes only the arguments before `u0`.
 
     An array that all trajectories share has one column, and its stride along the trajectories is zero.
     """
@@ -30,11 +30,12 @@ class Inputs(NamedTuple):
     # `start`, `stop`: shape (n,), or (1,) with `by_span` zero.
     start: Array
     stop: Array
-    by_span: int
+    by_span: int  # stride of `start` and `stop`: 1, or 0 if all trajectories share one tspan
     times: Array  # shape (n_saved,) or (n, n_saved)
     n_saved: int
-    by_row: int
+    by_row: int  # whether `times` has one row per trajectory: 1 or 0
     u0: Array  # shape (d, n) or (d, 1)
+    # Strides of `u0` along components and along trajectories.
     u0_row: int
     u0_column: int
     atol: Array  # shape (d,)
@@ -59,13 +60,13 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: Tra
         together["u0"] = batch.u0[:, :1]
     on_device = dict(zip(together, _copied_together(arrays, list(together.values()))))
     if "s" not in together:
-        on_device["s"] = _together(arrays, [device_rows(arrays, leaf, real).reshape(-1) for leaf in common], (0,), real)
+        on_device["s"] = _concatenated(arrays, [device_rows(arrays, leaf, real).reshape(-1) for leaf in common], (0,), real)
     if not same_span:
         on_device |= {name: device_rows(arrays, span, float) for name, span in zip(("start", "stop"), spans)}
     if not one_start:
         on_device["u0"] = device_rows(arrays, batch.u0, real)
     return Inputs(
-        p=_together(arrays, own, (0, count), real), by_span=int(not same_span), n_saved=times.shape[-1],
+        p=_concatenated(arrays, own, (0, count), real), by_span=int(not same_span), n_saved=times.shape[-1],
         by_row=int(times.ndim > 1), u0_row=1 if one_start else count, u0_column=int(not one_start), **on_device,
     )  # fmt: skip
 
@@ -97,7 +98,7 @@ def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Arr
     return device_rows(arrays, leaf, dtype).reshape(math.prod(np.shape(leaf)[:-1]), count)
 
 
-def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: DTypeLike) -> Array:
+def _concatenated(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: DTypeLike) -> Array:
     parts = [part for part in parts if part.size]
     if not parts:
         return arrays.empty(empty, dtype)
@@ -105,10 +106,10 @@ def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], d
 
 
 def sample_batch(batch: Batch) -> Batch:
-    """Return a batch of a few trajectories with the same f and made-up states and parameters on the host."""
+    """Return a batch of a few trajectories with the same f, and invented states and parameters, on the host."""
     leaves = [_leaf(leaf, varies) for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
     times = [np.full(_COLUMNS, x[0] if len(x) else value) for x, value in ((batch.start, 0.0), (batch.end, 1.0))]
-    u0 = _made_up((len(batch.u0), _COLUMNS), batch.u0.dtype)
+    u0 = _invented((len(batch.u0), _COLUMNS), batch.u0.dtype)
     return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=leaves), *times)
 
 
@@ -118,11 +119,11 @@ def _leaf(leaf: Array, varies: bool) -> Any:
         return leaf
     shape = (*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape
     if leaf.dtype.kind in "fc":
-        return _made_up(shape, leaf.dtype)
+        return _invented(shape, leaf.dtype)
     # f may branch on integers, so they are taken from the first trajectories.
     return np.resize((leaf if arrays is None else arrays.to_host(leaf)).T, shape[::-1]).T
 
 
-def _made_up(shape: Shape, dtype: DTypeLike) -> Array:
+def _invented(shape: Shape, dtype: DTypeLike) -> Array:
     """Return distinct numbers between 0.5 and 1.5."""
     return (1 + 0.5 * np.sin(1 + 2.3 * np.arange(math.prod(shape)))).reshape(shape).astype(dtype)

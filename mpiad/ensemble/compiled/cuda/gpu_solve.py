@@ -32,12 +32,12 @@ from mpiad.ensemble.trial import try_once
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel
 
-# Maximum local memory per thread. With more, spilled registers take about as much memory traffic as array operations.
+# Maximum local memory per thread. With more, spilled registers cause about as much memory traffic as array operations.
 MOST_LOCAL_BYTES = 8192
 
 
 class DeviceSolution(EnsembleSolution):
-    """`EnsembleSolution` whose return codes, times, counts and events are copied to the host when they are first read."""
+    """`EnsembleSolution` whose return codes, times, counts and events are copied to the host on first access."""
 
     failed: int  # number of failed trajectories, the only number that each solve copies to the host
 
@@ -55,7 +55,7 @@ def solved_on_gpu(
 ) -> EnsembleSolution:
     """Solve a batch by a kernel if possible, otherwise by ``by_arrays(given, batch, settings)``.
 
-    `given` is the batch with traced values, `batch` the same with plain values, on a device or on the host. Raises
+    `given` is the batch with traced values, `batch` the same batch with plain values, on a device or on the host. Raises
     ImportError or RuntimeError without CuPy or a GPU; NotImplementedError for a mass matrix and arrays on a device.
     """
     on_host = not is_on_device(batch)
@@ -69,12 +69,12 @@ def solved_on_gpu(
     compiler.compile = False  # CPU kernels aren't used, either
     if not on_host:
         return by_arrays(given, with_states_on_device(batch), settings)
-    moved = _moved(given, arrays)
-    sol = by_arrays(moved, moved.plain(), settings)
+    on_device = _on_device(given, arrays)
+    sol = by_arrays(on_device, on_device.plain(), settings)
     return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
 
 
-def _moved(given: Batch, arrays: ArrayModule) -> Batch:
+def _on_device(given: Batch, arrays: ArrayModule) -> Batch:
     """Return a batch, traced or not, with its arrays on a device."""
     leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
     return given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
@@ -108,9 +108,9 @@ def _by_kernel(
 
 
 def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict[str, Callable[[], Any]]:
-    """Return functions for the fields of a solution that are copied to the host when they are first read."""
-    # The functions don't refer to states, whose memory could otherwise not be released.
-    results, arrays, alg, given = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
+    """Return functions for the fields of a solution that are copied to the host on first access."""
+    # The functions don't refer to states, so that the memory of states can be released.
+    results, arrays, alg, has_dt = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
     codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
     naccept, nreject = (lambda x=x: arrays.to_host(x).astype(np.int64) for x in counts)
@@ -119,12 +119,12 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
         "t_reached": lambda: arrays.to_host(reached),
         "naccept": naccept,
         "nreject": nreject,
-        "nf": lambda: evaluations(naccept(), nreject(), alg, given),
+        "nf": lambda: evaluations(naccept(), nreject(), alg, has_dt),
         "events": dict if rows is None else partial(_events, arrays, codes, rows, settings.events, times),
     }
 
 
-def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Event], times: Sequence[Array]) -> dict:
+def _events(arrays: ArrayModule, codes: Array, rows: Array, events: Sequence[Event], times: Sequence[Array]) -> dict:
     """Return the events of all trajectories; `times`: end times and event times with derivatives, if needed."""
     if not rows.size:
         return {}
@@ -132,7 +132,7 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Even
     order = in_order(table)
     (ids, event), when = table[:2, order].astype(int), table[4, order]
     if times:
-        places = np.where(np.array([each.stops for each in asked])[event], -1, order)
+        places = np.where(np.array([each.stops for each in events])[event], -1, order)
         when = traced_times(ids, when, places, came_through(arrays.to_host(codes)), *times)
     return by_trajectory(ids, event, when)
 
@@ -150,10 +150,10 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
     reason = _unsupported(given, batch, settings)
     if reason is None:
 
-        def make(tried: bool) -> TracedProblem | None:
+        def make(known: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
             traced = problem_of(host, settings.events, must, compiler.warn)
-            if traced is not None and not tried:
+            if traced is not None and not known:
                 try_once(host, settings.events, given.traced)
             return traced
 

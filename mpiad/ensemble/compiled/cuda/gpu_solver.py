@@ -51,7 +51,7 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
 
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Divide `count` trajectories, in order, into shares whose steps fit into a budget of bytes.
+    """Divide `count` trajectories into contiguous shares, the steps of each of which fit into a budget of bytes.
 
     `size`, `longest`: as returned by `longest_of_blocks`. Raises MemoryError if the steps of one trajectory don't fit.
     """
@@ -59,7 +59,7 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
     if needed > budget:
         raise MemoryError(
             f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but there are "
-            f"{budget}. Raise tape_bytes= of EnsembleGPU if more is free, or loosen rtol."
+            f"{budget}. Raise tape_bytes= of EnsembleGPU if more memory is free, or loosen rtol."
         )
     if needed * count <= budget:
         return [Share(0, count, int(longest.max(initial=0)))]
@@ -79,7 +79,7 @@ Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
 
 _lock = threading.RLock()
-_known: dict[tuple[Any, ...], DeviceKernel] = {}
+_loaded_kernels: dict[tuple[Any, ...], DeviceKernel] = {}
 
 
 class DeviceResults(NamedTuple):
@@ -127,7 +127,7 @@ class Solver:
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
-        # Space for two occurrences of each event per trajectory at first.
+        # At first, space for one occurrence of each terminal event per trajectory, and two of each other event.
         event_capacity = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.spec.events)
         while True:
             results = self._empty(directions)
@@ -226,7 +226,7 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
     key = launcher, name, options, text
     # The lock prevents two threads from compiling the same kernel.
     with _lock:
-        if key not in _known:
+        if key not in _loaded_kernels:
             started = time.perf_counter()
             kernel = launcher.compiled(text, name, options)
             seconds = time.perf_counter() - started
@@ -235,8 +235,8 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
                 "local memory.",
                 *(name, seconds, kernel.registers, kernel.local_bytes),
             )
-            _known[key] = kernel
-        return _known[key]
+            _loaded_kernels[key] = kernel
+        return _loaded_kernels[key]
 
 
 def threads_per_block(count: int, multiprocessors: int) -> int:
