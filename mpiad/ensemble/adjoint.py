@@ -154,10 +154,10 @@ class _BackwardSweep:
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in cotangents.leaves}
         # Cotangents of the start of the first processed step; a change of this time shifts all processed steps.
         self._start, self._end = cotangents.start[ids], self._run.numbers(len(ids))
-        self._cotangent = cotangents.u0[:, ids]
+        self._u_bar = cotangents.u0[:, ids]
         for visit in sweep.backwards():
             self._pull(visit)
-        cotangents.u0[:, ids] = self._cotangent
+        cotangents.u0[:, ids] = self._u_bar
         if self._timed:
             cotangents.start[ids] = self._start
             cotangents.end[ids] += self._end
@@ -171,14 +171,14 @@ class _BackwardSweep:
         width = len(visit.t)
         jumps: Any = self._jumps
         jumped = self._sweep.jumps(visit)
-        for rows, ids in reversed(jumped):
-            self._cotangent[:, ids], self._start[ids] = jumps.pull(rows, self._cotangent[:, ids], self._start[ids])
+        for rows, chosen in reversed(jumped):
+            self._u_bar[:, chosen], self._start[chosen] = jumps.pull(rows, self._u_bar[:, chosen], self._start[chosen])
         columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)
         step = self._step_of(visit.of(columns), leaves)
         # The copy of a duplicated column has a zero cotangent.
         cotangent = np.zeros_like(step.y[0])
-        cotangent[:, :width] = self._cotangent[:, :width]
+        cotangent[:, :width] = self._u_bar[:, :width]
         totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
         located = self._sweep.located(visit)
@@ -199,7 +199,7 @@ class _BackwardSweep:
         cotangent = step.pull(cotangent, arrivals, totals.note_stage)
         for part in inside:
             cotangent[:, part.columns] += over_slots(part.value)
-        self._cotangent[:, :width] = cotangent[:, :width]
+        self._u_bar[:, :width] = cotangent[:, :width]
         if self._timed:
             totals.h_bar += step.by_size
             # Step sizes are held constant, except for steps that end at the end of tspan or at an event.
@@ -207,8 +207,8 @@ class _BackwardSweep:
             self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
             self._end[:width] += moves
-            for rows, ids in jumped[:1]:
-                self._start[ids] -= jumps.lengthened(rows, totals.h_bar[ids])
+            for rows, chosen in jumped[:1]:
+                self._start[chosen] -= jumps.lengthened(rows, totals.h_bar[chosen])
 
     def _saved(self, visit: Visit, step: TransposedStep, cotangent: Array) -> tuple[list[Inside], list[Arrival]]:
         """Add the cotangents of values saved at the end of a step to `cotangent`; return those of values saved inside it.

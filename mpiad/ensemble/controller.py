@@ -3,7 +3,7 @@
 A step is accepted if q < 1, with q the root mean square of the error relative to its tolerance. `q2` is q².
 
 The norm of a column must not depend on the other columns. NumPy's reductions along the first axis of a contiguous array add
-row after row if there are at least two columns, but in another order for one column. So arrays have at least two columns.
+row after row if there are at least two columns, but in another order for one column. So arrays have two columns or more.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class PIController:
     def factor(self, q2: Array, q2_before: Array, accepted: Array, rejected: Array, order: int) -> Array:
         """Return the ratio of the next step size to this one, shape (n,).
 
-        If beta is 0, the ratio is safety · q^(-1/order), limited to the range from `least` to `most`. It is at most 1 if the
-        previous try was rejected.
+        If beta is 0, the ratio is safety · q^(-1/order), limited to the range from `least` to `most`; after a rejection the
+        maximum is 1.
 
         Parameters
         ----------
