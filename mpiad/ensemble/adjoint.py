@@ -28,30 +28,31 @@ from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, Tran
 
 
 def pull_event(
-    run: Run, located: LocatedEvent, totals: StepCotangents, leaves: Sequence[Any], end: Array | None, time: Array | float
+    run: Run, located: LocatedEvent, totals: StepCotangents, leaves: list[Any], u_bar: Array | None, time_bar: Array | float
 ) -> Inside:
     """Return the cotangents of the interpolated states at an event in m columns of a step.
 
-    `totals` accumulates the cotangents of parameters and, for terminal events, of times. `end`, shape (d, m), are the
-    cotangents of the final states if the event is terminal, else None; `time`, shape (m,), those of the event's times.
+    - `totals`: accumulates the cotangents of parameters and, for terminal events, of times.
+    - `u_bar`: shape (d, m); the cotangents of the final states if the event is terminal, else None.
+    - `time_bar`: shape (m,), or zero; the cotangents of the times of the event.
     """
     step, columns, x = totals.step, located.columns, located.x
     h = step.h[columns]
     stages = [k[:, columns] for k in step.k]
     rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-    moving = time * h  # derivative of the results with respect to x, through the event's time and through the state
-    if end is not None:
-        moving = (end * rate).real.sum(axis=0) + moving
+    x_bar = time_bar * h  # the cotangent of x, from the time of the event and from the final state
+    if u_bar is not None:
+        x_bar = (u_bar * rate).real.sum(axis=0) + x_bar
     states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
     pull = transposed_condition(run, located, tuple(totals.parts), leaves, states)
     g_u, *_, g_t = pull(np.ones_like(x))
     slope = (g_u * rate).real.sum(axis=0) + g_t * h
-    value, *parts, t_bar = pull(-moving / slope)
+    value, *parts, t_bar = pull(-x_bar / slope)
     totals.note_leaves(parts, columns, len(x))
-    if end is not None:
-        value = end + value
+    if u_bar is not None:
+        value = u_bar + value
         if totals.timed:
-            totals.t_bar[columns] += t_bar + time
+            totals.t_bar[columns] += t_bar + time_bar
     weights = run.coefficients.weights(x)
     return Inside(columns, value.astype(step.y[0].dtype, copy=False), x, [weights[i] for i in range(len(weights))])
 
@@ -61,8 +62,8 @@ def transposed_condition(
 ) -> Callable[[Array], list[Any]]:
     """Return the transposed derivative of an event's condition at its n roots: see `transposed_columns`."""
     time, condition = located.time, run.settings.events[located.event].written
-    own, field = run.columns(leaves, located.columns), Field(run.batch._replace(f=condition))
-    pull = transposed_columns(field, places, True, np.empty_like(time)[None], states, own, time)
+    chosen, field = run.columns(leaves, located.columns), Field(run.batch._replace(f=condition))
+    pull = transposed_columns(field, places, True, np.empty_like(time)[None], states, chosen, time)
     return lambda g: pull(g[None])
 
 
@@ -71,10 +72,10 @@ class Cotangents:
     """Cotangents of the inputs of a solve."""
 
     u0: Array  # shape (d, N)
-    start: Array  # shape (N,)
-    end: Array  # shape (N,)
-    leaves: dict[int, Array]  # from the index of a leaf of the parameters to its cotangent
-    # Shape (times, N); cotangents of the times given by the user at which events act.
+    start: Array  # shape (N,); of the start of tspan
+    end: Array  # shape (N,); of the end of tspan
+    leaves: dict[int, Array]  # cotangents of the leaves of the parameters, by the indices of the leaves
+    # Shape (times, N); of the given times at which events act.
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
 
@@ -82,50 +83,51 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     """Return the cotangents of initial states, of the leaves of parameters at `places` and, if `timed`, of tspan."""
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
+    cotangents = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
     timed = timed or run.times_move
-    jumps = begun(run, seeds, found, places, timed)
+    jumps = begun(run, seeds, cotangents, places, timed)
     step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
-    backward = _BackwardSweep(run, step_of, seeds, found, timed, jumps)
+    backward = _BackwardSweep(run, step_of, seeds, cotangents, timed, jumps)
     with np.errstate(all="ignore"):
         for sweep in run.sweeps(backwards=True):
             backward.sweep(sweep)
     if timed and seeds.reached is not None:
         # The final time of a trajectory is the end of tspan, unless an event ended the trajectory.
-        found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
+        cotangents.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     if seeds.saved is not None:
-        run.add_saved(found.u0, seeds.saved, at_start=True)
+        run.add_saved(cotangents.u0, seeds.saved, at_start=True)
     if jumps is not None:
-        to_start(found, jumps)
-    return found
+        to_start(cotangents, jumps)
+    return cotangents
 
 
-def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
-    """Call `note_ends` and return the linearized jumps of a run; None if it has no jumps."""
+def begun(run: Run, seeds: Seeds, cotangents: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
+    """Call `note_ends`, and return the linearized jumps of a run; return None if the run has no jumps."""
     if run.jumps is None:
         return None
-    note_ends(run, seeds, found, timed)
+    note_ends(run, seeds, cotangents, timed)
     return LinearJumps(run, run.jumps, places, timed)
 
 
-def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
+def note_ends(run: Run, seeds: Seeds, cotangents: Cotangents, timed: bool) -> None:
     """Add the contributions of final states and final times to the cotangents of tspan, for a run with jumps."""
     if seeds.reached is not None:
-        found.start += np.where(run.terminated & run.live, seeds.reached, 0)
-    # If an event at the end of tspan has changed the state, the final state moves with the rate of the changed state.
+        cotangents.start += np.where(run.terminated & run.live, seeds.reached, 0)
+    # If an event at the end of tspan has changed the state, the derivative of the final state with respect to the end of
+    # tspan is u' at the changed state.
     ids = np.flatnonzero(run.cut & ~run.terminated)
     if timed and ids.size:
-        drift = (found.u0[:, ids] * rates(run, ids, run.outcome.u_end[:, ids], run.batch.end[ids])).real.sum(axis=0)
-        found.end[ids] += drift
-        found.start[ids] -= drift
+        drift = (cotangents.u0[:, ids] * rates(run, ids, run.outcome.u_end[:, ids], run.batch.end[ids])).real.sum(axis=0)
+        cotangents.end[ids] += drift
+        cotangents.start[ids] -= drift
 
 
-def to_start(found: Cotangents, jumps: LinearJumps) -> None:
-    """Propagate cotangents back over events at the start; add the contributions of all events to leaves and given times."""
+def to_start(cotangents: Cotangents, jumps: LinearJumps) -> None:
+    """Propagate cotangents back over events at the start; add contributions of all events to leaves and given times."""
     for rows, ids in reversed(jumps.at_start):
-        found.u0[:, ids], found.start[ids] = jumps.pull(rows, found.u0[:, ids], found.start[ids])
-    jumps.add_leaves(found.leaves)
-    found.due = jumps.due
+        cotangents.u0[:, ids], cotangents.start[ids] = jumps.pull(rows, cotangents.u0[:, ids], cotangents.start[ids])
+    jumps.add_leaves(cotangents.leaves)
+    cotangents.due = jumps.due
 
 
 def of_ends(run: Run, seeds: Seeds) -> Array:
@@ -140,76 +142,76 @@ class _BackwardSweep:
     """The backward sweep over the steps of a run, one block of columns after the other."""
 
     def __init__(
-        self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, timed: bool, jumps: LinearJumps | None
+        self, run: Run, step_of: Callable, seeds: Seeds, cotangents: Cotangents, timed: bool, jumps: LinearJumps | None
     ):
-        self._run, self._step_of, self._seeds, self._found = run, step_of, seeds, found
+        self._run, self._step_of, self._seeds, self._cotangents = run, step_of, seeds, cotangents
         self._timed, self._jumps = timed, jumps
 
     def sweep(self, sweep: StepSweep) -> None:
         """Sweep over a block from the last step to the first, and store the cotangents."""
-        found, ids, varies = self._found, sweep.ids, self._run.batch.p.varies
+        cotangents, ids, varies = self._cotangents, sweep.ids, self._run.batch.p.varies
         self._sweep, self._leaves = sweep, sweep.leaves
-        self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        # Cotangents of the start time of the steps processed so far: a change of this time shifts all of them.
-        self._start, self._end = found.start[ids], self._run.numbers(len(ids))
-        self._cotangent = found.u0[:, ids]
+        self._parts = {place: np.zeros_like(self._leaves[place]) for place in cotangents.leaves}
+        # Cotangents of the start of the first processed step; a change of this time shifts all processed steps.
+        self._start, self._end = cotangents.start[ids], self._run.numbers(len(ids))
+        self._u_bar = cotangents.u0[:, ids]
         for visit in sweep.backwards():
             self._pull(visit)
-        found.u0[:, ids] = self._cotangent
+        cotangents.u0[:, ids] = self._u_bar
         if self._timed:
-            found.start[ids] = self._start
-            found.end[ids] += self._end
+            cotangents.start[ids] = self._start
+            cotangents.end[ids] += self._end
         for place, part in self._parts.items():
             if varies[place]:
-                found.leaves[place][..., ids] += part
+                cotangents.leaves[place][..., ids] += part
             else:
-                found.leaves[place] = found.leaves[place] + part
+                cotangents.leaves[place] = cotangents.leaves[place] + part
 
     def _pull(self, visit: Visit) -> None:
         width = len(visit.t)
         jumps: Any = self._jumps
         jumped = self._sweep.jumps(visit)
-        for rows, own in reversed(jumped):
-            self._cotangent[:, own], self._start[own] = jumps.pull(rows, self._cotangent[:, own], self._start[own])
+        for rows, chosen in reversed(jumped):
+            self._u_bar[:, chosen], self._start[chosen] = jumps.pull(rows, self._u_bar[:, chosen], self._start[chosen])
         columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)
         step = self._step_of(visit.of(columns), leaves)
-        # A duplicated column has a zero cotangent.
+        # The copy of a duplicated column has a zero cotangent.
         cotangent = np.zeros_like(step.y[0])
-        cotangent[:, :width] = self._cotangent[:, :width]
+        cotangent[:, :width] = self._u_bar[:, :width]
         totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
         located = self._sweep.located(visit)
         crossed = self._seeds.crossed
-        passing = [one for one in located if not one.terminal and crossed is not None]
+        passing = [event for event in located if not event.terminal and crossed is not None]
         if type(crossed) is np.ndarray:  # on a device, the host would have to wait for the values
-            passing = [one for one in passing if crossed[one.row].any()]
-        inside += [self._event(one, totals, leaves) for one in passing]
+            passing = [event for event in passing if crossed[event.row].any()]
+        inside += [self._event(event, totals, leaves) for event in passing]
         if self._timed and self._jumps is None:
             totals.note_saved(inside)
         elif self._timed:
-            # A value saved at the time of an event that acts is the state after the event, and doesn't depend on its time.
+            # A value saved at an event that acts is the state after the event, with x = 0 even if the event moves.
             totals.note_saved([part._replace(value=part.value * (part.x != 0)) for part in inside])
-        inside += [self._event(one, totals, leaves, cotangent) for one in located if one.terminal]
+        inside += [self._event(event, totals, leaves, cotangent) for event in located if event.terminal]
         if self._timed:
             totals.note_new(cotangent)
         arrivals += [part.arrival(step) for part in inside]
         cotangent = step.pull(cotangent, arrivals, totals.note_stage)
         for part in inside:
             cotangent[:, part.columns] += over_slots(part.value)
-        self._cotangent[:, :width] = cotangent[:, :width]
+        self._u_bar[:, :width] = cotangent[:, :width]
         if self._timed:
             totals.h_bar += step.by_size
-            # Step sizes are constant, except for steps that end at the end of tspan or at an event.
+            # Step sizes are held constant, except for steps that end at the end of tspan or at an event.
             moves = np.where(self._sweep.moves(visit), totals.h_bar[:width], 0.0)
             self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
             self._end[:width] += moves
-            for rows, own in jumped[:1]:
-                self._start[own] -= jumps.lengthened(rows, totals.h_bar[own])
+            for rows, chosen in jumped[:1]:
+                self._start[chosen] -= jumps.lengthened(rows, totals.h_bar[chosen])
 
     def _saved(self, visit: Visit, step: TransposedStep, cotangent: Array) -> tuple[list[Inside], list[Arrival]]:
-        """Add the cotangents of values saved at the end of a step; return those of values saved inside it.
+        """Add the cotangents of values saved at the end of a step to `cotangent`; return those of values saved inside it.
 
         Also return the contributions of values saved in the previous step to its last stage, the first stage of this step.
         """
@@ -222,7 +224,7 @@ class _BackwardSweep:
         earlier = values.handed_on
         arrivals = [Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}) for part in earlier]
         for part in values.inside:
-            # In other cases the last stage is the first stage of the next step, which has added its contribution.
+            # Otherwise the last stage is the first stage of the next step, where its contribution has been added.
             if self._timed or part.whole is None or part.whole.any():
                 step.add_last_stage()
             inside.append(Inside(part.columns, part.seeds(saved), part.x, part.weights, part.whole))
@@ -231,19 +233,23 @@ class _BackwardSweep:
     def _event(
         self, located: LocatedEvent, totals: StepCotangents, leaves: list[Any], cotangent: Array | None = None
     ) -> Inside:
-        """Add the contributions of an event's times and, with `cotangent`, of the final states of ended trajectories."""
+        """Return the cotangents of the interpolated states at an event: see `pull_event`.
+
+        If the step ends at the event, `cotangent` contains the cotangents of the states after the step, shape (d, n); its
+        columns with the event are set to zero.
+        """
         totals.step.add_last_stage()
         columns, crossed = located.columns, self._seeds.crossed
-        end, time = None, crossed
+        u_bar, bars = None, crossed
         if cotangent is not None:
-            end, time = cotangent[:, columns], self._seeds.reached
+            u_bar, bars = cotangent[:, columns], self._seeds.reached
             cotangent[:, columns] = 0
-        if self._jumps is not None and end is not None:
+        if self._jumps is not None and u_bar is not None:
             # Later steps begin at the time of the event.
-            row = self._start[columns]
+            time_bar = self._start[columns]
             self._start[columns] = 0.0
             if crossed is not None and self._run.settings.events[located.event].acts:
-                row = row + crossed[located.row]
+                time_bar = time_bar + crossed[located.row]
         else:
-            row = 0.0 if time is None else time[located.row]
-        return pull_event(self._run, located, totals, leaves, end, row)
+            time_bar = 0.0 if bars is None else bars[located.row]
+        return pull_event(self._run, located, totals, leaves, u_bar, time_bar)

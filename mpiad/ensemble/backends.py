@@ -1,4 +1,4 @@
-"""How the trajectories of a batch are run as columns: one after the other, all together, or by threads."""
+"""Backends: algorithms that solve the trajectories of a batch one after the other, together, in threads, or on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("mpiad")
 
 
 class EnsembleAlgorithm:
-    """How an ensemble is run; results don't depend on it, bit for bit."""
+    """A backend of `solve`. All backends give bitwise equal results, except GPUs (equal up to rounding)."""
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
@@ -29,7 +29,7 @@ class EnsembleAlgorithm:
 
 @dataclass(frozen=True)
 class EnsembleSerial(EnsembleAlgorithm):
-    """Solve one trajectory after the other: for comparison, and if f can't be called with many columns at once.
+    """Solve one trajectory after the other: for comparison, or if f can't be called with many columns at once.
 
     Examples
     --------
@@ -123,12 +123,12 @@ class EnsembleGPU(EnsembleVectorized):
     Parameters
     ----------
     block : {32, 64, 96, 128, 192, 256}, optional
-        Threads per block. By default 128, or 64 or 32 if 128 would leave multiprocessors without work.
+        Threads per block; by default 128, or 64 or 32 if there would be fewer than two blocks per multiprocessor.
     tape_bytes : int, optional
         Device memory for the steps of trajectories in an adjoint gradient; by default half of the free memory. If the steps
         don't fit, the trajectories are processed in several shares.
     contract : bool
-        Whether products and sums may be contracted to one operation with one rounding, as on CPUs with FMA.
+        Whether a product and a sum may be contracted to one operation with one rounding (fused multiply-add).
     fast_math : bool
         Whether to allow less exact functions and divisions, by the option ``--use_fast_math`` of NVRTC.
 

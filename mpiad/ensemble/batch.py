@@ -1,4 +1,4 @@
-"""`Batch`: the trajectories of one solve as columns of arrays, which every backend solves; and the times of `saveat`."""
+"""`Batch`: the trajectories of one solve, as columns of arrays; and the times at which states are saved."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Parameters(NamedTuple):
         """Return the parameters of some trajectories as f takes them; `one_by_one`: whether f is called per trajectory."""
         if not any(self.varies):
             return self.build(self.leaves)
-        taken = [locked(leaf) if own else leaf for leaf, own in zip(self.taken(ids), self.varies)]
+        taken = [locked(leaf) if varies else leaf for leaf, varies in zip(self.taken(ids), self.varies)]
         return self.of_columns(taken, one_by_one)
 
     def taken(self, ids: Array) -> list[Any]:
-        """Return copies of the leaves of some trajectories, in C order."""
-        return [np.take(leaf, ids, axis=-1) if own else leaf for leaf, own in zip(self.leaves, self.varies)]
+        """Return the leaves of some trajectories; leaves that vary are copied, in C order."""
+        return [np.take(leaf, ids, axis=-1) if varies else leaf for leaf, varies in zip(self.leaves, self.varies)]
 
     def of_columns(self, leaves: list[Any], one_by_one: bool) -> Tree:
         """Return the parameters of some trajectories as f takes them, given their leaves."""
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
 
     @property
     def one_span(self) -> bool:
-        """Whether tspan was given once for all trajectories: see the strides in `members`."""
+        """Whether tspan was given once for all trajectories; `start` and `end` then have a stride of zero."""
         return self.size > 0 and self.start.strides == self.end.strides == (0,)
 
     def both_ends(self) -> Array:
@@ -110,8 +110,9 @@ class Batch(NamedTuple):
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
     """Return the times of `saveat`, shape (n_saved,) or (N, n_saved); `first` is the index of the first trajectory.
 
-    A number means multiples of this interval after the start, and the end; None means the start and the end. Raises a
-    TypeError or ValueError if a time lies outside tspan, or times aren't in the order of the solve.
+    A number is the interval between the times, from the start; the end is added. None means the start and the end. Raises a
+    TypeError if times aren't real numbers; a ValueError if a time lies outside tspan, or times aren't in the order of the
+    solve.
     """
     if saveat is None:
         return batch.both_ends()
@@ -158,8 +159,8 @@ def _check(times: Array, start: Array, end: Array) -> None:
     outside = ~((rows >= low) & (rows <= high))
     if outside.any():
         i, j = np.argwhere(outside)[0]
-        time, own = np.broadcast_to(rows, outside.shape)[i, j], min(i, len(start) - 1)  # one tspan for all has one row
-        raise ValueError(f"solve: saveat must lie in tspan, but {time} lies outside of ({start[own]}, {end[own]}).")
+        time, row = np.broadcast_to(rows, outside.shape)[i, j], min(i, len(start) - 1)  # a shared tspan has one row
+        raise ValueError(f"solve: saveat must lie in tspan, but {time} lies outside of ({start[row]}, {end[row]}).")
     back = (rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0
     if back.any():
         i, j = np.argwhere(back)[0]
@@ -200,5 +201,5 @@ def _device_of(x: Array) -> str:
 
 
 def two_at_least(count: int) -> Array:
-    """Return the indices of `count` columns, twice the index of a single column: see `controller` for the reason."""
+    """Return the indices of `count` columns, or a single column's index twice (`controller` explains the reason)."""
     return np.arange(count) if count > 1 else np.zeros(2, int)

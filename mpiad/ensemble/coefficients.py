@@ -1,7 +1,7 @@
-"""A method's table in the form that sums over stages need: the nonzero weights, by rows and by columns.
+"""The nonzero weights of a method's table, by rows and by columns, and sums over stages with these weights.
 
-On the host a sum is computed product by product, so that the numbers of a trajectory don't depend on other trajectories. On
-a device, where a call costs as much as computing a thousand numbers, it is one matrix product over a block of stages.
+On the host a sum is computed product by product, so that the results of a trajectory don't depend on other trajectories. On
+a device, where a call costs as much as computing a thousand numbers, a sum is one matrix product over a block of stages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mpiad._typing import Array, Shape
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.device_arrays import arrays_of
 
-Weights: TypeAlias = list[tuple[int, Array]]
+Weights: TypeAlias = list[tuple[int, Array]]  # indices of stages and their weights
 # Lists of arrays on the host, one block on a device.
 StageArrays: TypeAlias = Sequence[Array] | Array
-Bars: TypeAlias = dict[int, Array] | Array
+Bars: TypeAlias = dict[int, Array] | Array  # cotangents by the indices of stages
 
 
 class Coefficients:
@@ -83,21 +83,21 @@ class Coefficients:
 
 
 class DeviceCoefficients(Coefficients):
-    """`Coefficients` for states on a device; row i of `rows` has the weights in the argument of stage i + 1."""
+    """`Coefficients` for states on a device; row i of `rows` contains the weights in the argument of stage i + 1."""
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
         last = self.last
         columns = [tuple(tableau.a[i - 1][j] for i in range(j + 1, last + 1)) for j in range(last)]
-        pieces = [*tableau.a, *columns, tableau.error or (), tableau.dense.reshape(-1)]
-        cuts = np.cumsum([0, *[len(piece) for piece in pieces]]).tolist()
+        parts = [*tableau.a, *columns, tableau.error or (), tableau.dense.reshape(-1)]
+        offsets = np.cumsum([0, *[len(part) for part in parts]]).tolist()
         # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
-        exact = xp.to_device(np.concatenate(pieces))
-        found = [exact.astype(like.dtype)[a:b] for a, b in zip(cuts, cuts[1:])]
-        self.rows, self._behind = found[:last], found[last : 2 * last]
+        exact = xp.to_device(np.concatenate(parts))
+        found = [exact.astype(like.dtype)[a:b] for a, b in zip(offsets, offsets[1:])]
+        self.rows, self._column_weights = found[:last], found[last : 2 * last]
         self.error: Any = None if tableau.error is None else found[-2]
-        self.dense = exact[cuts[-2] :].reshape(tableau.dense.shape)
+        self.dense = exact[offsets[-2] :].reshape(tableau.dense.shape)
         self._powers = found[-1].reshape(tableau.dense.shape).T
 
     def stages(self, shape: Shape, like: Array) -> Array:
@@ -114,7 +114,7 @@ class DeviceCoefficients(Coefficients):
 
     def column(self, j: int, bars: Array, out: Array, term: Array) -> Array:
         """Return the weighted sum of the cotangents of the later arguments to which stage j contributes."""
-        return np.tensordot(self._behind[j], bars[j + 1 :], 1) if j < self.last else np.zeros_like(out)
+        return np.tensordot(self._column_weights[j], bars[j + 1 :], 1) if j < self.last else np.zeros_like(out)
 
     def powers(self, k: Array) -> Array:
         """Return the interpolant's coefficients of x, x², …, divided by h."""
@@ -131,7 +131,7 @@ class DeviceCoefficients(Coefficients):
 
 
 def weighted_sum(weights: Weights, arrays: StageArrays | Bars, out: Array, term: Array) -> Array:
-    """Write a sum of products into `out`; `term` is a buffer for one of them."""
+    """Write a sum of products into `out`, and return it; `term` is a buffer for one product."""
     (first, weight), *others = weights
     multiply, add = np.multiply, np.add
     multiply(arrays[first], weight, out)
@@ -155,8 +155,8 @@ def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, 
 def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) -> list[Array]:
     """Return the coefficients of the interpolant, a polynomial in the fraction of the step: degree + 1 arrays (d, n).
 
-    The step size h, shape (n,), is in the precision of the states. Either h or the stages are multiplied by the sign of the
-    direction of time.
+    The step size h, shape (n,), is in the precision of the states. For columns that are integrated backwards in time, the
+    caller has changed the sign either of h or of the stages.
     """
     powers = coefficients.powers(k)
     return [u, *[h * powers[j] for j in range(len(powers))]]

@@ -1,7 +1,7 @@
-"""The small matrices of Rosenbrock steps, one per trajectory (column): LU factors, and the mass matrix.
+"""LU factorizations of small matrices, one per trajectory (column), and products with the mass matrix.
 
 All operations are elementwise over the columns. If a matrix is singular or isn't finite, the solutions of its column are
-infinite or NaN, and the step is rejected because of its error.
+infinite or NaN; a Rosenbrock step is then rejected because of its error.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class ColumnLU:
     def __init__(self, matrices: Array):
         self._factors = lu = matrices  # the diagonal of U is stored as reciprocals
         xp = arrays_of(matrices)
-        # For each row with exchanges: its index, the rows exchanged with it, and the columns concerned.
+        # For each row with exchanges: its index, and for the columns with an exchange the other row and the column.
         self._swaps: list[tuple[int, Array, Array]] = []
         for k in range(len(lu)):
-            below = np.argmax(np.abs(lu[k:, k]), axis=0)
+            offset = np.argmax(np.abs(lu[k:, k]), axis=0)
             # On a device rows may be exchanged with themselves, to avoid a copy of the indices to the host.
-            columns = np.flatnonzero(below) if xp is None else xp.arange(lu.shape[-1])
+            columns = np.flatnonzero(offset) if xp is None else xp.arange(lu.shape[-1])
             if columns.shape[0]:
-                rows = k + below[columns]
+                rows = k + offset[columns]
                 self._swaps.append((k, rows, columns))
                 _swap(lu, k, rows, columns)
-            # The reciprocal of an infinite pivot would be zero, and look valid; the difference makes it NaN.
+            # The reciprocal of an infinite pivot is zero, which looks valid. The added difference is then NaN.
             lu[k, k] = 1 / lu[k, k] + (lu[k, k] - lu[k, k])
             lu[k + 1 :, k] *= lu[k, k]
             lu[k + 1 :, k + 1 :] -= lu[k + 1 :, k, None] * lu[k, k + 1 :]
@@ -58,18 +58,18 @@ class ColumnLU:
 
 def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:
     """Exchange row k of some columns (on the last axis) with another row of each column."""
-    kept = x[k][..., columns]
+    row = x[k][..., columns]
     x[k][..., columns] = np.moveaxis(x[rows, ..., columns], 0, -1)
-    x[rows, ..., columns] = np.moveaxis(kept, -1, 0)
+    x[rows, ..., columns] = np.moveaxis(row, -1, 0)
 
 
 def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
-    """Return the nonzero entries, with their indices."""
+    """Return the row, the column and the value of each nonzero entry."""
     return tuple((i, j, float(matrix[i, j])) for i, j in np.argwhere(matrix).tolist())
 
 
 class Mass:
-    """The mass matrix, shape (d, d); None for the identity."""
+    """Products with the mass matrix M, shape (d, d), and with M/γ; `matrix` is None for the identity."""
 
     def __init__(self, matrix: Array | None, gamma: float):
         self._gamma, self._entries = gamma, None if matrix is None else entries_of(matrix)

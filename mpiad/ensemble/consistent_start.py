@@ -5,8 +5,8 @@ Lᵀ f(u, p, t) = 0. The initial state is u0 + N z with unknown z, which leaves 
 A = Lᵀ J N is invertible, and Newton's method finds z for each trajectory independently.
 
 Afterwards, two steps u - N A⁻¹ Lᵀ f(u, p, t) with the last A are computed in traced arithmetic, for the derivatives. The
-first step gives the correct first derivatives, those of the implicit function theorem, and the second step the correct
-second derivatives.
+first step gives correct first derivatives, as the implicit function theorem does; the second step gives correct second
+derivatives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConsistentStart(NamedTuple):
     """A batch with consistent initial states."""
 
     batch: Batch
-    failed: Array  # bool, shape (N,); whether no consistent state was found, and the initial state is NaN
+    failed: Array  # bool, shape (N,); whether no consistent state was found; the initial state is then NaN
 
 
 def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
@@ -44,21 +44,21 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     plain = given.plain()
     ids = two_at_least(given.size)
     with np.errstate(all="ignore"):
-        u, gain, found = _by_newton(plain, ids, free, equations, rtol, atol)
+        u, gain, converged = _by_newton(plain, ids, free, equations, rtol, atol)
     # NaN of failed trajectories would otherwise spread to the derivatives with respect to shared parameters.
-    gain, shift = np.where(found, gain, 0), np.where(found, u - plain.u0[:, ids], 0)
-    found = found[: given.size]
-    u0 = anp.where(found, _shifted(given, ids, shift, gain), np.nan)
-    return ConsistentStart(given._replace(u0=u0), ~found)
+    gain, shift = np.where(converged, gain, 0), np.where(converged, u - plain.u0[:, ids], 0)
+    converged = converged[: given.size]
+    u0 = anp.where(converged, _shifted(given, ids, shift, gain), np.nan)
+    return ConsistentStart(given._replace(u0=u0), ~converged)
 
 
 def null_vectors(matrix: Array) -> Array:
-    """Return a basis of the null space of a matrix, shape (d, m): unit vectors if its zero columns span it."""
-    missing = len(matrix) - int(np.linalg.matrix_rank(matrix))
+    """Return a basis of the null space of a matrix, shape (d, m); unit vectors if it has m columns of zeros."""
+    nullity = len(matrix) - int(np.linalg.matrix_rank(matrix))
     zero = np.flatnonzero(~matrix.any(axis=0))
-    if len(zero) == missing:
+    if len(zero) == nullity:
         return np.eye(len(matrix))[:, zero]
-    return np.linalg.svd(matrix)[2][len(matrix) - missing :].T
+    return np.linalg.svd(matrix)[2][len(matrix) - nullity :].T
 
 
 def _by_newton(
@@ -71,7 +71,7 @@ def _by_newton(
     derivative.check(locked(u), p, locked(t))
     jacobian = jacobian_of(batch)
     matrices, gain = np.zeros((len(u), *u.shape), u.dtype), np.zeros((len(u), *u.shape), u.dtype)
-    found = np.zeros(len(ids), bool)
+    converged = np.zeros(len(ids), bool)
     for _ in range(_MOST_STEPS):
         jacobian.write(matrices, u, p, t)
         derivative.write(k, u, p, t)
@@ -79,14 +79,14 @@ def _by_newton(
         # If all equations hold, the state is consistent, whatever the index of the system.
         holds = np.all(_products(equations.T, k) == 0, axis=0)
         change = np.where(holds, 0, applied(new, k))
-        gain[:, :, ~found] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~found]
-        u = np.where(found, u, u - change)
-        # A change of zero counts as zero even if the tolerance is zero.
+        gain[:, :, ~converged] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~converged]
+        u = np.where(converged, u, u - change)
+        # The relative size of a change of zero is zero, even if the tolerance is zero.
         size = np.where(change == 0, 0, np.abs(change) / (atol + rtol * np.abs(u))).max(axis=0)
-        found |= size <= _CLOSE
-        if found.all():
+        converged |= size <= _CLOSE
+        if converged.all():
             break
-    return u, gain, found
+    return u, gain, converged
 
 
 def gains(jacobian: Array, free: Array, equations: Array) -> Array:

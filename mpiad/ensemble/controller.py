@@ -1,9 +1,9 @@
-"""The size of the next step as a function of the error of the last, elementwise over trajectories (columns).
+"""The size of the next step as a function of the errors of previous steps, elementwise over trajectories (columns).
 
 A step is accepted if q < 1, with q the root mean square of the error relative to its tolerance. `q2` is q².
 
 The norm of a column must not depend on the other columns. NumPy's reductions along the first axis of a contiguous array add
-row after row if there are at least two columns, but in another order for one column. So there are always at least two.
+row after row if there are at least two columns, but in another order for one column. So arrays have two columns or more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _constant(x: float) -> Array:
 
 
 def mean_square(e: Array) -> Array:
-    """Return the mean over the rows of the squares of their moduli, float64 (n,); e (d, n), n ≥ 2, is overwritten."""
+    """Return the mean of |e|² over the rows, float64, shape (n,); e, shape (d, n) with n ≥ 2, may be overwritten."""
     if e.dtype.kind == "c":
         e = np.abs(e)
     np.multiply(e, e, out=e)
@@ -56,14 +56,14 @@ def tolerance(u: Array, rtol: float, atol: Array | float) -> Array:
 
 @dataclass(frozen=True)
 class PIController:
-    """A proportional-integral controller, which gives smoother step sizes if stability limits them.
+    """A proportional-integral controller, which gives smoother step sizes if the stability of the method limits them.
 
     Parameters
     ----------
     safety, least, most : float
         The safety factor, and the bounds of the ratio of successive step sizes.
     beta : float
-        Weight of the previous error, times the order; 0 gives SciPy's controller, the default of all methods.
+        Exponent of the previous error, times the order; 0 gives SciPy's controller, the default of all methods.
 
     References
     ----------
@@ -92,7 +92,8 @@ class PIController:
     def factor(self, q2: Array, q2_before: Array, accepted: Array, rejected: Array, order: int) -> Array:
         """Return the ratio of the next step size to this one, shape (n,).
 
-        It is safety · q^(-1/order) if beta is 0, and at most 1 after a rejection.
+        If beta is 0, the ratio is safety · q^(-1/order), limited to the range from `least` to `most`; after a rejection the
+        maximum is 1.
 
         Parameters
         ----------
@@ -104,7 +105,7 @@ class PIController:
             The order of the error estimate: see `Tableau.error_order`.
         """
         number: Callable[[float], Any] = _constant if type(q2) is np.ndarray else float
-        # The exponents are halved, since q2 is q². An error of zero gives infinity, which is bounded below.
+        # The exponents are halved, since q2 is q². An error of zero gives infinity, which `most` limits.
         factor = np.power(q2, number(-0.5 / order))
         if self.remembers:
             # After a rejection, the error of the previous step doesn't predict the error of this one.

@@ -34,7 +34,7 @@ _BLOCK = 32_768
 
 
 class DenseOutput:
-    """The interpolants of all trajectories of a batch; `given`: the batch with traced values."""
+    """The interpolants of all trajectories of a batch of plain arrays; `given`: the same batch with traced values."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
         self._batch, self._settings, self._outcome = batch, settings, outcome
@@ -42,7 +42,7 @@ class DenseOutput:
         self._signs, self._run = np.where(batch.end < batch.start, -1.0, 1.0), Run(batch, settings, outcome)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states at times in tspan, shape (N, n, …), or of the trajectory `only`, (n, …)."""
+        """Return the states at times in tspan, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
         batch = self._batch
         if self._given.traced:
             everything = self._traced(times)
@@ -53,10 +53,10 @@ class DenseOutput:
         return values if only is None else values[0]
 
     def _traced(self, times: Array) -> Array:
-        batch, every = self._batch, np.arange(self._batch.size)
-        saved, save_step = self._saved(every, self._rows(times, every))
+        batch, ids = self._batch, np.arange(self._batch.size)
+        saved, save_step = self._saved(ids, self._rows(times, ids))
         steps = self._outcome.recorded()
-        # Kernels are omitted, since they are specific to the saved times of the solve.
+        # Kernels and their results are removed, since they are specific to the saved times of the solve.
         outcome = dataclasses.replace(
             self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
         )
@@ -79,63 +79,67 @@ class DenseOutput:
         return rows
 
     def _saved(self, ids: Array, rows: Array) -> tuple[Array, Array]:
-        """Return the states of trajectories at their times, shape (len(ids), n, d), and the steps that contain them."""
+        """Return the states of trajectories at the times `rows`, (len(ids), n, d), and the steps that contain the times."""
         batch, count = self._batch, rows.size
-        each, due = np.repeat(ids, rows.shape[1]), rows.ravel()
+        owner, times = np.repeat(ids, rows.shape[1]), rows.ravel()
         number = np.empty(count, np.int64)
         values = np.full((count, len(batch.u0)), np.nan, batch.u0.dtype)
         width = max(2, _BLOCK // max(1, len(batch.u0)))
         # Steps are recorded for groups of trajectories; `first` is the first trajectory of a group.
         for first, steps in self._outcome.recorded():
-            mine = np.flatnonzero((each >= first) & (each < first + len(steps.counts)))
-            number[mine] = self._numbers(steps, each[mine] - first, each[mine], due[mine])
-            moved = mine[number[mine] >= 0]
-            for start in range(0, len(moved), width):
-                chosen = moved[start : start + width]
-                values[chosen] = self._inside(steps, each[chosen] - first, each[chosen], number[chosen], due[chosen]).T
+            group = np.flatnonzero((owner >= first) & (owner < first + len(steps.counts)))
+            number[group] = self._numbers(steps, owner[group] - first, owner[group], times[group])
+            in_steps = group[number[group] >= 0]
+            for start in range(0, len(in_steps), width):
+                chosen = in_steps[start : start + width]
+                values[chosen] = self._inside(steps, owner[chosen] - first, owner[chosen], number[chosen], times[chosen]).T
         at_start = number == INITIAL
-        # Times at the start are in no step.
-        values[at_start] = batch.u0.T[each[at_start]]
+        # No step contains the start.
+        values[at_start] = batch.u0.T[owner[at_start]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
-    def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
-        """Return the indices of the steps that contain the times; a time between two steps belongs to the first."""
-        counts, sign = steps.counts[own], self._signs[ids]
+    def _numbers(self, steps: Steps, rows: Array, ids: Array, times: Array) -> Array:
+        """Return the indices of the steps that contain the times, or INITIAL or NOWHERE.
+
+        A time at which two steps meet belongs to the first of them. `rows` and `ids` are the indices of the trajectories in
+        `steps` and in the batch.
+        """
+        counts, sign = steps.counts[rows], self._signs[ids]
         # Bisection for all times at once.
-        low, high = np.full(len(own), -1), counts - 1
+        low, high = np.full(len(rows), -1), counts - 1
         while (low < high).any():
             middle = np.maximum((low + high + 1) // 2, 0)
-            moves = low < high
-            begun = np.zeros(len(own), bool)
-            begun[moves] = ((steps.times(own[moves], middle[moves])[0] - due[moves]) * sign[moves]) < 0
-            low, high = np.where(moves & begun, middle, low), np.where(moves & ~begun, middle - 1, high)
+            active = low < high
+            started = np.zeros(len(rows), bool)
+            started[active] = ((steps.times(rows[active], middle[active])[0] - times[active]) * sign[active]) < 0
+            low, high = np.where(active & started, middle, low), np.where(active & ~started, middle - 1, high)
         # Times after the end of a trajectory give NaN.
-        reached = (due - self._outcome.t_reached[ids]) * sign <= 0
+        reached = (times - self._outcome.t_reached[ids]) * sign <= 0
         return np.where(reached, np.where(low < 0, INITIAL, low), NOWHERE)
 
-    def _inside(self, steps: Steps, own: Array, ids: Array, number: Array, due: Array) -> Array:
-        """Return states inside steps, or at their ends, shape (d, len(ids))."""
-        outcome, (t, h), u = self._outcome, steps.times(own, number), steps.states(own, number)
+    def _inside(self, steps: Steps, rows: Array, ids: Array, number: Array, times: Array) -> Array:
+        """Return the states at times inside steps, or at the ends of steps, shape (d, len(ids)); see `_numbers`."""
+        outcome, (t, h), u = self._outcome, steps.times(rows, number), steps.states(rows, number)
         with np.errstate(all="ignore"):
-            value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (due - t) / h)
-        final = number == steps.counts[own] - 1
-        # At the end of a step the interpolant differs from the state by rounding.
+            value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (times - t) / h)
+        final = number == steps.counts[rows] - 1
+        # At the end of a step the state is used, from which the interpolant differs by rounding.
         inner = np.flatnonzero(~final)
-        ended = inner[steps.times(own[inner], number[inner] + 1)[0] == due[inner]]
-        value[:, ended] = steps.states(own[ended], number[ended] + 1)
-        last = np.flatnonzero(final & (due == outcome.t_reached[ids]))
+        at_end = inner[steps.times(rows[inner], number[inner] + 1)[0] == times[inner]]
+        value[:, at_end] = steps.states(rows[at_end], number[at_end] + 1)
+        last = np.flatnonzero(final & (times == outcome.t_reached[ids]))
         value[:, last] = outcome.u_end[:, ids[last]]
         return value
 
 
 class JoinedOutput:
-    """The interpolants of several batches; `parts`: each interpolant and its number of trajectories."""
+    """The interpolants of several batches; `parts`: the interpolants and the number of trajectories of each batch."""
 
     def __init__(self, parts: list[tuple[Any, int]]):
         self._parts = parts
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states, shape (N, n, …), or of the trajectory `only`, (n, …)."""
+        """Return states, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
         found, first = [], 0
         for part, count in self._parts:
             rows = times[first : first + count] if times.ndim == 2 else times
@@ -148,13 +152,13 @@ class JoinedOutput:
 
 
 class GatheredOutput:
-    """The interpolants of all ranks, for collective calls; `share`: those of this rank's `count` trajectories."""
+    """The interpolants of all ranks, for collective calls; `share`: interpolants of this rank's `count` trajectories."""
 
     def __init__(self, share: Callable[[Array], Array], count: int, comm: Comm):
         self._share, self._count, self._comm = share, count, PickledCommunicator(comm)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states, shape (N, n, …), or of the trajectory `only`, (n, …)."""
+        """Return states, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
         comm = present(self._comm.comm, "sol(t)", "Ask for these times by saveat in the solve, or pickle sol(t).")
         used = channel(comm, "ensemble.solve")
         digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
@@ -162,20 +166,20 @@ class GatheredOutput:
         counts = used.data.allgather(self._count)
         first = sum(counts[: used.rank])
         with raising_together(used, Exception):
-            own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
-        everything = mpi_allgather(own, axis=0, comm=comm)
+            part = self._share(times[first : first + self._count] if times.ndim == 2 else times)
+        everything = mpi_allgather(part, axis=0, comm=comm)
         return everything if only is None else everything[only]
 
 
 class LeftBehind:
-    """Placeholder for a communicator that couldn't be pickled."""
+    """Placeholder, in an unpickled solution, for a communicator that couldn't be pickled."""
 
     def __repr__(self) -> str:
         return "<communicator of the program that pickled this>"
 
 
 class PickledCommunicator:
-    """The communicator of a solution; copies share it, and a pickle contains it only if it can be pickled."""
+    """The communicator of a solution. Copies share the communicator; a pickle contains it only if it can be pickled."""
 
     def __init__(self, comm: Comm):
         self.comm = comm
@@ -192,7 +196,7 @@ class PickledCommunicator:
 
 
 def present(comm: Comm, call: str, remedy: str) -> Comm:
-    """Return the communicator of a solution; raise CommunicatorError if a pickle didn't contain it."""
+    """Return the communicator of a solution; raise CommunicatorError if it was lost when the solution was pickled."""
     if isinstance(comm, LeftBehind):
         raise CommunicatorError(
             f"{call}: this solution was unpickled, and its communicator, which belongs to the program that pickled it, "

@@ -17,8 +17,8 @@ from mpiad.transport.device_arrays import is_device_array
 
 COUPLED = (
     "f is called with columns, u of shape (d, n) and t of shape (n,). Write sums and products over the components as "
-    "np.sum(u, axis=0) instead of np.sum(u) or np.dot(u, u), and give constant arrays an axis for the trajectories. If "
-    "each trajectory has one number as t or p, write t and p: t[0] and p[0] are those of the first trajectory."
+    "np.sum(u, axis=0) instead of np.sum(u) or np.dot(u, u), and give constant arrays an axis for the trajectories. If t "
+    "or p is one number per trajectory, write t and p, since t[0] and p[0] are those of the first trajectory."
 )
 
 
@@ -38,7 +38,7 @@ class Derivative:
         self.f, self.shape = f, shape
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
-        """Write the derivative of each column into `out`, both of shape (d, n)."""
+        """Write the derivative of each column of u, shape (d, n), into `out`, which has the same shape."""
         value = self.f(u, p, t)
         kind = type(value)
         if kind is np.ndarray or (kind is not list and is_device_array(value)):
@@ -51,7 +51,7 @@ class Derivative:
                 out[i] = component
 
     def check(self, u: Array, p: Tree, t: Array) -> None:
-        """Call f once and raise an error if `write` can't use it.
+        """Call f once; raise an error if f can't be called with columns, or `write` can't use its value.
 
         Raises a NotImplementedError if f reads a traced value from an enclosing function; a TypeError or ValueError if f
         writes into its arguments, or returns an invalid derivative.
@@ -117,11 +117,11 @@ class NumberDerivative(Derivative):
     """f of a problem whose state is one number: it is called with u of shape (n,)."""
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
-        """Write the derivative of each column into `out`, both of shape (1, n)."""
+        """Write the derivative of each column of u, shape (1, n), into `out`, which has the same shape."""
         out[0] = self.f(u[0], p, t)
 
     def called(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return the value of f, as for a state of one component."""
+        """Return the value of f in a list, as for a state of one component."""
         return [self.f(u[0], p, t)]
 
 
@@ -130,16 +130,16 @@ class MatrixDerivative(Derivative):
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
         """Write the derivative of each column, a flattened state, into `out`."""
-        hosted = type(u) is np.ndarray and not isinstance(p, Columns)
+        comparable = type(u) is np.ndarray and not isinstance(p, Columns)
         for j in range(u.shape[1]):
-            # A single state was duplicated, because the working set has at least two columns.
-            if j and hosted and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
+            # The working set has at least two columns: a single state is duplicated, and the copy needs no call of f.
+            if j and comparable and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
                 out[:, j] = out[:, 0]
             else:
                 out[:, j] = self._one(u, p, t, j)
 
     def called(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return the derivative of all columns."""
+        """Return the derivatives of all columns, shape (d, n)."""
         return np.stack([self._one(u, p, t, j) for j in range(u.shape[1])], axis=1)
 
     def _one(self, u: Array, p: Tree, t: Array, j: int) -> Array:

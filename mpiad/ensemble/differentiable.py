@@ -1,4 +1,4 @@
-"""The derivatives of a solve that NumPy or a CPU kernel has computed, as one differentiable operator: `solve_operator`.
+"""A solve as one differentiable operator, `solve_operator`, and its derivatives for solves by NumPy or a CPU kernel.
 
 For plain arrays the derivatives are computed by an adjoint or by tangents, in a kernel if possible. If these derivatives
 are differentiated again, traceable functions repeat ("replay") the steps.
@@ -35,7 +35,7 @@ from mpiad.transport.device_arrays import is_device_array
 #
 # All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed on
 # plain arrays; afterwards a trace records this operator, whose value is known. Its derivatives are implemented in this file
-# for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for GPUs, and in `steady_state`.
+# for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for kernels on GPUs, and in `steady_state`.
 
 
 # Positions of arguments: initial states, tspan, the given times at which events act, and the leaves of the parameters.
@@ -136,8 +136,8 @@ class _SolvedRun:
         self.vector = self.layout.vector(values)
 
     @property
-    def _untraced(self) -> bool:
-        """Whether only a replay can differentiate the steps: for a Rosenbrock method, if f can't be traced to a program."""
+    def _needs_replay(self) -> bool:
+        """Whether only a replay can differentiate the steps: for a Rosenbrock method if f can't be traced to a program."""
         return self._run.tableau.implicit and isinstance(derived(second_adjoint_program, self._run.batch), str)
 
     # ---- reverse mode
@@ -145,20 +145,20 @@ class _SolvedRun:
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if self._untraced and self._settings.gradient != "tangent":
+        if self._needs_replay and self._settings.gradient != "tangent":
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
         timed = not {START, END, DUE}.isdisjoint(argnums)
         if self._by_tangent(U0 in argnums, timed, places):
-            if timed or run.settings.events or self._untraced:
+            if timed or run.settings.events or self._needs_replay:
                 return self._replayed_tangents(argnums, args, seeds)
             parts = self._carried(U0 in argnums, places, seeds) or pushed(run, seeds, U0 in argnums, places)
             u0, leaves = contracted(run, U0 in argnums, places, parts)
             return {k: u0 if k == U0 else leaves[k - LEAVES] for k in argnums}
-        found = self._adjoint(seeds, places, timed)
-        ends = {U0: lambda: found.u0, START: lambda: run.on_host(found.start), END: lambda: run.on_host(found.end)}
-        ends[DUE] = lambda: _padded(found.due, args[DUE])
-        return {k: ends[k]() if k < LEAVES else found.leaves[k - LEAVES] for k in argnums}
+        bars = self._adjoint(seeds, places, timed)
+        getters = {U0: lambda: bars.u0, START: lambda: run.on_host(bars.start), END: lambda: run.on_host(bars.end)}
+        getters[DUE] = lambda: _padded(bars.due, args[DUE])
+        return {k: getters[k]() if k < LEAVES else bars.leaves[k - LEAVES] for k in argnums}
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
         solver = self._run.outcome.solver
@@ -170,8 +170,8 @@ class _SolvedRun:
         settings, run = self._settings, self._run
         if settings.gradient is not None:
             return settings.gradient == "tangent"
-        # Whether events occurred doesn't matter, since results mustn't depend on other trajectories. If the times of steps
-        # depend on the inputs, tangents need a replay per direction, which is slow.
+        # If the times of steps depend on the inputs, tangents need a replay per direction, which is slow. The choice doesn't
+        # depend on whether events have occurred, since the results of a trajectory must not depend on other trajectories.
         if timed or run.settings.events:
             return False
         if run.outcome.solver is not None:
@@ -179,7 +179,7 @@ class _SolvedRun:
         return len(numbers_of(run, by_u0, places)) <= run.few
 
     def _carried(self, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return the numbers and derivatives of `pushed` if a kernel has propagated the tangents, else None."""
+        """Return the same as `pushed`, from tangents that a kernel has propagated; None if no kernel has done so."""
         run, solver = self._run, self._run.outcome.solver
         found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
         if found is None:
@@ -212,14 +212,14 @@ class _SolvedRun:
     # ---- forward mode
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        run, along = self._run, dict(tangents)
-        if not along.keys().isdisjoint({START, END, DUE}) or run.settings.events or self._untraced:
-            return self.push_traced(tuple(along), args, list(along.values()))
-        u0 = along.pop(U0) if U0 in along else np.zeros_like(args[U0])
-        directions = Directions(u0[None], {k - LEAVES: [g] for k, g in along.items()})
-        kept = SavedTangents(run, directions) if run.n_saved else None
-        end = push_run(run, directions, kept)
-        saved = self.layout.specs[0].zeros() if kept is None else kept.saved[0, :, : run.n_saved]
+        run, given = self._run, dict(tangents)
+        if not given.keys().isdisjoint({START, END, DUE}) or run.settings.events or self._needs_replay:
+            return self.push_traced(tuple(given), args, list(given.values()))
+        u0 = given.pop(U0) if U0 in given else np.zeros_like(args[U0])
+        directions = Directions(u0[None], {k - LEAVES: [g] for k, g in given.items()})
+        taker = SavedTangents(run, directions) if run.n_saved else None
+        end = push_run(run, directions, taker)
+        saved = self.layout.specs[0].zeros() if taker is None else taker.saved[0, :, : run.n_saved]
         return self.layout.vector([saved, np.swapaxes(end[0], 0, 1)])
 
     # ---- under further traces
@@ -236,7 +236,7 @@ class _SolvedRun:
 
 
 def _padded(cotangents: Array, due: Array) -> Array:
-    """Return the cotangents of all given times: the rows of an adjoint without the last, unused one, padded with zeros."""
+    """Return the cotangents of the given times `due`: the rows of `cotangents`, except for the last one, and zeros."""
     found = np.zeros_like(due)
     if len(cotangents):
         found[: len(cotangents) - 1] = cotangents[:-1]

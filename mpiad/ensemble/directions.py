@@ -1,7 +1,7 @@
 """The gradient of a solve by tangents: one per number with respect to which a trajectory is differentiated.
 
-With d initial values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. Few
-directions cost less than an adjoint, whose cost doesn't depend on the number of directions.
+With d initial values and m parameters per trajectory there are d + m directions, whatever the number of trajectories. If
+d + m is small, tangents cost less than an adjoint, whose cost doesn't depend on the number of directions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
 
 
 def _zeros_like(leaf: Array) -> Any:
-    """Return zeros like a leaf; for states on a device it may be a number on the host."""
+    """Return zeros like a leaf; the leaf may be a number on the host even if the states are on a device."""
     return np.zeros_like(leaf) if np.ndim(leaf) or is_device_array(leaf) else np.result_type(leaf).type(0)
 
 
@@ -67,16 +67,16 @@ def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Dir
 
 
 def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterator[tuple[Number, Array]]:
-    """Yield each number, and per trajectory the sum of products of the results' cotangents and tangents along it."""
+    """Yield each number, and per trajectory the sum of products of the cotangents and the tangents of all results."""
     found, seeds = numbers_of(run, by_u0, places), seeds._replace(end=run.masked(seeds.end))
     for first in range(0, len(found), _GROUP):
         group = found[first : first + _GROUP]
         directions = _directions(run, group, places)
         if seeds.saved is None or run.keeps_tangents:
-            kept = None if seeds.saved is None else SavedTangents(run, directions)
-            end = push_run(run, directions, kept)
+            taker = None if seeds.saved is None else SavedTangents(run, directions)
+            end = push_run(run, directions, taker)
             parts = [
-                product_per_trajectory(seeds, end[j], None if kept is None else kept.saved[j]) for j in range(len(group))
+                product_per_trajectory(seeds, end[j], None if taker is None else taker.saved[j]) for j in range(len(group))
             ]
         else:
             products = _SavedProducts(run, seeds.saved, len(group))
@@ -112,13 +112,13 @@ class _SavedProducts(SavedTangents):
         self.total = np.zeros_like(saved.real, shape=(count, len(saved)))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Add the products of one step, summed over components and the values of each column."""
+        """Add the products of one step, summed over the components and over the values saved in each column."""
         self.total[:, part.ids] += np.sum(_sum_of_products(part.seeds(self._cotangents), states), axis=1)
 
     add = take
 
     def close(self, start: Array, end: Array) -> None:
-        """Add the products of saved values that are initial or final states."""
+        """Add the products of saved values that are initial states (`start`) or final states (`end`)."""
         for states, at_start in ((start, True), (end, False)):
             bars = np.zeros_like(self._cotangents, shape=states.shape[1:])
             self._run.add_saved(bars, self._cotangents, at_start)
@@ -130,8 +130,8 @@ def product_per_trajectory(
 ) -> Array:
     """Return the sum of products of cotangents and tangents of all results of each trajectory, shape (N,).
 
-    Tangents are needed for results with cotangents: of final states, shape (d, N), saved states, (N, n_saved, d), final
-    times, (N,), and event times, (m,).
+    Only results that have cotangents need tangents: `end`, shape (d, N), of the final states; `saved`, (N, n_saved, d), of
+    the saved states; `times`, (N,), of the final times; `crossed`, (m,), of the times of events.
     """
     part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:
@@ -156,8 +156,8 @@ def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
 def _sum_of_products(a: Array, b: Array) -> Array:
     """Return the real part of the sum of products over the second to last axis.
 
-    The rows are added one after the other. So the sum of a column doesn't depend on other columns, and temporary arrays fit
-    into the cache.
+    Rows are added one after the other, so that the sum of a column doesn't depend on other columns, and temporary arrays are
+    small enough for the cache.
     """
     if type(b) is not np.ndarray:  # on a device each operation has a large overhead
         return np.sum((a * b).real, axis=-2)

@@ -38,9 +38,9 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
         raise NotImplementedError(
             "Event: affect closes over a traced value, with respect to which it can't be differentiated. Pass it as p."
         )
-    whole = not isinstance(value, (list, tuple)) and bool(batch.shape)
+    is_array = not isinstance(value, (list, tuple)) and bool(batch.shape)
     got = [np.shape(part) for part in parts]
-    if got != [u.shape] if whole else (len(got) != len(u) or not set(got) <= {(), t.shape}):
+    if got != [u.shape] if is_array else (len(got) != len(u) or not set(got) <= {(), t.shape}):
         raise ValueError(
             f"Event: affect returned {f'shape {got[0]}' if len(got) == 1 else f'{len(got)} components of shapes {got}'}, "
             f"but the state after the event was expected, of shape {u.shape}: {len(u)} components, each a number or of "
@@ -50,13 +50,13 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     for part in parts:
         if not np.can_cast(np.asarray(part).dtype, u.dtype, casting="same_kind"):
             raise TypeError(f"Event: affect returned {np.asarray(part).dtype} for u of {u.dtype}. Give u0 that dtype.")
-    for i, part in enumerate(parts[0] if whole else parts):
+    for i, part in enumerate(parts[0] if is_array else parts):
         after[i] = part
     return after
 
 
 def affect_field(event: Event, batch: Batch) -> Field:
-    """Return the affect as a function that can be traced."""
+    """Return the affect of an event as a function of columns that may be traced."""
     return Field(batch._replace(f=event.affect))  # type: ignore[arg-type]
 
 
@@ -86,7 +86,7 @@ class Event:
     TypeError
         If the condition or the affect isn't a function of (u, p, t), or times aren't numbers.
     ValueError
-        If both a condition and times are given, or times and no affect.
+        If both a condition and times are given, or times without an affect.
 
     Examples
     --------
@@ -131,8 +131,8 @@ class Event:
         parts = self.times if isinstance(self.times, (list, tuple)) else [self.times]
         if any(map(isbox, parts)):
             raise NotImplementedError(
-                "Event: times are traced values, through which no derivative can flow here. Pass them as p, and a function "
-                "that finds them there: times=lambda p: [p[0]]."
+                "Event: times are traced values, through which no derivative can flow here. Pass them as p, and give a "
+                "function that returns them: times=lambda p: [p[0]]."
             )
         times = np.atleast_1d(np.asarray(self.times))
         if times.dtype.kind not in "iuf" or times.ndim != 1 or np.isnan(times).any():
@@ -155,7 +155,7 @@ class Event:
         return self.acts or self.terminal
 
     def for_states(self, shape: Shape) -> Event:
-        """Return the event for columns of states of a shape; raise NotImplementedError for matrices."""
+        """Return the event for columns of states of this shape; raise NotImplementedError for matrices."""
         if len(shape) == 1:
             return self
         if shape:
@@ -182,14 +182,17 @@ class Event:
         return self.acts and not self.direction
 
     def crossed(self, before: Array, after: Array, side: Array | None = None) -> Array:
-        """Return per column whether the condition changed sign as `direction` requires; `side`: its sign after a root."""
+        """Return per column whether the condition changed its sign as `direction` requires.
+
+        `side`: for events that act in both directions, the sign with which the condition left its last root or the start.
+        """
         up, down = (before <= 0) & (after >= 0), (before >= 0) & (after <= 0)
         # A root at the start of a step belongs to the previous step.
-        moved = before != 0
+        valid = before != 0
         if side is not None:
             up, down = up & (side <= 0), down & (side >= 0)
         chosen = up if self.direction > 0 else down if self.direction < 0 else up | down
-        return chosen & moved
+        return chosen & valid
 
 
 def _require_numbers(value: Array, shape: Shape) -> None:
@@ -213,14 +216,14 @@ def _require_numbers(value: Array, shape: Shape) -> None:
         )
     if np.iscomplexobj(value):
         raise TypeError(
-            f"Event: condition returned {getattr(value, 'dtype', type(value).__name__)}, but an event is where a real "
-            "number changes its sign. Return the part that is meant: np.real, np.imag or np.abs of it."
+            f"Event: condition returned {getattr(value, 'dtype', type(value).__name__)}, but a real number, which changes "
+            "its sign at the event, was expected. Take its np.real, np.imag or np.abs."
         )
 
 
 @dataclass(frozen=True)
 class _OfNumbers:
-    """A condition for columns of one component, given the user's condition for states that are numbers."""
+    """A condition for states of one component; `written`: the user's condition, for states that are numbers."""
 
     written: Function
 

@@ -1,4 +1,4 @@
-"""The evaluation of conditions, affects and f for trajectories at events."""
+"""The evaluation of conditions, affects and f for the trajectories that are at events."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class EventColumns:
     - `jumps`: list to which jumps are appended; None if they aren't recorded.
     - `u`: shape (d, n); updated. `t`: shape (n,); actual times.
     - `number`: int, shape (n,); the number of accepted steps of each trajectory.
+    - `signs`: shape (n,); -1 for trajectories integrated backwards in time, otherwise 1.
     - `codes`: int, shape (n,); the return codes of ended trajectories, otherwise MOVING.
-    - `left`: per event that acts in both directions: the sign with which its condition left the root, otherwise 0.
+    - `left`: for each event that acts in both directions, shape (n,); the signs with which its condition leaves the root
+      after the affect, or 0 if the condition isn't at its root.
     """
 
     def __init__(
@@ -41,27 +43,27 @@ class EventColumns:
         self._derivative = derivative_of(batch.f, batch.shape)
 
     @cached_property
-    def _every(self) -> Tree:
+    def _all_parameters(self) -> Tree:
         return self._batch.p.columns(self.ids)
 
     def at(self, rows: Array) -> tuple[Array, Array]:
-        """Return the states and times of some columns, in order; they must not be modified."""
+        """Return the states and times of the columns `rows`, in ascending order; they must not be modified."""
         return (self.u, self.t) if len(rows) == len(self.ids) else (self.u[:, rows], self.t[rows])
 
     def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
-        """Return states, parameters and times of some columns, in order, for the user's functions; at least two columns."""
+        """Return the arguments of the user's functions for the columns `rows`; a single column is duplicated."""
         u, t = at or self.at(rows)
         if len(rows) > 1:
-            return u, self._every if len(rows) == len(self.ids) else self._batch.p.columns(self.ids[rows]), t
+            return u, self._all_parameters if len(rows) == len(self.ids) else self._batch.p.columns(self.ids[rows]), t
         twice = two_at_least(len(rows))
         return u[:, twice], self._batch.p.columns(self.ids[rows[twice]]), t[twice]
 
     def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
-        """Return the values of a condition for some columns, at their own or the given states and times."""
+        """Return the values of a condition for some columns; `at`: states and times, by default the current ones."""
         return event.value(*self._arguments(rows, at))[: len(rows)] if rows.size else np.empty(0)
 
     def rate(self, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
-        """Return f in the direction of the solve for some columns, at their own or the given states and times."""
+        """Return f in the direction of the solve for some columns; `at`: see `condition`."""
         if not rows.size:
             return np.empty_like(self.u[:, :0])
         u, p, t = self._arguments(rows, at)
@@ -78,9 +80,10 @@ class EventColumns:
         return (mass_matrix_rhs(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
-        """Apply the affect of event e to some columns, at roots or given times `slot`; return which results are finite.
+        """Apply the affect of event e to some columns; return a mask of the columns whose new states are finite.
 
-        A trajectory whose new state isn't finite ends in the state before the event.
+        `slot`: the indices of the given times; None at roots of the condition. A trajectory ends in the state before the
+        event if its new state isn't finite.
         """
         if not rows.size:
             return np.empty(0, bool)
@@ -98,7 +101,10 @@ class EventColumns:
         return finite
 
     def meet_given_times(self) -> None:
-        """Apply the affects of all events at the current times, for each trajectory one after the other."""
+        """Apply the affects of all events with a given time that equals the current time; update `slots`.
+
+        If a trajectory has several such events, they act one after the other.
+        """
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:
             ids = self.ids[rows]
@@ -106,9 +112,9 @@ class EventColumns:
             slot = self._slots[self.ids[rows]]
             which = acting.kinds[slot, self.ids[rows]]
             for e in np.flatnonzero(np.bincount(which)).tolist():
-                mine = which == e
-                own, at = (rows, slot) if np.count_nonzero(mine) == len(rows) else (rows[mine], slot[mine])
-                done = own[self.act(e, own, at)]
+                mask = which == e
+                chosen, at = (rows, slot) if np.count_nonzero(mask) == len(rows) else (rows[mask], slot[mask])
+                done = chosen[self.act(e, chosen, at)]
                 self._slots[self.ids[done]] += 1
                 if acting.events[e].terminal:
                     self.codes[done] = ReturnCode.Terminated.code

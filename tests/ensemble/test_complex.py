@@ -188,5 +188,5 @@ def test_real_states_with_complex_parameters():
 
 def test_a_complex_condition_is_refused():
     for condition in (lambda u, p, t: u[0] - 0.5, lambda u, p, t: u[0] * np.conj(u[0]) - 0.5):
-        with pytest.raises(TypeError, match="condition returned complex128, but an event is where a real number"):
+        with pytest.raises(TypeError, match="condition returned complex128, but a real number"):
             solve(ensemble(), events=Event(condition))
