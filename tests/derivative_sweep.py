@@ -527,14 +527,14 @@ def wrapped(names: list[str]) -> str:
 
 TEXT = """# NumPy's functions: which derivatives are available
 
-This page lists which functions of `autograd.numpy`, its `linalg` and its `fft` {{py:func}}`mpiad.value_and_grad` and its family can
-differentiate, in reverse and forward mode and to second order. Tests compare each derivative with finite differences, for real and
-complex arrays of 0 to 3 axes.
+This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the derivatives that
+{{py:func}}`mpiad.value_and_grad` and its family support for each: in reverse and forward mode and to second order. Tests compare each
+derivative with finite differences, for real and complex arrays of 0 to 3 axes.
 
 - Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
 - `array`, `concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm` accept lists of traced arrays.
   Other functions convert a list to an array of objects, for which most functions raise an error.
-- At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), autograd's convention holds.
+- At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows autograd's convention.
   The derivatives of `linalg.norm`, `std` and `sinc` at zero are NaN.
 
 ## All four derivatives
@@ -546,13 +546,13 @@ complex arrays of 0 to 3 axes.
 - *yes*: the derivative is available.
 - *in part*: the calls in the last column raise a `NotImplementedError` that names the function; for a universal function such as
   `add` the error is a `TypeError`.
-- *no*: all calls raise this error.
+- *no*: all calls raise such an error.
 
 {table}
 
 ## Constants
 
-The results are sizes, indices, booleans or step functions, so the derivative is zero.
+The results of these functions are sizes, indices, booleans or step functions, so the derivative is zero.
 
 {constant}.
 
@@ -560,7 +560,7 @@ The results are sizes, indices, booleans or step functions, so the derivative is
 
 ## Functions without a derivative
 
-A call with a traced array raises the same error.
+Calls of these functions with a traced array raise the errors described above.
 
 {refused}.
 """
