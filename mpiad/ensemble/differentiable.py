@@ -170,8 +170,8 @@ class _SolvedRun:
         settings, run = self._settings, self._run
         if settings.gradient is not None:
             return settings.gradient == "tangent"
-        # If the times of steps depend on the inputs, tangents need a replay per direction, which is slow. The choice doesn't
-        # depend on whether events have occurred, since the results of a trajectory must not depend on other trajectories.
+        # If the times of steps depend on the inputs, tangents need a replay per direction, which is slow. The choice
+        # doesn't depend on whether events have occurred, since the results of a trajectory must not depend on other trajectories.
         if timed or run.settings.events:
             return False
         if run.outcome.solver is not None:
