@@ -30,9 +30,9 @@ from reaches import report
 
 import mpiad
 import mpiad.device.numpy as dnp
-from mpiad.transport import cuda_aware, device_settings
-from mpiad.transport.device_arrays import ArrayModule, arrays_named
-from mpiad.transport.device_settings import DeviceSettings
+from mpiad.transport.devices import cuda_aware, device_settings
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_named
+from mpiad.transport.devices.device_settings import DeviceSettings
 
 TARGET = 0.7
 comm = MPI.COMM_WORLD.Dup()

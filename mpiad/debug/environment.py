@@ -28,15 +28,16 @@ from mpiad.differentiation import value_and_grad
 from mpiad.environment_variables import VARIABLES
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_irecv, mpi_isend, mpi_rank, mpi_size, mpi_sum, mpi_wait
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel, cuda_aware, world
-from mpiad.transport.channels import make_communicator
-from mpiad.transport.gpus import device_of, gpus_of_node, visible
-from mpiad.transport.guarded.descriptions import rank_ranges
+from mpiad.transport import Channel, channel, world
+from mpiad.transport.core.channels import make_communicator
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices import cuda_aware
+from mpiad.transport.devices.gpus import device_of, gpus_of_node, visible
+from mpiad.transport.devices.library import Library, library
 from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_beside
-from mpiad.transport.library import Library, library
 from mpiad.transport.malloc import huge_pages
 from mpiad.transport.threads import cores
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.watch.descriptions import rank_ranges
 
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
 _OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py")

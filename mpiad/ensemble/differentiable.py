@@ -29,7 +29,7 @@ from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 # A solve as one differentiable function, from initial states, tspan and parameters to final and saved states.
 #

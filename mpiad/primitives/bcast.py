@@ -9,7 +9,8 @@ from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import channel, collectives, headers
+from mpiad.transport import channel
+from mpiad.transport.core import collectives, headers
 
 
 def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:

@@ -12,9 +12,10 @@ from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import Channel, Spec, channel, collectives, headers
-from mpiad.transport.buffers import outgoing
-from mpiad.transport.tracing import settled
+from mpiad.transport import Channel, Spec, channel
+from mpiad.transport.core import collectives, headers
+from mpiad.transport.core.buffers import outgoing
+from mpiad.transport.core.tracing import settled
 
 
 def mpi_scatter(

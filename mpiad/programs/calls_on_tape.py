@@ -37,7 +37,7 @@ from mpiad.programs.tape_node import (
 from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value, raise_own
 from mpiad.programs.transforms import derived_entry, vjp
 from mpiad.pytrees import flatten
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.tracing import tracing
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted

@@ -41,8 +41,9 @@ from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_t
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
 from mpiad.programs.trace_run import Noting, TraceRun, raise_own
 from mpiad.pytrees import flatten, is_variable
-from mpiad.transport import Spec, calls
-from mpiad.transport.tracing import tracing
+from mpiad.transport import Spec
+from mpiad.transport.core import calls
+from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 

@@ -22,12 +22,12 @@ from mpiad.differentiation.refusals import explain
 from mpiad.errors import ConvergenceError, NotFiniteError, WorkerError
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import Failure, agreed, alike_on_all, require_alike
-from mpiad.transport.channels import make_communicator
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.notices import threads_may_communicate
-from mpiad.transport.shared_counter import SharedCounter
-from mpiad.transport.user_failures import StageFailures
+from mpiad.transport.core.agreement import Failure, agreed, alike_on_all, require_alike
+from mpiad.transport.core.channels import make_communicator
+from mpiad.transport.core.notices import threads_may_communicate
+from mpiad.transport.core.shared_counter import SharedCounter
+from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.exits.user_failures import StageFailures
 
 _GROUPS_CALL = "tasks.RankGroups"
 _kept: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDictionary()
@@ -76,7 +76,7 @@ class RankGroups:
         self.count, self.whole = int(count), comm
         self.index, place = divmod(whole.rank, whole.size // self.count)
         # Split from the user's communicator, since the user's functions get the result. The library's duplicate may be a
-        # wrapper of `transport.guarded`.
+        # wrapper of `transport.watch`.
         self.comm: Any = make_communicator(whole.user.Split, self.index, place)
         self.across: Any = make_communicator(whole.user.Split, place, self.index)
         for division in (self.comm, self.across):

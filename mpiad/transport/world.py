@@ -15,21 +15,23 @@ from functools import cache
 from mpi4py import MPI
 
 from mpiad.errors import CommunicatorError, DeadlockError
-from mpiad.transport import arrivals, device_settings, lookup
-from mpiad.transport.abort import is_rank
-from mpiad.transport.departure import await_departures, code_at_end, note_departure, note_finalize
-from mpiad.transport.fault_tolerance import all_have_come, leave_process
-from mpiad.transport.guarded import closing, switch, watch_settings
-from mpiad.transport.guarded.descriptions import rank_ranges
+from mpiad.transport.core import lookup
+from mpiad.transport.core.fault_tolerance import all_have_come, leave_process
+from mpiad.transport.core.lookup import close_world, open_world
+from mpiad.transport.core.polling import Backoff
+from mpiad.transport.devices import device_settings
+from mpiad.transport.devices.pinned import close_pools
+from mpiad.transport.exits import arrivals
+from mpiad.transport.exits.abort import is_rank
+from mpiad.transport.exits.departure import await_departures, code_at_end, note_departure, note_finalize
+from mpiad.transport.exits.recovery import interruptible
+from mpiad.transport.exits.signals import install_signal_handlers
+from mpiad.transport.exits.uncaught import install_hooks
 from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
-from mpiad.transport.lookup import close_world, open_world
 from mpiad.transport.malloc import prepare_memory
-from mpiad.transport.pinned import close_pools
-from mpiad.transport.polling import Backoff
-from mpiad.transport.recovery import interruptible
-from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
-from mpiad.transport.uncaught import install_hooks
+from mpiad.transport.watch import closing, switch, watch_settings
+from mpiad.transport.watch.descriptions import rank_ranges
 
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times

@@ -1,0 +1,170 @@
+"""Agreements of the ranks of a group on their next call, on a separate communicator.
+
+Each rank has a number that identifies its call. In log2(P) rounds of one small message per rank, all ranks compute the
+minimum and maximum of the numbers. If these differ, descriptions of the calls are exchanged. Channels with the same ranks
+share one communicator for this, so differences between calls on different channels are detected, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Array, Comm
+from mpiad.transport.watch.timed_waits import Awaited, poll, poll_for
+
+_LANES = 256  # separate agreements: one for the main thread, the others for other threads
+_abandoned: list[Any] = []  # MPI may still use these buffers and communicators
+
+
+class Agreement:
+    """The communicators and counters for the agreements of one group.
+
+    `members`: the group's ranks in the world. `epoch`: the number of restarts. `starts`: by lane, the number of nonblocking
+    reductions begun, which must have the same position among the other calls on all ranks.
+    """
+
+    def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
+        self.comm, self.members, self.label = comm, members, label
+        # Tags differ between epochs, so messages of an earlier epoch aren't received. MPI limits the number of tags.
+        self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
+        self.epoch = 0
+        # Numbers of agreements begun, by lane; deadlock reports find missing ranks by them.
+        self._numbers: Counter[int] = Counter()
+        self.starts: Counter[int] = Counter()
+        self._lanes: dict[int, _Lane] = {}
+        self._later: Comm | None = None
+        self._is_open = False
+        self.begun_later = self.ended_later = 0  # numbers of comparisons of nonblocking calls
+
+    def open(self) -> None:
+        """Begin a new epoch after `renew`; collective."""
+        if self._is_open:
+            return
+        mine = np.array([-self.epoch, self.begun_later, -self.begun_later, self.ended_later])
+        least = np.empty_like(mine)
+        self.comm.Allreduce(mine, least, MPI.MIN)
+        self.epoch = -int(least[0])
+        if self._later is None or not least[1] == -least[2] == least[3]:
+            # Not freed: a rank may have begun an operation there that others haven't, and the context may be reused.
+            _abandoned.append(self._later)
+            self._later, self.begun_later, self.ended_later = self.comm.Dup(), 0, 0
+        self._is_open = True
+
+    def later(self, lane: int, own: Comm) -> Comm:
+        """Return the communicator for comparisons of nonblocking calls: outside the main thread `own`, the channel's."""
+        return own if lane else self._later  # type: ignore[return-value]
+
+    def begun(self, lane: int) -> tuple[str, int]:
+        """Return the key under which the agreements of a lane are counted, and their number."""
+        return self._key(lane), self._numbers[lane]
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of agreements that this rank has begun."""
+        return {self._key(lane): number for lane, number in self._numbers.copy().items()}
+
+    def _key(self, lane: int) -> str:
+        return f"{self.label}, lane {lane}" if lane else self.label
+
+    def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
+        """Return whether all ranks have given the same number; waits with a deadline."""
+        self._numbers[lane] += 1
+        # The fingerprint is small enough for the sum to be below 2⁶³.
+        return self._lane(lane).agree(mine + self.starts[lane], make)
+
+    def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
+        """Return each rank's description; all ranks call this after a disagreement."""
+        tag = self._tag(lane) + _LANES * self._epochs
+        buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
+        # Kept after an exception, which may leave messages in flight.
+        _abandoned.append(held := [buffer])
+        sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
+        found = [poll_for(partial(self.comm.improbe, rank, tag), make).recv() for rank in range(self.comm.size)]
+        for send in sends:
+            poll(send.Test, make)
+        held.clear()
+        return found
+
+    def renew(self, epoch: int | None = None) -> None:
+        """Abandon pending agreements, and restart the counts with other tags; all ranks call this.
+
+        `epoch`: the new epoch, the same on all ranks; by default the next one.
+        """
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        self._is_open = False
+        self._numbers.clear()
+        self.starts.clear()
+        for lane in self._lanes.values():
+            lane.abandon()
+        self._lanes.clear()
+
+    def _lane(self, number: int) -> _Lane:
+        lane = self._lanes.get(number)
+        if lane is None or lane.broken:
+            lane = self._lanes[number] = _Lane(self.comm, self._tag(number))
+        return lane
+
+    def _tag(self, lane: int) -> int:
+        return self.epoch % self._epochs * _LANES + lane
+
+
+_MAIN = threading.main_thread().ident
+
+
+def lane_of(channel_number: int) -> int:
+    """Return the lane of this thread: 0 for the main thread, otherwise one that depends on the channel."""
+    return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
+
+
+class _Lane:
+    def __init__(self, comm: Comm, tag: int):
+        self.broken, self.busy = False, False
+        self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
+        # Dissemination algorithm: the distance doubles in each round. Minimum and maximum don't change if a number arrives
+        # twice, so any number of ranks works.
+        distance = 1
+        while distance < comm.size:
+            out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
+            send = comm.Send_init(out, (comm.rank + distance) % comm.size, tag)
+            receive = comm.Recv_init(into, (comm.rank - distance) % comm.size, tag)
+            self._rounds.append((out, into, send, receive))
+            distance *= 2
+
+    def agree(self, mine: int, make: Callable[[], Awaited]) -> bool:
+        least = greatest = mine
+        self.busy = True
+        try:
+            for out, into, send, receive in self._rounds:
+                out[0], out[1] = least, greatest
+                receive.Start()
+                send.Start()
+                poll(receive.Test, make)
+                low, high = into.tolist()
+                least, greatest = min(least, low), max(greatest, high)
+                poll(send.Test, make)
+        except BaseException:
+            self.abandon()
+            raise
+        self.busy = False
+        return least == greatest
+
+    def abandon(self) -> None:
+        """Cancel pending rounds, so that their receives don't take later messages."""
+        self.broken = True
+        for _, _, send, receive in self._rounds:
+            if not receive.Test():  # true if it isn't active
+                receive.Cancel()
+                receive.Wait()
+            if not self.busy:  # otherwise MPI may still use these requests
+                send.Free()
+                receive.Free()
+        if self.busy:
+            _abandoned.append(self._rounds)
+        self._rounds = []

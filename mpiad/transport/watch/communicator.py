@@ -1,0 +1,230 @@
+"""`Guarded`: communicators with those of mpi4py's methods that the library uses, each with a deadline.
+
+Before a collective the ranks compare their calls, since MPI doesn't detect different lengths and would combine mismatched
+data. Then the nonblocking form of the collective is polled until its deadline.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Array, Buffer, Comm, Op, Status
+from mpiad.transport.watch import watch_settings
+from mpiad.transport.watch.call_agreement import Agreement, lane_of
+from mpiad.transport.watch.descriptions import describe, fingerprint, raise_mismatch
+from mpiad.transport.watch.requests import Gathering, GuardedRequest, Letter, StartedReduction, begin
+from mpiad.transport.watch.timed_waits import poll, poll_for
+
+# No weak set, since another thread may copy it while the program adds to it.
+_all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
+
+
+def counts() -> dict[str, int]:
+    """Return the numbers of collectives that this rank has begun, by the label of the communicator or agreement."""
+    every = [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
+    found = {comm.label: comm.started for comm in every}
+    for agreement in {comm.agreement for comm in every if comm.agreement is not None}:
+        found |= agreement.counts()
+    return found
+
+
+def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any:
+    """Return the guarded form of a collective; ``compared(*args)`` returns array, reduction and root for the comparison."""
+    nonblocking = _nonblocking("I" + name.lower())
+
+    def method(self: Guarded, *args: Any) -> None:
+        if self.agreement is not None:
+            self.agree(name, *compared(*args))
+        request = nonblocking(self, *args)
+        try:
+            request.Wait()
+        except BaseException:
+            channel = self.owner()
+            if channel is not None:
+                channel.unended = True
+            raise
+
+    return method
+
+
+def _given(send: Buffer, recv: Buffer) -> Buffer:
+    return recv if send is MPI.IN_PLACE else send
+
+
+def _nonblocking(name: str) -> Any:
+    def method(self: Guarded, *args: Any) -> GuardedRequest:
+        requests = begin(self, getattr(self.bare, name), *args)
+        self.started += 1
+        number = self.started
+        return GuardedRequest(requests, lambda: Gathering(self, self.label, number))
+
+    return method
+
+
+_iallreduce = _nonblocking("Iallreduce")
+
+
+class Guarded:
+    """An mpi4py communicator under the watch (see `watch_settings`).
+
+    - `label`, `members`: its name, and its members' ranks in the world, the same on all ranks.
+    - `agreement`: compares the ranks' collectives; None if they aren't compared.
+    - `owner`: returns the channel that is marked when a wait is abandoned; None without a channel.
+    - `number`: the channel's number among channels with the same members.
+    - `reverse`: whether it is used for the messages of adjoints.
+    - `post`: the communicator for descriptions of calls.
+    """
+
+    def __init__(
+        self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None, owner: Any = None,
+        number: int = 0, reverse: bool = False,
+    ):  # fmt: skip
+        self.bare, self.post, self.label, self.members, self.agreement = bare, bare, label, members, agreement
+        self.rank, self.size = bare.rank, bare.size
+        self.number, self.reverse = number, reverse
+        self.owner: Callable[[], Any] = weakref.ref(owner) if owner is not None else lambda: None
+        self.started = self._made = 0
+        _all[id(self)] = self
+
+    def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
+        """Raise an error on all ranks if they are about to make different calls."""
+        if self.size == 1:
+            return
+        agreement: Agreement = self.agreement  # type: ignore[assignment]
+        array = array if hasattr(array, "dtype") else None
+        arguments = (self.label, step, array, op, root, watch_settings.present().compares_lines)
+        lane = lane_of(self.number)
+
+        def make() -> Gathering:
+            # Called only after a moment of waiting, since `describe` inspects the stack.
+            return Gathering(self, *agreement.begun(lane), describe(*arguments))
+
+        if not agreement.agree(fingerprint(*arguments), lane, make):
+            mine = (describe(*arguments), agreement.starts[lane])
+            raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
+
+    def give_up(self, reason: str) -> None:
+        """Mark the channel as unusable."""
+        channel = self.owner()
+        if channel is not None:
+            channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
+
+    def retire(self) -> None:
+        """Stop counting its collectives, since a communicator with the same label replaces it."""
+        _all.pop(id(self), None)
+
+    # ---- collectives of arrays
+    Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
+    Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (_given(send, recv), op, root))
+    Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
+    Exscan = _collective("Exscan", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
+    Reduce_scatter = _collective("Reduce_scatter", lambda send, recv, counts, op=MPI.SUM: (send, op, None))
+    Bcast = _collective("Bcast", lambda array, root=0: (array, None, root))
+    Allgather = _collective("Allgather", lambda send, recv: (send, None, None))
+    Alltoall = _collective("Alltoall", lambda send, recv: (send, None, None))
+    Alltoallv = _collective("Alltoallv", lambda send, recv: (None, None, None))
+    # The ranks' lengths may differ, so arrays aren't compared.
+    Allgatherv = _collective("Allgatherv", lambda send, recv: (None, None, None))
+    Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
+    Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
+    Barrier = _collective("Barrier", lambda: (None, None, None))
+    Ibcast = _nonblocking("Ibcast")
+
+    def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> GuardedRequest:
+        """Start to reduce; the ranks' calls are compared when it is waited for (see `requests`)."""
+        start = _iallreduce if self.agreement is None else StartedReduction
+        return start(self, array, out, op)
+
+    # ---- collectives of pickled objects, based on those of arrays
+    def allgather(self, value: object) -> list[Any]:
+        """Return every rank's value on all ranks."""
+        mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+        lengths = np.empty(self.size, dtype=np.int64)
+        self.Allgather(np.array([mine.size], dtype=np.int64), lengths)
+        every = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self.Allgatherv(mine, [every, lengths.tolist()])
+        return [pickle.loads(part.tobytes()) for part in np.split(every, np.cumsum(lengths)[:-1])]
+
+    def gather(self, value: object, root: int = 0) -> list[Any] | None:
+        """Return every rank's value on the root."""
+        every = self.allgather(value)
+        return every if self.rank == root else None
+
+    def alltoall(self, values: list[Any]) -> list[Any]:
+        """Return each rank's value for this one."""
+        return [every[self.rank] for every in self.allgather(list(values))]
+
+    def bcast(self, value: object, root: int = 0) -> Any:
+        """Return the root's value on all ranks."""
+        packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8) if self.rank == root else None
+        length = np.array([0 if packed is None else packed.size], dtype=np.int64)
+        self.Bcast(length, root)
+        # A copy, since MPI requires writable memory, on the root too.
+        packet = np.empty(int(length[0]), dtype=np.uint8) if packed is None else packed.copy()
+        self.Bcast(packet, root)
+        return value if self.rank == root else pickle.loads(packet.tobytes())
+
+    # ---- messages
+    def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:
+        """Start to send."""
+        return GuardedRequest(begin(self, self.bare.Isend, array, dest, tag), lambda: Letter(self, True, dest, tag))
+
+    def Irecv(self, buffer: Buffer, source: int, tag: int) -> GuardedRequest:
+        """Start to receive."""
+        requests = begin(self, self.bare.Irecv, buffer, source, tag, receives=True)
+        return GuardedRequest(requests, lambda: Letter(self, False, source, tag), receives=True)
+
+    def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
+        """Receive."""
+        self.Irecv(buffer, source, tag).Wait(status)
+
+    def Probe(self, source: int, tag: int, status: Status = None) -> None:
+        """Wait for a message."""
+        poll(lambda: self.bare.Iprobe(source, tag, status), lambda: Letter(self, False, source, tag))
+
+    def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
+        """Wait for a message and match it, so that no other receive takes it."""
+        return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: Letter(self, False, source, tag))
+
+    def until(self, found: Callable[[], bool], source: int) -> None:
+        """Wait for a message without a deadline; deadlock reports show this wait."""
+        poll(found, lambda: Letter(self, False, source, MPI.ANY_TAG), endless=True)
+
+    # ---- communicators
+    def Dup(self) -> Guarded:
+        """Return a guarded duplicate whose collectives aren't compared."""
+        self._together("Dup")
+        self._made += 1
+        return Guarded(self.bare.Dup(), f"{self.label}, duplicate {self._made}", self.members)
+
+    def Split(self, color: int, key: int) -> Guarded:
+        """Return a guarded communicator with the ranks in another order."""
+        self._together("Split")
+        made = self.bare.Split(color, key)
+        order = made.allgather(self.members[self.rank])
+        return Guarded(made, f"{self.label}, reordered", tuple(order), self.agreement, self.owner(), self.number)
+
+    def _together(self, step: str) -> None:
+        # MPI creates communicators in blocking calls, which don't wait if all ranks have arrived.
+        if self.agreement is not None:
+            self.agree(step)
+        else:
+            self.Barrier()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (not isinstance(other, Guarded) and self.bare == other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getattr__(self, name: str) -> Any:
+        # Other methods don't wait. Before `bare` is set, its lookup would call this method recursively.
+        if name == "bare":
+            raise AttributeError(name)
+        return getattr(self.bare, name)

@@ -1,0 +1,215 @@
+"""Messages of debug mode: a header with shape, dtype and line precedes each message, on a separate communicator.
+
+The k-th header from a sender with a tag belongs to the k-th message from that sender with that tag.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Array, Buffer, Comm, Request, Status
+from mpiad.errors import MessageMismatchError
+from mpiad.transport.core.channels import cancel, drain
+from mpiad.transport.watch import watch_settings
+from mpiad.transport.watch.communicator import Guarded
+from mpiad.transport.watch.descriptions import caller, where
+from mpiad.transport.watch.message_counts import MessageCounts
+from mpiad.transport.watch.requests import GuardedRequest, Letter, begin, release
+from mpiad.transport.watch.timed_waits import poll
+
+_BYTES = 256  # fixed length of headers, so that their receives can be posted in advance
+_MOST = 10_000  # maximum number of cached headers
+_headers: dict[tuple, bytes] = {}
+
+Expected: TypeAlias = "tuple[list[Request], bytearray]"  # the pending receive of a header, and its buffer
+
+
+def _form(array: np.ndarray) -> bytes:
+    return f"shape {array.shape}, dtype {array.dtype}, {array.nbytes} bytes|".encode()
+
+
+def _header(array: np.ndarray) -> tuple[bytes, str, str]:
+    name, site, call = caller()
+    key = array.shape, array.dtype.num, site, name
+    place = where(call, site)
+    found = _headers.get(key)
+    if found is None:
+        if len(_headers) >= _MOST:
+            _headers.clear()
+        found = _headers[key] = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
+    return found, name, place
+
+
+class HeadedMessages(Guarded):
+    """A guarded communicator whose messages have headers; `post`: the communicator for the headers."""
+
+    def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
+        super().__init__(bare, *args, **keywords)
+        self.post = post
+        self.ledger = MessageCounts(self.label, self.members, self.owner)
+        # Numbers of receives and of sends whose messages have no headers: in flight when debug mode began.
+        self.skipped: dict[tuple[int, int], int] = {}
+        self.unannounced: dict[tuple[int, int], int] = {}
+        self.parts = tuple(
+            Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner())
+            for comm, name in ((bare, "drained"), (post, "headers"))
+        )
+
+    def retire(self) -> None:
+        """Stop counting collectives and messages."""
+        super().retire()
+        self.ledger.close()
+
+    def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
+        """Expect no headers for messages whose send or receive was started before debug mode; collective.
+
+        `sent`, `received`: the numbers of messages that this rank has sent to, or begun to receive from, each (rank, tag).
+        """
+        counts = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
+                for peer in range(self.size)]  # fmt: skip
+        for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(counts)):
+            self.skipped |= _ahead(there_sent, counts[peer][1], peer)
+            self.unannounced |= _ahead(there_received, counts[peer][0], peer)
+
+    def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
+        """Start to send a header and the array."""
+        header, name, place = _header(array)
+        # The header is sent first, so a rank with the message can wait for the header.
+        announced = not _counted_down(self.unannounced, dest, tag)
+        ahead = begin(self, self.post.Isend, [header, MPI.BYTE], dest, tag) if announced else None
+        self.ledger.sent(dest, tag, place)
+        return HeadedSend(self, begin(self, self.bare.Isend, array, dest, tag), ahead, dest, tag, (name, place))
+
+    def Irecv(self, buffer: Buffer, source: int, tag: int) -> HeadedReceive:
+        """Start to receive a header and the array."""
+        name, site, call = caller()
+        return HeadedReceive(self, buffer, source, tag, (name, where(call, site)))
+
+    def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
+        """Wait for a message and match it; its header is compared when it is received."""
+        status = MPI.Status() if status is None else status
+        message = super().Mprobe(source, tag, status)
+        return _Matched(self, message, status.source, status.tag)
+
+    def expect(self, source: int, tag: int) -> Expected | None:
+        """Start to receive the next header; None if the message has none."""
+        if _counted_down(self.skipped, source, tag):
+            return None
+        header = bytearray(_BYTES)
+        return begin(self, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
+
+    def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
+        """Raise an error if a received message differs from the array that it was received into."""
+        self.ledger.received(source, tag)
+        if expected is None:
+            return
+        requests, header = expected
+        poll(requests[0].Test, lambda: Letter(self, False, source, tag))
+        release(requests)
+        if not header.startswith(_form(buffer)):
+            form, _, sender = header.decode(errors="replace").rstrip().partition("|")
+            name, place = by
+            raise MessageMismatchError(
+                f"{name}: rank {source} sent {form} with tag {tag}, but the array it is received into has shape "
+                f"{buffer.shape} and dtype {buffer.dtype}: {buffer.nbytes} bytes. It was sent by {sender}, and received by "
+                f"{name} at {place}. Give a template (`like`) with the shape and dtype of what is sent.",
+                ranks=(self.members[source], self.members[self.rank]),
+            )
+
+    def Free(self) -> None:
+        """Free both communicators; collective."""
+        channel = self.owner()
+        drain(self.parts[1], 0 if channel is None else channel.tag_limit)
+        self.post.Free()
+        self.bare.Free()
+
+
+def _ahead(there: dict[int, int], here: dict[int, int], peer: int) -> dict[tuple[int, int], int]:
+    return {(peer, tag): count - here.get(tag, 0) for tag, count in there.items() if count > here.get(tag, 0)}
+
+
+def _counted_down(counts: dict[tuple[int, int], int], peer: int, tag: int) -> bool:
+    if not counts or counts.get((peer, tag), 0) == 0:
+        return False
+    counts[peer, tag] -= 1
+    return True
+
+
+class HeadedSend(GuardedRequest):
+    """A send under way."""
+
+    def __init__(
+        self, comm: HeadedMessages, requests: list[Request], ahead: list[Request] | None, dest: int, tag: int,
+        caller: tuple[str, str],
+    ):  # fmt: skip
+        super().__init__(requests, lambda: Letter(comm, True, dest, tag))
+        self._ahead, self.caller = None if ahead is None else GuardedRequest(ahead, self._make), caller
+
+    def Test(self, status: Status = None) -> bool:
+        """Return whether MPI has completed it."""
+        return super().Test(status) and (self._ahead is None or self._ahead.Test())
+
+
+class HeadedReceive(GuardedRequest):
+    """A receive under way."""
+
+    def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int, caller: tuple[str, str]):
+        requests = begin(comm, comm.bare.Irecv, buffer, source, tag, receives=True)
+        super().__init__(requests, lambda: Letter(comm, False, source, tag), receives=True)
+        self._comm, self._buffer, self.caller = comm, buffer, caller
+        self._cancelled = False
+        # Both receives are posted together, since receives may be waited for in another order.
+        self._known = source >= 0 and tag >= 0
+        self._expected = comm.expect(source, tag) if self._known else None
+
+    def Wait(self, status: Status = None) -> None:
+        """Wait for the array and compare its header."""
+        if self._cancelled:
+            self.request.Wait()
+            return
+        status = MPI.Status() if status is None else status
+        try:
+            super().Wait(status)
+        except MPI.Exception as error:
+            # MPI reports only that the message was too long; the header contains its size and sender.
+            if error.Get_error_class() == MPI.ERR_TRUNCATE:
+                self._compare(status)
+            raise
+        self._compare(status)
+
+    def _compare(self, status: Status) -> None:
+        if not watch_settings.debug():  # the sender may have turned debug mode off, too
+            self._take_back_header()
+            return
+        source, tag = status.source, status.tag
+        expected = self._expected if self._known else self._comm.expect(source, tag)
+        self._comm.compare(expected, self._buffer, source, tag, self.caller)
+
+    def Cancel(self) -> None:
+        """Cancel the receive."""
+        self._cancelled = True
+        super().Cancel()
+        self._take_back_header()
+
+    def _take_back_header(self) -> None:
+        if self._expected is not None:
+            cancel(self._expected[0][0])
+            release(self._expected[0])
+
+
+class _Matched:
+    def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
+        self._comm, self._message, self._source, self._tag = comm, message, source, tag
+        name, site, call = caller()
+        self._caller = name, where(call, site)
+
+    def Recv(self, buffer: np.ndarray) -> None:
+        self.refuse(buffer, buffer)
+
+    def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
+        """Receive the message into `dropped`, since it may not fit into `wanted`, and compare its header with `wanted`."""
+        self._message.Recv(dropped)
+        self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)
