@@ -50,7 +50,8 @@ WORLD = MPI.COMM_WORLD
 # each is the other's neighbour on both sides; four are the fewest that divide a grid along two axes, as solvers see it.
 WHOLE_SUITE = {
     2: ("transport/watch/test_message_headers.py", "transport/core/test_channels.py",
-        "transport/devices/test_device_messages.py", "transport/core/test_extremes.py", "transport/core/test_long_collectives.py",
+        "transport/core/test_extremes.py", "transport/core/test_long_collectives.py",
+        "transport/devices/test_device_messages.py",
         "primitives/test_allreduce.py", "primitives/test_allgather.py", "primitives/test_reduce_scatter.py",
         "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
