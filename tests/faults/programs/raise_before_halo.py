@@ -2,7 +2,7 @@
 # raises: ValueError
 # says: linalg.solve can't raise this exception on all ranks: others have not come within 1 s.*{here}.*ValueError: no row 3
 
-import mpiad.transport.user_failures
+import mpiad.transport.exits.user_failures
 import numpy as np
 
 import mpiad

@@ -57,7 +57,7 @@ def test_sigterm_of_one_rank_ends_the_job(waits, mpirun, tmp_path):
 @pytest.mark.parametrize("first", ["MainThread", "mpiad-signals"])
 def test_the_place_whichever_thread_is_first(first, mpirun):
     one_first = f"""
-from mpiad.transport import signals
+from mpiad.transport.exits import signals
 end = signals._end
 def last(*args):
     if threading.current_thread().name != {first!r}:
