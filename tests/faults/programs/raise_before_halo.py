@@ -2,10 +2,10 @@
 # raises: ValueError
 # says: linalg.solve can't raise this exception on all ranks: others have not come within 1 s.*{here}.*ValueError: no row 3
 
-import mpiad.transport.exits.user_failures
 import numpy as np
 
 import mpiad
+import mpiad.transport.exits.user_failures
 from mpiad.linalg import solve
 
 mpiad.transport.exits.user_failures.SOON = 1.0  # seconds, so that nobody waits for this program
