@@ -24,7 +24,7 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
 from mpiad.transport.core.agreement import agreed, fingerprint
-from mpiad.transport.core.prepared_messages import as_message
+from mpiad.transport.core.messages import as_message
 from mpiad.transport.devices.device_arrays import is_device_array
 
 _FLOAT64 = np.dtype(np.float64)

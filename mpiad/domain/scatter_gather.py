@@ -14,7 +14,7 @@ from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.domain.partition import Partition, lengths
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport.core.agreement import raising_together
-from mpiad.transport.core.buffers import empty_like
+from mpiad.transport.devices.device_arrays import empty_like
 
 
 def scatter(domain: Decomposition, u: RootArray, root: Rank) -> LocalArray:

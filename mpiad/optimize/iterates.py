@@ -16,7 +16,7 @@ from mpiad.optimize.history import Iterate, Progress, Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import Leader
 from mpiad.transport.exits.user_failures import StageFailures
-from mpiad.transport.threads import vdot
+from mpiad.transport.resources import vdot
 
 
 class Moved(Iterate, Protocol):

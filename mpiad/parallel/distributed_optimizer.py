@@ -26,7 +26,7 @@ from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.exits.recovery import recoverable
-from mpiad.transport.threads import vdot
+from mpiad.transport.resources import vdot
 from mpiad.transport.watch import watch_settings
 
 

@@ -16,7 +16,7 @@ from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
 from mpiad.transport import PROD, SUM, channel
 from mpiad.transport.core import collectives
-from mpiad.transport.core.prepared_messages import prepared_sum
+from mpiad.transport.core.messages import prepared_sum
 from mpiad.transport.core.tracing import settled
 from mpiad.transport.devices.device_arrays import arrays_of
 from mpiad.transport.devices.device_settings import divides

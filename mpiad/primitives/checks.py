@@ -12,7 +12,7 @@ from mpiad._typing import Array
 from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec
 from mpiad.transport.core import collectives
 from mpiad.transport.core.buffers import even_lengths, outgoing
-from mpiad.transport.core.mpi_operations import defined_for, name_of
+from mpiad.transport.core.collectives import defined_for, name_of
 from mpiad.transport.core.tracing import settled
 
 

@@ -14,7 +14,7 @@ from mpiad._typing import Array
 from mpiad.transport import Channel, Envelope
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Arguments, Call, Site
-from mpiad.transport.core.mpi_operations import name_of
+from mpiad.transport.core.collectives import name_of
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 

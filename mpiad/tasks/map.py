@@ -23,8 +23,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import Failure
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
-from mpiad.transport.core.object_messages import Line, Message, PackedObject
-from mpiad.transport.core.polling import Backoff, wait_for_message
+from mpiad.transport.core.polling import Backoff, Line, Message, PackedObject, wait_for_message
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.recovery import ranks_within, recover, recoverable
 

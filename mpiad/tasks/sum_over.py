@@ -24,8 +24,7 @@ from mpiad.primitives import mpi_allreduce
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import Failure, agreed, alike_on_all, require_alike
 from mpiad.transport.core.channels import make_communicator
-from mpiad.transport.core.notices import threads_may_communicate
-from mpiad.transport.core.shared_counter import SharedCounter
+from mpiad.transport.core.polling import SharedCounter, threads_may_communicate
 from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.user_failures import StageFailures
 

@@ -13,7 +13,7 @@ from mpiad.debug.environment import (
     unknown_variables,
     version_mistakes,
 )
-from mpiad.transport.devices.library import Library
+from mpiad.transport.devices.device_settings import Library
 from mpiad.transport.launcher import Launcher
 
 pytestmark = pytest.mark.serial

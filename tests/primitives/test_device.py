@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.transport.core import lookup
 from mpiad.transport.devices.device_settings import DeviceSettings
-from mpiad.transport.devices.pinned import close_pools
+from mpiad.transport.devices.staging import close_pools
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size

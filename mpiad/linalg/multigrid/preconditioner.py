@@ -26,10 +26,9 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import MAX, SUM, Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together
-from mpiad.transport.core.buffers import empty_like
 from mpiad.transport.core.collectives import allreduce
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, empty_like, is_array
 
 _CALL = "linalg.Multigrid"
 

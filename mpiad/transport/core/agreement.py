@@ -15,7 +15,6 @@ from mpiad._typing import Comm
 from mpiad.errors import ConvergenceError, NotFiniteError, RemoteError
 from mpiad.transport.core.channels import Channel, Used, note_use, on_any_rank
 from mpiad.transport.core.tracing import settled
-from mpiad.transport.exits.exit_codes import code_of
 
 T = TypeVar("T")
 
@@ -24,6 +23,21 @@ _BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError Arithm
     ZeroDivisionError LookupError IndexError KeyError AssertionError AttributeError NameError MemoryError OSError""".split()
 _KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
 _KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
+
+
+def exit_code(code: object) -> int:
+    """Return the exit code that the launcher gets for SystemExit's `code`."""
+    if code is None:
+        return 0
+    # The system keeps eight bits. Python prints anything but an integer, and ends with 1.
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a job that an exception ends: never 0."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130  # 128 + SIGINT, as shells report it
+    return exit_code(error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)) or 1
 
 
 class Failure(NamedTuple):

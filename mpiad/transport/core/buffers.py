@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import numpy as np
 
-from mpiad._typing import Array, Shape
-from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
+from mpiad._typing import Array
+from mpiad.transport.devices.device_arrays import Spec, arrays_of
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
 _EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
 _DTYPES = frozenset(_INEXACT + _EXACT)
 _SCALARS = (bool, int, float, complex, np.generic)
 _ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer type or bool"
-
-
-class Spec(NamedTuple):
-    """Shape and dtype of an array, and the module that makes arrays on its device; None for the host."""
-
-    shape: Shape
-    dtype: np.dtype
-    arrays: ArrayModule | None = None
-
-    @classmethod
-    def of(cls, array: Array) -> Spec:
-        """Return the spec of an array."""
-        return cls(array.shape, array.dtype, arrays_of(array))
-
-    @property
-    def differentiable(self) -> bool:
-        """Return whether arrays like this one carry derivatives."""
-        return self.dtype.kind in "fc"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of an array like this one."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-    def empty(self) -> Array:
-        """Return a new uninitialized array."""
-        return np.empty(self.shape, self.dtype) if self.arrays is None else self.arrays.empty(self.shape, self.dtype)
-
-    def zeros(self) -> Array:
-        """Return a new array of zeros; on the host a NumPy scalar for shape ()."""
-        if self.arrays is not None:
-            return self.arrays.full(self.shape, 0, self.dtype)
-        return np.zeros(self.shape, self.dtype) if self.shape else self.dtype.type(0)
 
 
 def outgoing(x: Array, call: str) -> Array:
@@ -120,35 +84,6 @@ def private_copy(array: Array, x: Array) -> Array:
         return array
     # For a subclass of ndarray, asarray returns a new object that is a view of the user's memory.
     return array.copy() if array is x or array.base is not None else array
-
-
-def copied(array: Array) -> Array:
-    """Return a C-contiguous copy on the same device; on the host a NumPy scalar for an array without dimensions."""
-    arrays = arrays_of(array)
-    return result(array.copy()) if arrays is None else arrays.copy(array)
-
-
-def contiguous(array: Array) -> Array:
-    """Return an array on the same device, C-contiguous."""
-    arrays = arrays_of(array)
-    return np.ascontiguousarray(array) if arrays is None else arrays.contiguous(array)
-
-
-def empty_like(u: Array, shape: Shape) -> Array:
-    """Return a C-contiguous uninitialized array with the dtype and device of `u`."""
-    arrays = arrays_of(u)
-    return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
-
-
-def zeros_like(u: Array, shape: Shape) -> Array:
-    """Return a C-contiguous array of zeros, with the dtype and device of `u`."""
-    arrays = arrays_of(u)
-    return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)
-
-
-def result(array: Array) -> Array:
-    """Return a received array; on the host a NumPy scalar if it has no dimensions, as NumPy's functions do."""
-    return array[()] if type(array) is np.ndarray and not array.ndim else array
 
 
 def spec_of(like: Array, call: str, argument: str = "like") -> Spec:

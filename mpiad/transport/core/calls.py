@@ -322,7 +322,7 @@ def entry(code: CodeType | None) -> str:
 
 
 _END = "the end of the program"
-_ENDS = ("mpi_finalize", "finalize", "_complete_at_exit", "_end_world", "close_at_exit")
+_ENDS = ("mpi_finalize", "finalize", "_complete_at_exit", "_end_world", "_close")
 _NAMES = {"_freed": "comm.Free"} | dict.fromkeys(_ENDS, _END)
 _NOWHERE = Site("", 0, "<module>", "")
 _NOWHERE.text = "outside the user's program"

@@ -11,15 +11,34 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Op
-from mpiad.transport.core import chunked_collectives, exchanged_sums
+from mpiad.transport.core import large_collectives
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
-from mpiad.transport.core.buffers import Spec, contiguous, copied, outgoing
+from mpiad.transport.core.buffers import outgoing
 from mpiad.transport.core.channels import Channel
-from mpiad.transport.core.mpi_operations import name_of
 from mpiad.transport.devices.chunked_staging import in_place_transfer, of_whole
-from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied, result
 from mpiad.transport.devices.device_settings import LEAST_CHUNK, divides, exchanges, present
-from mpiad.transport.devices.staging import communicate, send_buffer, transfer_of
+from mpiad.transport.devices.staging import Direct, Staged, communicate, send_buffer, transfer_of
+
+_INTEGER = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+_NAMES = (*_INTEGER, "MINLOC", "MAXLOC", "REPLACE", "NO_OP", "OP_NULL")
+_OF_KIND = {
+    "b": ("LAND", "LOR", "LXOR"),
+    "i": _INTEGER,
+    "u": _INTEGER,
+    "f": ("SUM", "PROD", "MAX", "MIN"),
+    "c": ("SUM", "PROD"),
+}
+
+
+def defined_for(kind: str) -> tuple[str, ...]:
+    """Return the names of the reductions for a dtype's `kind`; all names if it isn't a number."""
+    return _OF_KIND.get(kind, _NAMES)
+
+
+def name_of(op: Op) -> str | None:
+    """Return the name of one of MPI's own reductions, None for a user's reduction."""
+    return next((name for name in _NAMES if op == getattr(MPI, name)), None)
 
 
 class Summation:
@@ -144,9 +163,9 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
     if array.nbytes > LEAST_CHUNK:
         if divides(array.nbytes):
-            return chunked_collectives.allreduce(channel, array, op)
+            return large_collectives.allreduce(channel, array, op)
         if exchanges(array.nbytes) and name_of(op) == "SUM":
-            return exchanged_sums.allreduce(channel, array)
+            return large_collectives.exchanged_allreduce(channel, array)
     if type(array) is np.ndarray:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
@@ -158,9 +177,9 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Sum the ranks' arrays on the root; return zeros on other ranks."""
     array = outgoing(x, call)
     if divides(array.nbytes):
-        return chunked_collectives.reduce(channel, array, root)
+        return large_collectives.reduce(channel, array, root)
     if exchanges(array.nbytes):
-        return exchanged_sums.reduce(channel, array, root)
+        return large_collectives.exchanged_reduce(channel, array, root)
     if channel.rank != root:
         channel.data.Reduce(send_buffer(array), None, MPI.SUM, root)
         return Spec.of(array).zeros()
@@ -172,8 +191,8 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
     array = outgoing(x, call) if channel.rank == root else None
     if divides(spec.nbytes):
         if array is None:
-            return chunked_collectives.bcast_to_here(channel, spec, root, present().chunk)
-        chunked_collectives.bcast_from_here(channel, array, present().chunk)
+            return large_collectives.bcast_to_here(channel, spec, root, present().chunk)
+        large_collectives.bcast_from_here(channel, array, present().chunk)
         return copied(array)
     if array is not None:
         channel.data.Bcast(send_buffer(array), root)
@@ -187,7 +206,7 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     # Suffix sums are prefix sums over the ranks in reverse order.
     comm = channel.backwards() if backwards else channel.data
     if divides(array.nbytes):
-        return chunked_collectives.scan(comm, array, exclusive)
+        return large_collectives.scan(comm, array, exclusive)
     sums = communicate(comm.Exscan if exclusive else comm.Scan, array, Spec.of(array))
     # In MPI the first rank's exclusive sum is undefined.
     return Spec.of(array).zeros() if exclusive and comm.rank == 0 else sums
@@ -197,7 +216,7 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     array = outgoing(x, call)
     if divides(array.nbytes):
-        return chunked_collectives.alltoall(channel, array)
+        return large_collectives.alltoall(channel, array)
     return communicate(channel.data.Alltoall, array, Spec.of(array))
 
 
@@ -234,7 +253,7 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     whole = Spec(((sum(lengths) if mine else 0), *rest), array.dtype, arrays_of(array))
     counts = [length * prod(rest) for length in lengths]
     if divides(sum(counts) * array.dtype.itemsize):
-        return _back(chunked_collectives.gather(channel, array, root, counts, whole), axis)
+        return _back(large_collectives.gather(channel, array, root, counts, whole), axis)
 
     def collect(sent: Buffer, out: Buffer) -> None:
         if root is None:
@@ -253,7 +272,7 @@ def scatter(
     array = _front(outgoing(x, call), axis) if channel.rank == root else None
     spec, counts = piece._replace(shape=shape), [length * prod(shape if axis is None else shape[1:]) for length in lengths]
     if divides(sum(counts) * piece.dtype.itemsize):
-        return _back(chunked_collectives.scatter(channel, array, root, counts, spec), axis)
+        return _back(large_collectives.scatter(channel, array, root, counts, spec), axis)
 
     def distribute(sent: Buffer | None, out: Buffer) -> None:
         channel.data.Scatterv(None if sent is None else [sent, counts], out, root)
@@ -268,9 +287,9 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
     block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
     counts = [length * prod(rest) for length in lengths]
     if divides(array.nbytes):
-        return _back(chunked_collectives.reduce_scatter(channel, array, counts, block), axis)
+        return _back(large_collectives.reduce_scatter(channel, array, counts, block), axis)
     if exchanges(array.nbytes):
-        return _back(exchanged_sums.reduce_scatter(channel, array, counts, block), axis)
+        return _back(large_collectives.exchanged_reduce_scatter(channel, array, counts, block), axis)
     return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts, MPI.SUM), array, block), axis)
 
 
@@ -281,3 +300,116 @@ def _front(array: Array, axis: int | None) -> Array:
 
 def _back(array: Array, axis: int | None) -> Array:
     return array if not axis else contiguous(np.moveaxis(array, 0, axis))
+
+
+# Broadcasts with a header that contains shape and dtype, and a small array itself.
+#
+# An error of the root (an object instead of an array, a shape that can't be divided) is sent in the header, and all ranks
+# raise it.
+
+
+_WORDS = 128
+# Words of a header: dtype, number of dimensions, up to 64 dimensions, device, bytes of a piece; then a small array.
+_KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71
+_CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]  # int64 has two of them
+_INLINE_BYTES = 8 * (_WORDS - _SHAPE_WORDS)
+_ERROR = -1
+_INLINE = -1  # in the place of the bytes of a piece: the array is in the header
+
+
+def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
+    """Copy the root's array to all ranks, which needn't know its shape and dtype.
+
+    On other ranks the result is on the device of the template `x`, or on a device like the root's if there is none.
+    """
+    # The header has a fixed size, since the receivers don't know the size of the array.
+    packet = np.zeros(_WORDS, dtype=np.int64)
+    if channel.rank == root:
+        return _bcast_from_here(channel, x, root, call, packet)
+    channel.data.Bcast(packet, root)
+    spec = _unpacked(packet, root, x)
+    if packet[_CHUNK] > 0:
+        return large_collectives.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
+    if packet[_CHUNK] == _INLINE:
+        flat = packet[_SHAPE_WORDS:].view(np.uint8)[: spec.nbytes]
+        array = flat.view(spec.dtype).reshape(spec.shape)
+        return result(array.copy()) if spec.arrays is None else spec.arrays.to_device(array)
+    return communicate(lambda _, out: channel.data.Bcast(out, root), None, spec)
+
+
+def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: np.ndarray) -> Array:
+    try:
+        array = outgoing(x, call)
+        spec = Spec.of(array)
+        transfer = transfer_of(spec.arrays)
+    except TypeError as error:  # the others already wait for a header
+        _send_error(channel, error, root, packet)
+        raise
+    _pack(packet, spec)
+    # An array that MPI reads on the device isn't copied to the host for the header.
+    small = array.nbytes <= _INLINE_BYTES and not isinstance(transfer, Direct)
+    if small:
+        packet[_CHUNK] = _INLINE
+        packet[_SHAPE_WORDS:].view(np.uint8)[: array.nbytes] = transfer.send_buffer(array).reshape(-1).view(np.uint8)
+    elif divides(array.nbytes) or (isinstance(transfer, Staged) and array.nbytes > present().chunk):
+        packet[_CHUNK] = present().chunk
+    channel.data.Bcast(packet, root)
+    if packet[_CHUNK] > 0:
+        large_collectives.bcast_from_here(channel, array, present().chunk)
+    elif not small:
+        channel.data.Bcast(transfer.send_buffer(array), root)
+    return copied(array)
+
+
+def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:
+    """Broadcast the spec that `make` returns on the root to all ranks, or raise its error on all of them.
+
+    On other ranks it has the device of the template, or a device like the root's if there is none.
+    """
+    packet = np.zeros(_WORDS, dtype=np.int64)
+    if channel.rank != root:
+        channel.data.Bcast(packet, root)
+        return _unpacked(packet, root, template)
+    try:
+        spec = make()
+    except (TypeError, ValueError) as error:
+        _send_error(channel, error, root, packet)
+        raise
+    _pack(packet, spec)
+    channel.data.Bcast(packet, root)
+    return spec
+
+
+def _pack(packet: np.ndarray, spec: Spec) -> None:
+    packet[0], packet[1] = _CODES.index(spec.dtype.char), len(spec.shape)
+    packet[2 : 2 + len(spec.shape)] = spec.shape
+    if spec.arrays is not None:
+        packet[_KIND:_CHUNK].view(np.uint8)[:] = np.frombuffer(spec.arrays.name.encode().ljust(32)[:32], np.uint8)
+
+
+def _unpacked(packet: np.ndarray, root: int, template: object) -> Spec:
+    if packet[0] == _ERROR:
+        kind, length = (TypeError, ValueError)[packet[1]], packet[2]
+        text = packet[3:].view(np.uint8)[:length].tobytes().decode(errors="replace")
+        raise kind(f"{text} (raised on the root, rank {root})")
+    spec = Spec(tuple(packet[2 : 2 + packet[1]].tolist()), np.dtype(_CODES[packet[0]]))
+    if template is not None:
+        return spec._replace(arrays=arrays_of(template))
+    kind = packet[_KIND:_CHUNK].tobytes().strip(b"\0 ").decode()
+    return spec._replace(arrays=arrays_named(kind)) if kind else spec
+
+
+def _send_error(channel: Channel, error: Exception, root: int, packet: np.ndarray) -> None:
+    text = np.frombuffer(str(error).encode()[: 8 * (_WORDS - 3)], dtype=np.uint8)
+    packet[:3] = _ERROR, isinstance(error, ValueError), len(text)
+    packet[3:].view(np.uint8)[: len(text)] = text
+    channel.data.Bcast(packet, root)
+
+
+def bcast_integers(channel: Channel, values: list[int], root: int) -> list[int]:
+    """Copy the root's list, of one integer for each rank, to all ranks."""
+    buffer = np.empty(channel.size, dtype=np.int64)
+    if channel.rank == root:
+        buffer[:] = values
+    channel.data.Bcast(buffer, root)
+    return buffer.tolist()

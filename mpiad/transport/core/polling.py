@@ -1,16 +1,26 @@
-"""Waiting without occupying the core, which other ranks may need."""
+"""Waits that don't occupy a core, and messages for which a rank polls: notices, Python objects, and a shared counter.
+
+Ranks often outnumber cores, and MPI's own wait would occupy the core of another rank.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm, Request
+from mpiad._typing import Comm, Rank, Request
+from mpiad.transport.core.channels import Channel, make_communicator
+from mpiad.transport.core.fault_tolerance import is_process_failure
 
-# Ranks often outnumber cores; MPI's own wait would occupy the core of another rank.
 _AT_ONCE = 0.01
 _LONGEST_NAP = 1e-3
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # a sleep takes up to 100 µs, 100 times as long
@@ -62,3 +72,211 @@ def wait_gently(request: Request) -> None:
     patience = Backoff()
     while not request.Test():
         patience.pause()
+
+
+def threads_may_communicate() -> bool:
+    """Return whether MPI was initialized for calls from several threads at once."""
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+class Notices:
+    """Empty messages, for which any thread may poll, on a communicator without other point-to-point messages."""
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self._empty = np.empty(0)
+        self._posted: list[Any] = []
+        self._sent: Counter[Rank] = Counter()
+        self._taken: Counter[Rank] = Counter()
+
+    def post(self, dest: Rank, kind: int) -> None:
+        """Send a notice, without waiting."""
+        self._posted.append(self._comm.Isend(self._empty, dest, kind))
+        self._sent[dest] += 1
+
+    def take(self) -> tuple[Rank, int] | None:
+        """Return sender and kind of the next notice, None if there is none; one thread at a time."""
+        status = MPI.Status()
+        if not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            return None
+        self._receive(status.source, status.tag)
+        return status.source, status.tag
+
+    def _receive(self, source: Rank, tag: int) -> None:
+        self._comm.Recv(self._empty, source, tag)
+        self._taken[source] += 1
+
+    def drain(self) -> None:
+        """Receive all remaining notices, so that the communicator can be freed; collective."""
+        size = self._comm.size
+        # A probe may miss a notice in flight; the senders' counts give the remaining number.
+        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(size)])):
+            while self._taken[source] < sent:
+                self._receive(source, MPI.ANY_TAG)
+        for request in self._posted:
+            request.Wait()
+        self._posted.clear()
+
+
+# Messages of Python objects: a message is a pickle, preceded by the lengths of its buffers, and a further message for each
+# buffer. Buffers, left out of the pickle by protocol 5, are the data of contiguous arrays of 64 KiB or more.
+
+_BUFFER_TAG = 1000
+_LARGE = 1 << 16
+_WORD = np.dtype(np.int64)
+
+
+class Message(NamedTuple):
+    """A received message: its sender, kind, and object."""
+
+    source: Rank
+    kind: int
+    content: Any
+
+
+class PackedObject(NamedTuple):
+    """An object ready to be sent, possibly several times."""
+
+    head: np.ndarray
+    buffers: list[np.ndarray]
+
+    @classmethod
+    def of(cls, content: object, shared: bool = False) -> PackedObject:
+        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless `shared`."""
+        buffers: list[np.ndarray] = []
+
+        def leave_out(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < _LARGE:
+                return True  # stays in the pickle
+            data = np.frombuffer(raw, dtype=np.uint8)
+            buffers.append(data if shared else data.copy())
+            return False
+
+        body = pickle.dumps(content, protocol=5, buffer_callback=leave_out)
+        lengths = np.array([len(buffers), *(buffer.nbytes for buffer in buffers)], dtype=_WORD)
+        return cls(np.frombuffer(lengths.tobytes() + body, dtype=np.uint8), buffers)
+
+    def opened(self) -> Any:
+        """Unpack the object, as its receiver does."""
+        # Unpacked arrays may be changed, and the packed object may be sent once more.
+        return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
+
+
+def _lengths(head: np.ndarray) -> list[int]:
+    count = int(head[: _WORD.itemsize].view(_WORD)[0])
+    return head[_WORD.itemsize : _WORD.itemsize * (1 + count)].view(_WORD).tolist()
+
+
+def _unpacked(head: np.ndarray, buffers: list[np.ndarray]) -> Any:
+    return pickle.loads(head[_WORD.itemsize * (1 + len(buffers)) :].data, buffers=buffers)
+
+
+def _is_over(request: Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as error:
+        if is_process_failure(error):
+            return True  # the receiver has died
+        raise
+
+
+class Line:
+    """Sends and receives objects on a communicator without other messages, derived from the communicator of a channel."""
+
+    def __init__(self, comm: Comm, used: Channel):
+        self.comm, self._used = comm, used
+        self._status = MPI.Status()
+        self._posted: list[tuple[list[Request], Rank]] = []
+
+    def post(self, dest: Rank, kind: int, parcel: PackedObject) -> None:
+        """Send without waiting."""
+        self._settle()
+        for part, tag in ((parcel.head, kind), *((buffer, _BUFFER_TAG) for buffer in parcel.buffers)):
+            self._posted.append((self._used.begin("parcel", part, self.comm.Isend, part, dest, tag), dest))
+
+    def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
+        """Return a message that has arrived, or None."""
+        status = self._status
+        found = self.comm.Improbe(source, MPI.ANY_TAG, status)
+        if found is None:
+            return None
+        sender, kind = status.source, status.tag
+        head = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        found.Recv(head)
+        buffers = [self._buffer(sender, length) for length in _lengths(head)]
+        return Message(sender, kind, _unpacked(head, buffers))
+
+    def _buffer(self, sender: Rank, length: int) -> np.ndarray:
+        buffer = np.empty(length, dtype=np.uint8)
+        self.comm.Recv(buffer, sender, _BUFFER_TAG)
+        return buffer
+
+    def is_quiet(self) -> bool:
+        """Return whether all posted messages have been sent."""
+        self._settle()
+        return not self._posted
+
+    def _settle(self) -> None:
+        self._release(lambda request, dest: _is_over(request))
+
+    def _release(self, ended: Callable[[Request, Rank], bool]) -> None:
+        held, self._posted = self._posted, []
+        for requests, dest in held:
+            if ended(requests[0], dest):
+                self._used.release(requests)
+            else:
+                self._posted.append((requests, dest))
+
+    def forget(self, rank: Rank) -> None:
+        """Stop waiting for messages posted to a rank that has died."""
+        self._release(lambda request, dest: dest == rank)
+
+
+_ASK, _ANSWER = 1, 2
+_POLL_INTERVAL = 5e-4  # seconds
+
+
+class SharedCounter:
+    """A counter from 0, from which any rank takes the next number: a context that all ranks enter and leave.
+
+    It is on rank 0, where a thread answers the others, so MPI must allow threads. One-sided operations won't do: several
+    MPIs execute them only when the target rank calls MPI.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm: Any = make_communicator(comm.Dup)
+        self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
+        if comm.rank == 0 and comm.size > 1:
+            self._thread.start()
+
+    def take(self, many: int = 1) -> int:
+        """Return the next number, and advance the counter by `many`."""
+        if self._comm.rank == 0:
+            with self._counting:
+                before, self._count = self._count, self._count + many
+            return before
+        number = np.array(many, np.int64)
+        self._comm.Send(number, 0, _ASK)
+        wait_gently(self._comm.Irecv(number, 0, _ANSWER))
+        return int(number)
+
+    def _answer(self) -> None:
+        number, status = np.empty((), np.int64), MPI.Status()
+        while not self._ended.wait(_POLL_INTERVAL):
+            # Polled, since MPI's own wait would occupy a core.
+            while self._comm.Iprobe(MPI.ANY_SOURCE, _ASK, status):
+                self._comm.Recv(number, status.source, _ASK)
+                self._comm.Send(np.array(self.take(int(number)), np.int64), status.source, _ANSWER)
+
+    def __enter__(self) -> SharedCounter:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End; after an exception the communicator isn't freed, since all ranks would have to free it together."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if kind is None:
+            self._comm.Free()

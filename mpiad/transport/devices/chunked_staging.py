@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport.core.buffers import Spec, result
 from mpiad.transport.devices import device_settings
-from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
-from mpiad.transport.devices.pinned import Loan, pool_of
+from mpiad.transport.devices.device_arrays import ArrayModule, Spec, arrays_of, result
+from mpiad.transport.devices.staging import Loan, pool_of
 
 
 def outgoing_transfer(array: Array, pieces: list[Ranges]) -> ChunkedTransfer:

@@ -1,16 +1,20 @@
-"""Device arrays: how they are recognized, and functions that create and copy them.
+"""Device arrays: how they are recognized, functions that create and copy them, and kernels.
 
 A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
 `__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
-`arrays_of(x)`. Other kinds than CuPy's are added by `register_arrays`. Only explicit calls copy between host and device.
+`arrays_of(x)`. Kernels, from CUDA C source, are compiled and launched by the `Launcher` of a device, returned by
+`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_arrays` and `register_launcher`. Only explicit calls
+copy between host and device.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -225,3 +229,128 @@ def _met(kind: type) -> Maker:
         f"got a device array of type {kind.__module__}.{kind.__qualname__}, but only CuPy's are known. cupy.asarray(x) "
         "makes one of it without a copy."
     )
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of an array, and the module that makes arrays on its device; None for the host."""
+
+    shape: Shape
+    dtype: np.dtype
+    arrays: ArrayModule | None = None
+
+    @classmethod
+    def of(cls, array: Array) -> Spec:
+        """Return the spec of an array."""
+        return cls(array.shape, array.dtype, arrays_of(array))
+
+    @property
+    def differentiable(self) -> bool:
+        """Return whether arrays like this one carry derivatives."""
+        return self.dtype.kind in "fc"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an array like this one."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def empty(self) -> Array:
+        """Return a new uninitialized array."""
+        return np.empty(self.shape, self.dtype) if self.arrays is None else self.arrays.empty(self.shape, self.dtype)
+
+    def zeros(self) -> Array:
+        """Return a new array of zeros; on the host a NumPy scalar for shape ()."""
+        if self.arrays is not None:
+            return self.arrays.full(self.shape, 0, self.dtype)
+        return np.zeros(self.shape, self.dtype) if self.shape else self.dtype.type(0)
+
+
+def copied(array: Array) -> Array:
+    """Return a C-contiguous copy on the same device; on the host a NumPy scalar for an array without dimensions."""
+    arrays = arrays_of(array)
+    return result(array.copy()) if arrays is None else arrays.copy(array)
+
+
+def contiguous(array: Array) -> Array:
+    """Return an array on the same device, C-contiguous."""
+    arrays = arrays_of(array)
+    return np.ascontiguousarray(array) if arrays is None else arrays.contiguous(array)
+
+
+def empty_like(u: Array, shape: Shape) -> Array:
+    """Return a C-contiguous uninitialized array with the dtype and device of `u`."""
+    arrays = arrays_of(u)
+    return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
+
+
+def zeros_like(u: Array, shape: Shape) -> Array:
+    """Return a C-contiguous array of zeros, with the dtype and device of `u`."""
+    arrays = arrays_of(u)
+    return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)
+
+
+def result(array: Array) -> Array:
+    """Return a received array; on the host a NumPy scalar if it has no dimensions, as NumPy's functions do."""
+    return array[()] if type(array) is np.ndarray and not array.ndim else array
+
+
+class DeviceKernel(Protocol):
+    """A compiled kernel."""
+
+    registers: int  # per thread
+    local_bytes: int  # memory per thread for values that don't fit into registers
+
+
+class Launcher(Protocol):
+    """Compiler and launcher of kernels on one device."""
+
+    multiprocessors: int  # this number of blocks can run at the same time
+
+    def compiled(self, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
+        """Compile CUDA C for this device, and return the kernel with this name; may be cached per text."""
+        ...
+
+    def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        """Queue a run of a kernel, with the numbers of blocks and of threads per block, on the current stream.
+
+        Arguments are C-contiguous device arrays, None for a null pointer, int for ``long long``, float for ``double``, or
+        NumPy scalars for their own types.
+        """
+
+    def free_bytes(self) -> int:
+        """Return the bytes of device memory that can still be allocated."""
+        ...
+
+
+LauncherMaker = Callable[[Any], Launcher]
+
+_launcher_makers: dict[type, LauncherMaker] = {}
+
+
+def register_launcher(kind: type, maker: LauncherMaker) -> None:
+    """Register ``maker(arrays) -> Launcher`` for a kind of arrays; it is called often, so it should cache launchers."""
+    _launcher_makers[kind] = maker
+
+
+def launcher_of(arrays: ArrayModule) -> Launcher:
+    """Return the launcher for the device of these arrays; raise a TypeError for a kind of arrays without a launcher."""
+    maker: Any = _launcher_makers.get(arrays.kind)
+    if maker is None and arrays.name == "CuPy":
+        from mpiad.transport.devices.cupy_arrays import launcher_of_device
+
+        register_launcher(arrays.kind, launcher_of_device)
+        maker = launcher_of_device
+    if maker is None:
+        raise TypeError(f"kernels run on CuPy's arrays, but got {arrays.name}'s; cupy.asarray(x) makes one without a copy.")
+    return maker(arrays)
+
+
+def selected_arrays(device: int | None = None) -> ArrayModule:
+    """Return the module for arrays on a device; by default on the current one.
+
+    An ImportError without CuPy; a RuntimeError if this process sees no GPU.
+    """
+    if find_spec("cupy") is None:
+        raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")
+    from mpiad.transport.devices.cupy_arrays import current_arrays
+
+    return current_arrays(device)

@@ -1,24 +1,165 @@
-"""Settings for the communication of device arrays, read from the environment and made the same on all ranks.
+"""The GPUs of this node, the reports of the MPI library, and the settings for the communication of device arrays.
 
-The numbers of bytes determine the number of messages for a large array, so all ranks use the smallest setting of any rank.
-A setting on one rank holds for all, since not every launcher passes variables on. A collective cuts large arrays into
-pieces on all ranks or on none, host arrays included. So the ranks agree once on whether any of them may use arrays that are
-copied to the host.
+The settings are read from the environment and made the same on all ranks. The numbers of bytes determine the number of
+messages for a large array, so all ranks use the smallest setting of any rank. A setting on one rank holds for all, since
+not every launcher passes variables on. A collective cuts large arrays into pieces on all ranks or on none, host arrays
+included. So the ranks agree once on whether any of them may use arrays that are copied to the host.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
+import mpi4py
 import numpy as np
 from mpi4py import MPI
 
 from mpiad.environment_variables import switch
-from mpiad.transport.devices.gpus import may_be_used
-from mpiad.transport.devices.library import device_kinds
+
+_CUDA, _ROCM = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
+_ANSWER_SECONDS = 3
+
+
+def gpus_of_node() -> list[str]:
+    """Return the names of this node's GPUs, including those hidden by the environment."""
+    return _of_the_driver() or _of_nvidia_smi() or _of_rocm()
+
+
+def _of_the_driver() -> list[str]:
+    names = []
+    for file in sorted(_CUDA.glob("*/information")):
+        lines = file.read_text(errors="replace").splitlines()
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return names
+
+
+def _of_nvidia_smi() -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return []
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [line.partition(":")[2].partition("(")[0].strip() for line in lines if line.startswith("GPU ")]
+
+
+def _of_rocm() -> list[str]:
+    names = []
+    for file in sorted(_ROCM.glob("*/properties")):
+        facts = dict(line.split(maxsplit=1) for line in file.read_text(errors="replace").splitlines() if " " in line)
+        if facts.get("simd_count", "0") != "0":  # the others are CPUs
+            names.append(f"AMD GPU (gfx {facts.get('gfx_target_version', '?')})")
+    return names
+
+
+def may_be_used() -> bool:
+    """Return whether this process might use a GPU, without running a program."""
+    # In WSL and some containers the driver shows no folder, but nvidia-smi is installed.
+    return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi") or _of_rocm()))
+
+
+def visible(count: int) -> list[str]:
+    """Return the GPUs that this process may use, as the environment names them; by default their numbers."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if name in os.environ:
+            chosen = [word.strip() for word in os.environ[name].split(",")]
+            return [word for word in chosen if word not in ("", "-1", "NoDevFiles")]
+    return [str(number) for number in range(count)]
+
+
+def device_of(local_rank: int, count: int) -> str:
+    """Return the GPU of this process: CuPy's current device if CuPy is loaded, else chosen by the local rank."""
+    seen = visible(count)
+    if not seen:
+        return ""
+    cupy = sys.modules.get("cupy")
+    number = cupy.cuda.runtime.getDevice() if cupy is not None else local_rank % len(seen)
+    return seen[number] if number < len(seen) else str(number)
+
+
+_LEVELS = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
+_QUERIES = {"CUDA": "MPIX_Query_cuda_support", "ROCm": "MPIX_Query_rocm_support"}
+_NUMBERS = {"CUDA": 0, "ROCm": 2}  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
+
+
+class Library(NamedTuple):
+    """An MPI library."""
+
+    vendor: str  # such as "MPICH"
+    version: str  # such as "5.0.2"
+    standard: str  # the version of the MPI standard that it follows
+    threads: str  # level of thread support: "single", "funneled", "serialized" or "multiple"
+    path: str  # its file, "" if the system doesn't report it
+    takes_device_buffers: str  # whether it accesses GPU memory: "yes (CUDA)", "no" or "unknown"
+    mpi4py: str  # version of mpi4py
+
+
+def library() -> Library:
+    """Return the properties that the loaded MPI library reports; MPI must be initialized."""
+    vendor, version = MPI.get_vendor()
+    path, standard = _path(), _dotted(MPI.Get_version())
+    threads = _LEVELS[MPI.Query_thread()]
+    return Library(vendor, _dotted(version), standard, threads, path, device_buffers(), mpi4py.__version__)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _path() -> str:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return ""
+    for line in maps.read_text().splitlines():
+        file = line.rpartition(" ")[2]
+        if Path(file).name.startswith(("libmpi.", "libmpi_abi.", "libmpich.")):
+            return file
+    return ""
+
+
+def device_buffers() -> str:
+    """Return as text whether the library reports that it can access device memory."""
+    kinds = device_kinds()
+    return "unknown" if kinds is None else f"yes ({', '.join(kinds)})" if kinds else "no"
+
+
+def device_kinds() -> list[str] | None:
+    """Return the kinds of devices whose memory the library reports to access, such as "CUDA"; None without a report."""
+    path = _path()
+    asked = _asked(path)
+    if asked:
+        return [kind for kind, answer in asked.items() if answer]
+    info = MPI.COMM_WORLD.Get_info()
+    reported = (info.Get("mpi_memory_alloc_kinds") or "").split(",")  # of MPI 4.1
+    info.Free()
+    words = {word.split(":")[0] for word in reported}
+    return [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in words] if reported != [""] else None
+
+
+def _asked(path: str) -> dict[str, bool]:
+    # mpi4py doesn't wrap these extensions. CDLL returns the library that is already loaded.
+    try:
+        loaded = ctypes.CDLL(path or None)
+    except OSError:
+        return {}
+    if hasattr(loaded, "MPIX_GPU_query_support"):
+        # MPICH. Before version 4, its other function ends the process if MPICH was built without GPUs.
+        found, supported = {}, ctypes.c_int(0)
+        for kind, number in _NUMBERS.items():
+            answers = loaded.MPIX_GPU_query_support(number, ctypes.byref(supported)) == MPI.SUCCESS
+            found[kind] = answers and bool(supported.value)
+        return found
+    return {kind: bool(getattr(loaded, name)()) for kind, name in _QUERIES.items() if hasattr(loaded, name)}
+
 
 LEAST_CHUNK = 64
 _UNSET = np.iinfo(np.int64).max

@@ -28,7 +28,7 @@ from mpiad.transport.core.channels import Channel, live_channels, world_ranks
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.core.lookup import channel
 from mpiad.transport.core.polling import Backoff
-from mpiad.transport.exits.uncaught import end_by
+from mpiad.transport.exits.abort import end_by
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BY_KEYWORD: Any = object()

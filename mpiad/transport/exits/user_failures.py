@@ -43,12 +43,11 @@ from mpiad.transport.core.agreement import (
 )
 from mpiad.transport.core.channels import communications, is_watched, live_channels, world_ranks
 from mpiad.transport.core.lookup import channel
-from mpiad.transport.core.notices import Notices, threads_may_communicate
+from mpiad.transport.core.polling import Notices, threads_may_communicate
 from mpiad.transport.core.tracing import tracing
-from mpiad.transport.exits.abort import end_job, may_end_job
+from mpiad.transport.exits.abort import end_by, end_job, may_end_job
 from mpiad.transport.exits.recovery import recovers
 from mpiad.transport.exits.signals import requested
-from mpiad.transport.exits.uncaught import end_by
 from mpiad.transport.watch.watch_settings import seconds_of
 
 # Termination of a job in which a failed rank waits at an agreement that the other ranks never reach.

@@ -19,7 +19,7 @@ from mpiad.transport.core import calls
 from mpiad.transport.core.agreement import Group, agreed
 from mpiad.transport.core.agreement import fingerprint as hash_of
 from mpiad.transport.core.calls import Call, Site
-from mpiad.transport.core.mpi_operations import name_of
+from mpiad.transport.core.collectives import name_of
 
 _SHOWN = 8
 

@@ -20,9 +20,8 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.errors import DeadlockError
 from mpiad.transport.core import calls
-from mpiad.transport.core.notices import threads_may_communicate
-from mpiad.transport.exits.departure import farewell
-from mpiad.transport.watch import communicator, message_counts, timed_waits
+from mpiad.transport.core.polling import threads_may_communicate
+from mpiad.transport.watch import communicator, message_headers, timed_waits
 from mpiad.transport.watch.descriptions import rank_ranges, table_of_ranks
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
 
@@ -48,7 +47,7 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
     lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
-    lines += message_counts.unreceived([state and state["ledger"] for state in states])
+    lines += message_headers.unreceived([state and state["ledger"] for state in states])
     lines.append("The communicators of these waits can't be used before mpiad.reset(comm).")
     return Finding("\n".join(lines), table, ranks, cycle)
 
@@ -177,7 +176,7 @@ class Responder:
         self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
         self._asked = 0
         self._asking = False
-        self._leaving_since: float | None = None
+        self._left: tuple[str, str, float] | None = None  # how, where and when this rank left the program
         self._receiving, self._sending = threading.Lock(), threading.Lock()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -215,11 +214,11 @@ class Responder:
                 _, (waits, found) = come
                 timed_waits.tell(waits[self._comm.rank], DeadlockError(*found))
 
-    def announce(self, sends: bool) -> None:
-        """Notify all other ranks that this one has left the program."""
-        self._leaving_since = self._leaving_since or perf_counter()
+    def announce(self, how: str, place: str, sends: bool) -> None:
+        """Notify all other ranks that this one has left the program; `sends`: whether messages from it are in flight."""
+        self._left = self._left or (how, place, perf_counter())
         with self._receiving:
-            self._post(self._others, _LEFT, (communicator.counts(), sends, *farewell()))
+            self._post(self._others, _LEFT, (communicator.counts(), sends, how, place))
 
     def hear_departures(self) -> None:
         """Receive the other ranks' notices, since some MPIs report unreceived messages."""
@@ -283,9 +282,9 @@ class Responder:
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         every = timed_waits.who_waits()
         waiting = every.get(main) or next(iter(every.values()), None)
-        common = {"asking": self._asking, "counts": communicator.counts(), "ledger": message_counts.summary()}
-        if self._leaving_since is not None:
-            return common | _left(*farewell(), self._leaving_since)
+        common = {"asking": self._asking, "counts": communicator.counts(), "ledger": message_headers.summary()}
+        if self._left is not None:
+            return common | _left(*self._left)
         if waiting is not None:
             seconds = perf_counter() - waiting.began
             return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()

@@ -13,9 +13,8 @@ from mpiad.transport.core import calls, channels
 from mpiad.transport.core.channels import Channel, Watch, drain, make_communicator
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement
-from mpiad.transport.watch.communicator import Guarded
+from mpiad.transport.watch.communicator import Guarded, cancel_receives
 from mpiad.transport.watch.message_headers import HeadedMessages
-from mpiad.transport.watch.requests import cancel_receives
 from mpiad.transport.watch.status import Responder
 from mpiad.transport.watch.watch_settings import Settings
 
@@ -100,10 +99,10 @@ def stop_answering(all_have_left: bool = False) -> None:
             _responder.hear_departures()
 
 
-def announce() -> None:
-    """Notify all ranks that this one has left the program."""
+def announce(how: str, place: str) -> None:
+    """Notify all ranks that this one has left the program, by the call `how`."""
     if _responder is not None:
-        _responder.announce(any(channel.sends() for channel in channels.live_channels()))
+        _responder.announce(how, place, any(channel.sends() for channel in channels.live_channels()))
 
 
 def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:

@@ -10,6 +10,7 @@ import os
 from typing import NamedTuple
 
 from mpiad.environment_variables import switch
+from mpiad.transport.devices.staging import set_nonblocking
 
 DEBUG_TIMEOUT = 300.0
 
@@ -49,6 +50,7 @@ def put(settings: Settings) -> Settings:
     """Change the settings and return the previous ones; `switch.apply` puts them into effect."""
     global _present
     before, _present = _present, settings
+    set_nonblocking(always=settings.watches)
     return before
 
 

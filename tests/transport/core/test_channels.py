@@ -18,7 +18,7 @@ import mpiad
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport import Envelope, Spec, channel
 from mpiad.transport.core import channels, messages
-from mpiad.transport.core.object_messages import Line, PackedObject
+from mpiad.transport.core.polling import Line, PackedObject
 
 WORLD = MPI.COMM_WORLD
 

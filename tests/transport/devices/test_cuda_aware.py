@@ -10,7 +10,7 @@ from device_double import DeviceArray, double, on_device, on_host, transfers
 from mpi4py import MPI
 
 import mpiad
-from mpiad.transport.devices import cuda_aware, device_settings, library
+from mpiad.transport.devices import device_settings, staging
 from mpiad.transport.devices.device_settings import DeviceSettings
 from mpiad.transport.watch import watch_settings
 
@@ -19,14 +19,14 @@ from mpiad.transport.watch import watch_settings
 def afresh():
     """Ask again in each test, and after it."""
     before = device_settings.put(DeviceSettings())
-    cuda_aware.forget()
+    staging.forget_tests()
     yield
-    cuda_aware.forget()
+    staging.forget_tests()
     device_settings.put(before)
 
 
 def saying(monkeypatch, kinds):
-    monkeypatch.setattr(cuda_aware, "device_kinds", lambda: kinds)
+    monkeypatch.setattr(staging, "device_kinds", lambda: kinds)
 
 
 class Memory:
@@ -43,16 +43,16 @@ class Memory:
 def test_nothing_is_tried_where_the_library_does_not_say_yes(monkeypatch, kinds):
     saying(monkeypatch, kinds)
     monkeypatch.setattr(double, "message", lambda x: pytest.fail("device memory was given to MPI"))
-    assert not cuda_aware.takes_directly(double)
+    assert not staging.takes_directly(double)
 
 
 def test_what_the_library_says_is_tried_out(monkeypatch):
     saying(monkeypatch, ["CUDA"])
     with double.cuda_aware():
-        assert cuda_aware.takes_directly(double)
+        assert staging.takes_directly(double)
         transfers.reset()
-        assert cuda_aware.takes_directly(double) and transfers.copies == 0  # once
-        assert "works" in cuda_aware.described()
+        assert staging.takes_directly(double) and transfers.copies == 0  # once
+        assert "works" in staging.device_access()
 
 
 @pytest.mark.unguarded
@@ -61,15 +61,15 @@ def test_nonblocking_collectives_of_open_mpi_get_copies(monkeypatch):
     saying(monkeypatch, ["CUDA"])
     with double.cuda_aware():
         for blocking_only in (False, True):
-            monkeypatch.setattr(cuda_aware, "_BLOCKING_ONLY", blocking_only)
-            assert cuda_aware.takes_directly(double)
+            monkeypatch.setattr(staging, "_BLOCKING_ONLY", blocking_only)
+            assert staging.takes_directly(double)
             transfers.reset()
             total = mpiad.mpi_wait(mpiad.mpi_iallreduce(on_device(np.arange(3.0))))
             np.testing.assert_array_equal(on_host(total), mpiad.mpi_size() * np.arange(3.0))
             assert (transfers.d2h > 0) is blocking_only
             before = watch_settings.put(watch_settings.Settings(timeout=60.0))
             try:
-                assert cuda_aware.takes_directly(double) is not blocking_only
+                assert staging.takes_directly(double) is not blocking_only
             finally:
                 watch_settings.put(before)
 
@@ -77,8 +77,8 @@ def test_nonblocking_collectives_of_open_mpi_get_copies(monkeypatch):
 def test_an_mpi_that_delivers_other_numbers_is_not_believed(monkeypatch, caplog):
     saying(monkeypatch, ["CUDA"])
     monkeypatch.setattr(double, "message", lambda x: Memory(on_host(x)))
-    assert not cuda_aware.takes_directly(double)
-    assert "other numbers" in caplog.text and "fails" in cuda_aware.described()
+    assert not staging.takes_directly(double)
+    assert "other numbers" in caplog.text and "fails" in staging.device_access()
 
 
 def test_an_mpi_that_refuses_is_not_believed(monkeypatch, caplog):
@@ -88,7 +88,7 @@ def test_an_mpi_that_refuses_is_not_believed(monkeypatch, caplog):
         raise BufferError("not CPU-accessible")
 
     monkeypatch.setattr(double, "message", refuse)
-    assert not cuda_aware.takes_directly(double)
+    assert not staging.takes_directly(double)
     assert "BufferError: not CPU-accessible" in caplog.text
 
 
@@ -96,8 +96,8 @@ def test_an_mpi_that_refuses_is_not_believed(monkeypatch, caplog):
 def test_the_variable_overrides_both(monkeypatch, forced):
     saying(monkeypatch, ["CUDA"] if not forced else [])
     device_settings.put(DeviceSettings(cuda_aware=forced))
-    assert cuda_aware.takes_directly(double) is forced
-    assert f"MPIAD_CUDA_AWARE={forced:d}" in cuda_aware.described()
+    assert staging.takes_directly(double) is forced
+    assert f"MPIAD_CUDA_AWARE={forced:d}" in staging.device_access()
 
 
 def test_each_rank_gives_mpi_what_it_takes_there(monkeypatch, rank, size):
@@ -109,7 +109,7 @@ def test_each_rank_gives_mpi_what_it_takes_there(monkeypatch, rank, size):
     x = on_device(np.arange(40.0) + rank)
     with double.cuda_aware():
         mpiad.mpi_barrier()
-        cuda_aware.takes_directly(double)
+        staging.takes_directly(double)
         for call in (mpiad.mpi_allreduce, lambda x: mpiad.mpi_wait(mpiad.mpi_iallreduce(x))):
             transfers.reset()
             total = call(x)
@@ -152,9 +152,9 @@ def never():
 )
 def test_how_each_library_is_asked(monkeypatch, loaded, kinds):
     monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded)
-    monkeypatch.setattr(library.ctypes, "byref", lambda value: ctypes.pointer(value))
-    assert library.device_kinds() == kinds
-    assert library.device_buffers() == (f"yes ({kinds[0]})" if kinds else "no")
+    monkeypatch.setattr(device_settings.ctypes, "byref", lambda value: ctypes.pointer(value))
+    assert device_settings.device_kinds() == kinds
+    assert device_settings.device_buffers() == (f"yes ({kinds[0]})" if kinds else "no")
 
 
 @pytest.mark.serial
@@ -167,10 +167,10 @@ def test_a_library_that_cannot_be_loaded_is_asked_by_its_info(monkeypatch):
             return MPI.Info.Create({"mpi_memory_alloc_kinds": "system,mpi,cuda:device"})
 
     monkeypatch.setattr(ctypes, "CDLL", fail)
-    monkeypatch.setattr(library, "MPI", type("Fake", (), {"COMM_WORLD": World()}))
-    assert library.device_kinds() == ["CUDA"]
+    monkeypatch.setattr(device_settings, "MPI", type("Fake", (), {"COMM_WORLD": World()}))
+    assert device_settings.device_kinds() == ["CUDA"]
 
 
 @pytest.mark.serial
 def test_this_library_answers():
-    assert library.device_kinds() is not None or library.device_buffers() == "unknown"
+    assert device_settings.device_kinds() is not None or device_settings.device_buffers() == "unknown"

@@ -12,12 +12,12 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.transport.core import lookup
-from mpiad.transport.core.buffers import Spec
 from mpiad.transport.core.messages import ANNOUNCEMENT_BYTES, Announcement, read_announcement
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.chunked_staging import bounds, of_block, of_blocks
+from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.devices.device_settings import DeviceSettings
-from mpiad.transport.devices.pinned import close_pools
+from mpiad.transport.devices.staging import close_pools
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size

@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.transport.core import lookup
-from mpiad.transport.devices import device_settings, pinned
+from mpiad.transport.devices import device_settings, staging
 from mpiad.transport.devices.device_settings import DeviceSettings
-from mpiad.transport.devices.pinned import Pool, pool_of
+from mpiad.transport.devices.staging import Pool, pool_of
 
 serial = pytest.mark.serial
 each_staged_way = pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_memory_is_used_again(monkeypatch):
 @serial
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 65536, 65537, 100_000, 64 << 20, (64 << 20) + 1])
 def test_at_most_a_quarter_too_much_is_lent(nbytes):
-    size = pinned._size_class(nbytes)
+    size = staging._size_class(nbytes)
     assert max(nbytes, 4096) <= size <= max(4096, 1.25 * nbytes + 8)
-    assert pinned._size_class(size) == size
+    assert staging._size_class(size) == size
 
 
 @serial

@@ -8,7 +8,7 @@ import sys
 import pytest
 from machine_load import slowdown
 
-from mpiad.transport.exits.exit_codes import exit_code
+from mpiad.transport.core.agreement import exit_code
 
 # Programs, their lines that exit (None: none, or caught), and the codes that they end with.
 ENDS = [
@@ -47,7 +47,7 @@ import numpy as np
 
 mpi4py.rc.initialize = False
 from mpiad.transport.exits.abort import at_trace
-from mpiad.transport.exits.exit_codes import note_exit
+from mpiad.transport.exits.departure import note_exit
 
 kept = []
 assert note_exit(lambda code, trace: print(repr(code) + at_trace(trace), end="", flush=True))

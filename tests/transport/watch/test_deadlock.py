@@ -18,9 +18,8 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport import channel
-from mpiad.transport.watch import communicator, message_counts, requests, status
-from mpiad.transport.watch.communicator import Guarded
-from mpiad.transport.watch.requests import GuardedRequest
+from mpiad.transport.watch import communicator, message_headers, status
+from mpiad.transport.watch.communicator import Guarded, GuardedRequest
 from mpiad.transport.watch.status import State, finding_of
 from mpiad.transport.watch.timed_waits import Departure
 
@@ -191,7 +190,7 @@ def test_a_rank_that_left_is_named_where_it_answers_no_more(monkeypatch: pytest.
 def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size: int) -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     comm = channel(None, "test")
-    receive = requests.Letter(comm.data, False, left, 0)
+    receive = communicator.Letter(comm.data, False, left, 0)
     gone = {rank: Departure({}, True, "", "", 0.0) for rank in range(size)}
     assert not receive.in_vain(gone, 1.0)
     assert receive.in_vain({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)
@@ -235,7 +234,7 @@ def test_a_send_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.MonkeyP
     comm, x = Guarded(MPI.COMM_WORLD.Dup(), "test", tuple(range(size))), np.ones(100_000)
     request = comm.Isend(x, rank, 5)
     interrupted(request, monkeypatch)
-    assert any(x is args[0] for _, _, args, _ in requests._started.values())
+    assert any(x is args[0] for _, _, args, _ in communicator._started.values())
     comm.Recv(np.empty_like(x), rank, 5)
     request.Wait()
     comm.Free()
@@ -248,12 +247,12 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
     def pause(*_: Any) -> None:  # as finalizers may
         time.sleep(0)
 
-    kept = message_counts.MessageCounts("kept", (0,), lambda: None)
+    kept = message_headers.MessageCounts("kept", (0,), lambda: None)
 
     def answer() -> None:
         try:
             while not done.is_set():
-                message_counts.summary()
+                message_headers.summary()
                 communicator.counts()
         except RuntimeError as error:
             errors.append(error)
@@ -266,7 +265,7 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
     try:
         for tag in range(3000):
             kept.sent(0, tag, "here")
-            message_counts.MessageCounts("another", (0,), lambda: None).close()
+            message_headers.MessageCounts("another", (0,), lambda: None).close()
             Guarded(MPI.COMM_SELF, "another", (0,)).retire()
     finally:
         sys.setswitchinterval(interval)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport.core import channels
-from mpiad.transport.watch import requests, status
+from mpiad.transport.watch import communicator, status
 from mpiad.transport.watch.call_agreement import Agreement
 from mpiad.transport.watch.communicator import Guarded
 from mpiad.transport.watch.message_headers import HeadedMessages
@@ -115,7 +115,7 @@ PROGRAMS: dict[str, Callable[[Bare], Any]] = {
 def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = str(Path(channels.__file__).parents[1])
     monkeypatch.setattr(status.Responder, "start", lambda responder: None)
-    monkeypatch.setattr(requests, "_started", {})
+    monkeypatch.setattr(communicator, "_started", {})
     for lines, run in enumerate(interrupted_before_each_line(folder)):
         bare = Bare()
         run(partial(PROGRAMS[name], bare))
@@ -123,8 +123,8 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: 
             for buffer in operation.buffers:
                 # Besides the test, there is whoever holds it.
                 assert sys.getrefcount(buffer) > 3 or not operation.active, lines
-        for comm, *_ in list(requests._started.values()):  # as a reset does
-            requests.cancel_receives(comm)
+        for comm, *_ in list(communicator._started.values()):  # as a reset does
+            communicator.cancel_receives(comm)
         assert not any(operation.active for operation in bare.started if operation.receives), lines
     assert bare.started and lines > 8
 
