@@ -155,20 +155,7 @@ def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
 
 def require_same(channel: Channel, described: str, call: str) -> None:
     """Raise a ValueError on all ranks if their arguments, `described` as text, differ; collective."""
-    settled(_required_same, channel, described, call)
-
-
-def _differing(channel: Channel, call: str, difference: str) -> Exception:
-    return agreed(channel, ValueError(f"{call}: all ranks must give the same arguments, but {difference}."))
-
-
-def _required_same(channel: Channel, described: str, call: str) -> None:
-    note_use(channel)
-    # The texts are exchanged instead of hashes, since they are short, and the error shows them.
-    found = channel.data.allgather(described)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise _differing(channel, call, f"rank 0 gave {found[0]} and rank {rank} gave {other}")
+    require_alike(channel, None, call, described)
 
 
 def fingerprint(*parts: Any) -> int:
@@ -210,6 +197,10 @@ def _required_alike(channel: Channel, error: Exception | None, fingerprint: int,
     if every[:, 0].any():
         raise_first(channel, error)
     if (every[:, 1] != every[0, 1]).any():
+        texts = channel.data.allgather(described)
         # The texts may be shortened, so they may be equal although the fingerprints differ.
-        _required_same(channel, described, call)
-        raise _differing(channel, call, f"they differ in parts that aren't shown here: {described}")
+        difference = f"they differ in parts that aren't shown here: {described}"
+        other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+        if other is not None:
+            difference = f"rank 0 gave {texts[0]} and rank {other} gave {texts[other]}"
+        raise agreed(channel, ValueError(f"{call}: all ranks must give the same arguments, but {difference}."))

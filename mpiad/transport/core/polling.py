@@ -217,20 +217,17 @@ class Line:
         self._settle()
         return not self._posted
 
-    def _settle(self) -> None:
-        self._release(lambda request, dest: _is_over(request))
-
-    def _release(self, ended: Callable[[Request, Rank], bool]) -> None:
+    def _settle(self, dead: Rank | None = None) -> None:
         held, self._posted = self._posted, []
         for requests, dest in held:
-            if ended(requests[0], dest):
+            if dest == dead or _is_over(requests[0]):
                 self._used.release(requests)
             else:
                 self._posted.append((requests, dest))
 
     def forget(self, rank: Rank) -> None:
         """Stop waiting for messages posted to a rank that has died."""
-        self._release(lambda request, dest: dest == rank)
+        self._settle(dead=rank)
 
 
 _ASK, _ANSWER = 1, 2

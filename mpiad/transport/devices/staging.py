@@ -68,11 +68,6 @@ def set_nonblocking(always: bool) -> None:
     _always_nonblocking = always
 
 
-def forget_tests() -> None:
-    """Discard the results of the tests."""
-    _tried.clear()
-
-
 def device_access() -> str:
     """Return as text whether MPI can access device arrays directly, and the source of this information."""
     forced, said = device_settings.present().cuda_aware, device_buffers()

@@ -88,7 +88,7 @@ class _Foreign:
 
     def __init__(self, module: ModuleType, name: str):
         self._module, self._name = module, name
-        self.hook = self._default = getattr(module, f"__{name}__")
+        self.hook = self.default = getattr(module, f"__{name}__")
 
     def replace(self, ours: Callable[..., object]) -> None:
         self.hook = getattr(self._module, self._name)
@@ -104,11 +104,7 @@ class _Foreign:
         self.hook = hook
 
     def __delete__(self, module: ModuleType) -> None:
-        self.hook = self._default
-
-    @property
-    def is_set(self) -> bool:
-        return self.hook is not self._default
+        self.hook = self.default
 
 
 _of_program = _Foreign(sys, "excepthook")
@@ -177,7 +173,7 @@ def _report_and_end(foreign: _Foreign, args: tuple, error: BaseException, trace:
     """Report an exception, by a foreign hook if one is set, and end the job."""
     global _reporting
     code, text = code_of(error), traceback.format_exception(type(error), error, trace)
-    if foreign.is_set:
+    if foreign.hook is not foreign.default:
         _reporting = True
         try:
             foreign.hook(*args)

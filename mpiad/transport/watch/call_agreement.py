@@ -77,7 +77,10 @@ class Agreement:
         """Return whether all ranks have given the same number; waits with a deadline."""
         self._numbers[lane] += 1
         # The fingerprint is small enough for the sum to be below 2⁶³.
-        return self._lane(lane).agree(mine + self.starts[lane], make)
+        found = self._lanes.get(lane)
+        if found is None or found.broken:
+            found = self._lanes[lane] = _Lane(self.comm, self._tag(lane))
+        return found.agree(mine + self.starts[lane], make)
 
     def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
         """Return each rank's description; all ranks call this after a disagreement."""
@@ -104,12 +107,6 @@ class Agreement:
         for lane in self._lanes.values():
             lane.abandon()
         self._lanes.clear()
-
-    def _lane(self, number: int) -> _Lane:
-        lane = self._lanes.get(number)
-        if lane is None or lane.broken:
-            lane = self._lanes[number] = _Lane(self.comm, self._tag(number))
-        return lane
 
     def _tag(self, lane: int) -> int:
         return self.epoch % self._epochs * _LANES + lane

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -115,51 +116,34 @@ class Letter(_Wait):
         return ""
 
 
-# Pending operations: communicator, request, arguments of MPI's call, and whether it is a receive. Abandoned operations are
-# kept, since MPI may still use their buffers.
-_started: dict[int, tuple[Comm, list[Request], tuple, bool]] = {}
-
-
-def begin(comm: Comm, call: Callable[..., Request], *args: Any, receives: bool = False) -> list[Request]:
-    """Start an operation of a guarded communicator; return a list with its request, to be passed to `release`.
-
-    As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request.
-    """
-    requests: list[Request] = []
-    _started[id(requests)] = comm, requests, args, receives
-    try:
-        requests.extend(starmap(call, (args,)))
-    except Exception:
-        release(requests)
-        raise
-    return requests
-
-
-def release(requests: list[Request]) -> None:
-    """Release the buffers of an operation that has ended."""
-    _started.pop(id(requests), None)
-
-
-def cancel_receives(comm: Comm) -> None:
-    """Cancel the receives of a communicator, including those that an interrupt has left behind."""
-    for owner, requests, _, receives in list(_started.values()):
-        if owner is comm and receives:
-            for request in requests:
-                cancel(request)
-            release(requests)
-
-
 class GuardedRequest:
-    """An mpi4py request that is polled; `requests`: the result of `begin`; `make`: describes the wait."""
+    """An operation of MPI, ``call(*args)``, which is started here and then polled; `make`: describes the wait.
 
-    def __init__(self, requests: list[Request], make: Callable[[], Awaited], receives: bool = False):
-        self._requests, self.request, self._make, self._receives = requests, requests[0], make, receives
+    As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request. An abandoned operation is
+    kept, since MPI may still use its buffers.
+    """
+
+    def __init__(
+        self, comm: Comm, make: Callable[[], Awaited], call: Callable[..., Request], *args: Any, receives: bool = False
+    ):
+        self.comm, self.receives, self.arguments, self._make = comm, receives, args, make
+        self._requests: list[Request] = []
+        pending[id(self)] = self
+        try:
+            self._requests.extend(starmap(call, (args,)))
+        except Exception:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Release the buffers, since the operation has ended."""
+        pending.pop(id(self), None)
 
     def Test(self, status: Status = None) -> bool:
         """Return whether it is complete."""
-        ended = self.request.Test(status)
+        ended = self._requests[0].Test(status)
         if ended:
-            release(self._requests)
+            self.release()
         return ended
 
     def Wait(self, status: Status = None) -> None:
@@ -167,18 +151,29 @@ class GuardedRequest:
         try:
             poll(lambda: self.Test(status), self._make)
         except MPI.Exception:  # the request is complete
-            release(self._requests)
+            self.release()
             raise
         except BaseException:  # the deadline, or an interrupt
             # A later message mustn't be received into the buffers, which the caller drops.
-            if self._receives:
+            if self.receives:
                 self.Cancel()
-                release(self._requests)
             raise
 
     def Cancel(self) -> None:
-        """Cancel it, and wait for its end."""
-        cancel(self.request)
+        """Cancel a receive, and wait for its end."""
+        for request in self._requests:  # none if an interrupt came before its start
+            cancel(request)
+        self.release()
+
+
+pending: dict[int, GuardedRequest] = {}  # operations that haven't ended, by id
+
+
+def cancel_receives(comm: Comm) -> None:
+    """Cancel the receives of a communicator, including those that an interrupt has left behind."""
+    for found in list(pending.values()):
+        if found.comm is comm and found.receives:
+            GuardedRequest.Cancel(found)
 
 
 _BYTES = 1024  # fixed length of a description, so that one nonblocking call is enough
@@ -193,24 +188,26 @@ class StartedReduction(GuardedRequest):
         agreement.starts[lane] += 1
         comm.started += 1
         number = comm.started
-        described = _described(comm, out, op)
-        super().__init__(
-            begin(comm, comm.bare.Iallreduce, array, out, op), lambda: Gathering(comm, comm.label, number, described)
-        )
+        described = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines)
+        call = calls.current()
+        if call is not None and call.arguments.shape is not None:
+            # If an array is summed in chunks, the description has the shape of the whole array.
+            described = described._replace(shape=call.arguments.shape)
+        make = partial(Gathering, comm, comm.label, number, described)
+        super().__init__(comm, make, comm.bare.Iallreduce, array, out, op)
         self.caller = described.operation, described.place
         self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
         packed = _packed(described, agreement.starts[lane])
         self._mine[: packed.size] = packed
         self._unended = int(not lane)
         agreement.begun_later += self._unended
-        saying = begin(comm, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
-        self._saying = GuardedRequest(saying, self._make)
+        self._saying = GuardedRequest(comm, make, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
         self._agreement = agreement
         self._group = comm if lane else agreement  # determines the order of the descriptions
 
     def Wait(self, status: Status = None) -> None:
         """Wait for the descriptions, compare them, and wait for the sum."""
-        poll(self._saying.Test, self._make)
+        self._saying.Wait()
         self._agreement.ended_later += self._unended
         self._unended = 0
         described = [pickle.loads(every.tobytes()) for every in self._every]
@@ -218,12 +215,6 @@ class StartedReduction(GuardedRequest):
             # The buffers are kept, since the sum of mismatched calls may never end.
             raise_mismatch(described, self._group)
         super().Wait(status)
-
-
-def _described(comm: Comm, out: np.ndarray, op: Op | None) -> Description:
-    own, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines), calls.current()
-    # If an array is summed in chunks, the description has the shape of the whole array.
-    return own if call is None or call.arguments.shape is None else own._replace(shape=call.arguments.shape)
 
 
 def _packed(described: Description, starts: int) -> np.ndarray:
@@ -273,10 +264,10 @@ def _given(send: Buffer, recv: Buffer) -> Buffer:
 
 def _nonblocking(name: str) -> Any:
     def method(self: Guarded, *args: Any) -> GuardedRequest:
-        requests = begin(self, getattr(self.bare, name), *args)
+        make = partial(Gathering, self, self.label, self.started + 1)
+        request = GuardedRequest(self, make, getattr(self.bare, name), *args)
         self.started += 1
-        number = self.started
-        return GuardedRequest(requests, lambda: Gathering(self, self.label, number))
+        return request
 
     return method
 
@@ -387,12 +378,12 @@ class Guarded:
     # ---- messages
     def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:
         """Start to send."""
-        return GuardedRequest(begin(self, self.bare.Isend, array, dest, tag), lambda: Letter(self, True, dest, tag))
+        return GuardedRequest(self, partial(Letter, self, True, dest, tag), self.bare.Isend, array, dest, tag)
 
     def Irecv(self, buffer: Buffer, source: int, tag: int) -> GuardedRequest:
         """Start to receive."""
-        requests = begin(self, self.bare.Irecv, buffer, source, tag, receives=True)
-        return GuardedRequest(requests, lambda: Letter(self, False, source, tag), receives=True)
+        make = partial(Letter, self, False, source, tag)
+        return GuardedRequest(self, make, self.bare.Irecv, buffer, source, tag, receives=True)
 
     def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
         """Receive."""

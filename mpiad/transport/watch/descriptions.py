@@ -106,6 +106,12 @@ def caller() -> tuple[str, Site, Call | None]:
     return site.entry or "the end of the program", site, None
 
 
+def name_and_place() -> tuple[str, str]:
+    """Return name and line of the current call as text."""
+    name, site, call = caller()
+    return name, where(call, site)
+
+
 def describe(
     label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool
 ) -> Description:
@@ -144,15 +150,10 @@ _MOST = 20000
 
 def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool) -> int:
     """Return a hash of the compared properties of a call."""
-    call = calls.current()
-    if call is not None:
-        who = call.name, call.direction, call.forward_name, call.forward_site or call.site
-    else:
-        site = calls.site_of(sys._getframe(1))
-        who = site.entry, site
+    name, site, _ = caller()
     handle = None if op is None else op.handle
     form = None if array is None else (array.shape, array.dtype.num)
-    key = (label, step, form, handle, root, call_sites, who)
+    key = (label, step, form, handle, root, call_sites, name, site)
     found = _known.get(key)
     if found is None:
         # Cleared completely, since recording the order of use would slow down each call.

@@ -7,20 +7,20 @@ counted, with the lines of the calls, so that unreceived ones can be reported.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Request, Status
+from mpiad._typing import Array, Buffer, Comm, Status
 from mpiad.errors import MessageMismatchError
-from mpiad.transport.core.channels import cancel, drain, live_channels
+from mpiad.transport.core.channels import drain, live_channels
 from mpiad.transport.core.lookup import open_world
 from mpiad.transport.watch import watch_settings
-from mpiad.transport.watch.communicator import Guarded, GuardedRequest, Letter, begin, release
-from mpiad.transport.watch.descriptions import caller, where
-from mpiad.transport.watch.timed_waits import poll
+from mpiad.transport.watch.communicator import Guarded, GuardedRequest, Letter
+from mpiad.transport.watch.descriptions import name_and_place
 
 _SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
 
@@ -114,22 +114,18 @@ def unreceived(summaries: list[Any]) -> list[str]:
                 continue
             lost = entry.count - taken.get((entry.communicator, rank, entry.peer, entry.tag), 0)
             if lost > 0:
-                lines.append(_sentence(rank, entry, lost))
+                messages = "a message" if lost == 1 else f"{lost} messages"
+                on = "" if entry.communicator == "world" else f" on {entry.communicator}"
+                sent = f"Rank {rank} sent {messages} to rank {entry.peer} with tag {entry.tag}{on}"
+                lines.append(f"{sent} at {', '.join(dict.fromkeys(entry.places[-lost:]))}, not received there.")
     return lines
-
-
-def _sentence(rank: int, entry: Entry, lost: int) -> str:
-    places = ", ".join(dict.fromkeys(entry.places[-lost:]))
-    what = "a message" if lost == 1 else f"{lost} messages"
-    where = "" if entry.communicator == "world" else f" on {entry.communicator}"
-    return f"Rank {rank} sent {what} to rank {entry.peer} with tag {entry.tag}{where} at {places}, not received there."
 
 
 _BYTES = 256  # fixed length of headers, so that their receives can be posted in advance
 _MOST = 10_000  # maximum number of cached headers
 _headers: dict[tuple, bytes] = {}
 
-Expected: TypeAlias = "tuple[list[Request], bytearray]"  # the pending receive of a header, and its buffer
+Expected: TypeAlias = "tuple[GuardedRequest, bytearray]"  # the pending receive of a header, and its buffer
 
 
 def _form(array: np.ndarray) -> bytes:
@@ -137,9 +133,8 @@ def _form(array: np.ndarray) -> bytes:
 
 
 def _header(array: np.ndarray) -> tuple[bytes, str, str]:
-    name, site, call = caller()
-    key = array.shape, array.dtype.num, site, name
-    place = where(call, site)
+    name, place = name_and_place()
+    key = array.shape, array.dtype.num, name, place
     found = _headers.get(key)
     if found is None:
         if len(_headers) >= _MOST:
@@ -181,17 +176,11 @@ class HeadedMessages(Guarded):
 
     def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
-        header, name, place = _header(array)
-        # The header is sent first, so a rank with the message can wait for the header.
-        announced = not _counted_down(self.unannounced, dest, tag)
-        ahead = begin(self, self.post.Isend, [header, MPI.BYTE], dest, tag) if announced else None
-        self.ledger.sent(dest, tag, place)
-        return HeadedSend(self, begin(self, self.bare.Isend, array, dest, tag), ahead, dest, tag, (name, place))
+        return HeadedSend(self, array, dest, tag)
 
     def Irecv(self, buffer: Buffer, source: int, tag: int) -> HeadedReceive:
         """Start to receive a header and the array."""
-        name, site, call = caller()
-        return HeadedReceive(self, buffer, source, tag, (name, where(call, site)))
+        return HeadedReceive(self, buffer, source, tag)
 
     def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
         """Wait for a message and match it; its header is compared when it is received."""
@@ -204,16 +193,16 @@ class HeadedMessages(Guarded):
         if _counted_down(self.skipped, source, tag):
             return None
         header = bytearray(_BYTES)
-        return begin(self, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
+        make = partial(Letter, self, False, source, tag)
+        return GuardedRequest(self, make, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
 
     def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
         """Raise an error if a received message differs from the array that it was received into."""
         self.ledger.received(source, tag)
         if expected is None:
             return
-        requests, header = expected
-        poll(requests[0].Test, lambda: Letter(self, False, source, tag))
-        release(requests)
+        request, header = expected
+        request.Wait()
         if not header.startswith(_form(buffer)):
             form, _, sender = header.decode(errors="replace").rstrip().partition("|")
             name, place = by
@@ -244,14 +233,16 @@ def _counted_down(counts: dict[tuple[int, int], int], peer: int, tag: int) -> bo
 
 
 class HeadedSend(GuardedRequest):
-    """A send under way."""
+    """A send of a header and an array."""
 
-    def __init__(
-        self, comm: HeadedMessages, requests: list[Request], ahead: list[Request] | None, dest: int, tag: int,
-        caller: tuple[str, str],
-    ):  # fmt: skip
-        super().__init__(requests, lambda: Letter(comm, True, dest, tag))
-        self._ahead, self.caller = None if ahead is None else GuardedRequest(ahead, self._make), caller
+    def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
+        header, *self.caller = _header(array)
+        make, self._ahead = partial(Letter, comm, True, dest, tag), None
+        # The header is sent first, so a rank with the message can wait for the header.
+        if not _counted_down(comm.unannounced, dest, tag):
+            self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
+        comm.ledger.sent(dest, tag, self.caller[1])
+        super().__init__(comm, make, comm.bare.Isend, array, dest, tag)
 
     def Test(self, status: Status = None) -> bool:
         """Return whether MPI has completed it."""
@@ -259,12 +250,12 @@ class HeadedSend(GuardedRequest):
 
 
 class HeadedReceive(GuardedRequest):
-    """A receive under way."""
+    """A receive of a header and an array."""
 
-    def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int, caller: tuple[str, str]):
-        requests = begin(comm, comm.bare.Irecv, buffer, source, tag, receives=True)
-        super().__init__(requests, lambda: Letter(comm, False, source, tag), receives=True)
-        self._comm, self._buffer, self.caller = comm, buffer, caller
+    def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int):
+        make = partial(Letter, comm, False, source, tag)
+        super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
+        self._buffer, self.caller = buffer, name_and_place()
         self._cancelled = False
         # Both receives are posted together, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
@@ -273,7 +264,7 @@ class HeadedReceive(GuardedRequest):
     def Wait(self, status: Status = None) -> None:
         """Wait for the array and compare its header."""
         if self._cancelled:
-            self.request.Wait()
+            self._requests[0].Wait()
             return
         status = MPI.Status() if status is None else status
         try:
@@ -290,8 +281,8 @@ class HeadedReceive(GuardedRequest):
             self._take_back_header()
             return
         source, tag = status.source, status.tag
-        expected = self._expected if self._known else self._comm.expect(source, tag)
-        self._comm.compare(expected, self._buffer, source, tag, self.caller)
+        expected = self._expected if self._known else self.comm.expect(source, tag)
+        self.comm.compare(expected, self._buffer, source, tag, self.caller)
 
     def Cancel(self) -> None:
         """Cancel the receive."""
@@ -301,15 +292,13 @@ class HeadedReceive(GuardedRequest):
 
     def _take_back_header(self) -> None:
         if self._expected is not None:
-            cancel(self._expected[0][0])
-            release(self._expected[0])
+            self._expected[0].Cancel()
 
 
 class _Matched:
     def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
         self._comm, self._message, self._source, self._tag = comm, message, source, tag
-        name, site, call = caller()
-        self._caller = name, where(call, site)
+        self._caller = name_and_place()
 
     def Recv(self, buffer: np.ndarray) -> None:
         self.refuse(buffer, buffer)

@@ -69,13 +69,10 @@ def _edges(states: list[State | None]) -> dict[int, list[int]]:
     for (key, number), ranks in here.items():
         come = set(ranks)
         members = states[ranks[0]]["members"]  # type: ignore[index]
-        missing = [other for other in members if other not in come and not _has_reached(states[other], key, number)]
+        counts = {other: (states[other] or {}).get("counts", {}).get(key, 0) for other in members}
+        missing = [other for other in members if other not in come and counts[other] < number]
         edges |= dict.fromkeys(ranks, missing)
     return edges
-
-
-def _has_reached(state: State | None, key: str, number: int) -> bool:
-    return state is not None and state["counts"].get(key, 0) >= number
 
 
 def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
@@ -146,18 +143,14 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edg
     state: State = states[rank]  # type: ignore[assignment]
     text = f"rank {rank} has waited for {_shown(state)} seconds in {state['call']} at {state['place']}"
     if cycle:
-        return f"{text}, and this wait can't end: {_arrows(cycle)}. Let one of them act first."
+        shown = [f"rank {rank}" for rank in cycle]
+        if len(shown) > _LONGEST:
+            shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
+        return f"{text}, and this wait can't end: {' -> '.join(shown)}. Let one of them act first."
     gone = [other for other in edges[rank] if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
-
-
-def _arrows(cycle: tuple[int, ...]) -> str:
-    shown = [f"rank {rank}" for rank in cycle]
-    if len(shown) > _LONGEST:
-        shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
-    return " -> ".join(shown)
 
 
 _ASK, _ANSWER, _VERDICT, _LEFT = 1, 2, 3, 4
@@ -280,7 +273,7 @@ class Responder:
 
     def _state(self) -> dict[str, Any]:
         main: int = threading.main_thread().ident  # type: ignore[assignment]
-        every = timed_waits.who_waits()
+        every = timed_waits.waits_by_thread.copy()
         waiting = every.get(main) or next(iter(every.values()), None)
         common = {"asking": self._asking, "counts": communicator.counts(), "ledger": message_headers.summary()}
         if self._left is not None:

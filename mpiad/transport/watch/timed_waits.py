@@ -64,7 +64,7 @@ class _Lift(threading.local):
     deep = 0
 
 
-_by_thread: dict[int, Waiting] = {}
+waits_by_thread: dict[int, Waiting] = {}  # the current wait of each thread
 _lift = _Lift()
 # Installed by the module that makes deadlock reports.
 _expire: Callable[[Waiting], Exception] | None = None
@@ -114,10 +114,10 @@ def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
 def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
     thread = threading.get_ident()
     # Waits may be nested: if no thread answers other ranks, a wait does so, and may have to wait itself.
-    before = _by_thread.get(thread)
+    before = waits_by_thread.get(thread)
     try:
         try:
-            _by_thread[thread] = waiting
+            waits_by_thread[thread] = waiting
             _nap_until(test, waiting)
         finally:
             _wait_again(thread, before)
@@ -127,9 +127,9 @@ def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
 
 def _wait_again(thread: int, before: Waiting | None) -> None:
     if before is None:
-        _by_thread.pop(thread, None)
+        waits_by_thread.pop(thread, None)
     else:
-        _by_thread[thread] = before
+        waits_by_thread[thread] = before
 
 
 def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
@@ -156,13 +156,8 @@ def _is_over(waiting: Waiting) -> bool:
     return bool(departed) and elapsed > _IN_FLIGHT and waiting.what.in_vain(departed, perf_counter() - _IN_FLIGHT)
 
 
-def who_waits() -> dict[int, Waiting]:
-    """Return the current wait of each thread."""
-    return dict(_by_thread)
-
-
 def tell(number: int, verdict: Exception) -> None:
     """Raise an exception in the wait with this number, if it still runs."""
-    for waiting in who_waits().values():
+    for waiting in waits_by_thread.copy().values():
         if waiting.number == number and not waiting.endless:
             waiting.verdict = verdict

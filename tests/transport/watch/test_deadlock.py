@@ -234,7 +234,7 @@ def test_a_send_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.MonkeyP
     comm, x = Guarded(MPI.COMM_WORLD.Dup(), "test", tuple(range(size))), np.ones(100_000)
     request = comm.Isend(x, rank, 5)
     interrupted(request, monkeypatch)
-    assert any(x is args[0] for _, _, args, _ in communicator._started.values())
+    assert any(x is found.arguments[0] for found in communicator.pending.values())
     comm.Recv(np.empty_like(x), rank, 5)
     request.Wait()
     comm.Free()

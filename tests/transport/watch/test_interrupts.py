@@ -115,7 +115,7 @@ PROGRAMS: dict[str, Callable[[Bare], Any]] = {
 def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = str(Path(channels.__file__).parents[1])
     monkeypatch.setattr(status.Responder, "start", lambda responder: None)
-    monkeypatch.setattr(communicator, "_started", {})
+    monkeypatch.setattr(communicator, "pending", {})
     for lines, run in enumerate(interrupted_before_each_line(folder)):
         bare = Bare()
         run(partial(PROGRAMS[name], bare))
@@ -123,8 +123,8 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: 
             for buffer in operation.buffers:
                 # Besides the test, there is whoever holds it.
                 assert sys.getrefcount(buffer) > 3 or not operation.active, lines
-        for comm, *_ in list(communicator._started.values()):  # as a reset does
-            communicator.cancel_receives(comm)
+        for found in list(communicator.pending.values()):  # as a reset does
+            communicator.cancel_receives(found.comm)
         assert not any(operation.active for operation in bare.started if operation.receives), lines
     assert bare.started and lines > 8
 
