@@ -18,10 +18,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm
-from mpiad.transport.watch.timed_waits import Awaited, poll, poll_for
+from mpiad.transport.core.channels import ABANDONED
+from mpiad.transport.watch.timed_waits import Awaited, GuardedRequest, cancel_receives, poll_for
 
 _LANES = 256  # separate agreements: one for the main thread, the others for other threads
-_abandoned: list[Any] = []  # MPI may still use these buffers and communicators
 
 
 class Agreement:
@@ -39,7 +39,6 @@ class Agreement:
         # Numbers of agreements begun, by lane; deadlock reports find missing ranks by them.
         self._numbers: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
-        self._lanes: dict[int, _Lane] = {}
         self._later: Comm | None = None
         self._is_open = False
         self.begun_later = self.ended_later = 0  # numbers of comparisons of nonblocking calls
@@ -54,7 +53,7 @@ class Agreement:
         self.epoch = -int(least[0])
         if self._later is None or not least[1] == -least[2] == least[3]:
             # Not freed: a rank may have begun an operation there that others haven't, and the context may be reused.
-            _abandoned.append(self._later)
+            ABANDONED.append((self._later,))
             self._later, self.begun_later, self.ended_later = self.comm.Dup(), 0, 0
         self._is_open = True
 
@@ -77,22 +76,30 @@ class Agreement:
         """Return whether all ranks have given the same number; waits with a deadline."""
         self._numbers[lane] += 1
         # The fingerprint is small enough for the sum to be below 2⁶³.
-        found = self._lanes.get(lane)
-        if found is None or found.broken:
-            found = self._lanes[lane] = _Lane(self.comm, self._tag(lane))
-        return found.agree(mine + self.starts[lane], make)
+        least = greatest = mine + self.starts[lane]
+        # Dissemination algorithm: the distance doubles in each round. Minimum and maximum don't change if a number arrives
+        # twice, so any number of ranks works.
+        comm, tag, distance = self.comm, self._tag(lane), 1
+        while distance < comm.size:
+            out, into = np.array([least, greatest], np.int64), np.empty(2, np.int64)
+            source, dest = (comm.rank - distance) % comm.size, (comm.rank + distance) % comm.size
+            receive = GuardedRequest(self, make, comm.Irecv, into, source, tag, receives=True)
+            send = GuardedRequest(self, make, comm.Isend, out, dest, tag)
+            receive.Wait()
+            send.Wait()
+            low, high = into.tolist()
+            least, greatest = min(least, low), max(greatest, high)
+            distance *= 2
+        return least == greatest
 
     def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
         """Return each rank's description; all ranks call this after a disagreement."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
-        # Kept after an exception, which may leave messages in flight.
-        _abandoned.append(held := [buffer])
-        sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
+        sends = [GuardedRequest(self, make, self.comm.Isend, buffer, rank, tag) for rank in range(self.comm.size)]
         found = [poll_for(partial(self.comm.improbe, rank, tag), make).recv() for rank in range(self.comm.size)]
         for send in sends:
-            poll(send.Test, make)
-        held.clear()
+            send.Wait()
         return found
 
     def renew(self, epoch: int | None = None) -> None:
@@ -104,9 +111,7 @@ class Agreement:
         self._is_open = False
         self._numbers.clear()
         self.starts.clear()
-        for lane in self._lanes.values():
-            lane.abandon()
-        self._lanes.clear()
+        cancel_receives(self)  # so that they don't take later messages
 
     def _tag(self, lane: int) -> int:
         return self.epoch % self._epochs * _LANES + lane
@@ -118,50 +123,3 @@ _MAIN = threading.main_thread().ident
 def lane_of(channel_number: int) -> int:
     """Return the lane of this thread: 0 for the main thread, otherwise one that depends on the channel."""
     return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
-
-
-class _Lane:
-    def __init__(self, comm: Comm, tag: int):
-        self.broken, self.busy = False, False
-        self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
-        # Dissemination algorithm: the distance doubles in each round. Minimum and maximum don't change if a number arrives
-        # twice, so any number of ranks works.
-        distance = 1
-        while distance < comm.size:
-            out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
-            send = comm.Send_init(out, (comm.rank + distance) % comm.size, tag)
-            receive = comm.Recv_init(into, (comm.rank - distance) % comm.size, tag)
-            self._rounds.append((out, into, send, receive))
-            distance *= 2
-
-    def agree(self, mine: int, make: Callable[[], Awaited]) -> bool:
-        least = greatest = mine
-        self.busy = True
-        try:
-            for out, into, send, receive in self._rounds:
-                out[0], out[1] = least, greatest
-                receive.Start()
-                send.Start()
-                poll(receive.Test, make)
-                low, high = into.tolist()
-                least, greatest = min(least, low), max(greatest, high)
-                poll(send.Test, make)
-        except BaseException:
-            self.abandon()
-            raise
-        self.busy = False
-        return least == greatest
-
-    def abandon(self) -> None:
-        """Cancel pending rounds, so that their receives don't take later messages."""
-        self.broken = True
-        for _, _, send, receive in self._rounds:
-            if not receive.Test():  # true if it isn't active
-                receive.Cancel()
-                receive.Wait()
-            if not self.busy:  # otherwise MPI may still use these requests
-                send.Free()
-                receive.Free()
-        if self.busy:
-            _abandoned.append(self._rounds)
-        self._rounds = []

@@ -11,15 +11,13 @@ import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Op, Request, Status
+from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import cancel
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, lane_of
 from mpiad.transport.watch.descriptions import (
@@ -31,7 +29,7 @@ from mpiad.transport.watch.descriptions import (
     shown_arguments,
     where,
 )
-from mpiad.transport.watch.timed_waits import Awaited, Departure, poll, poll_for
+from mpiad.transport.watch.timed_waits import Departure, GuardedRequest, poll, poll_for
 
 
 class _Wait:
@@ -114,66 +112,6 @@ class Letter(_Wait):
                 size = status.Get_count(MPI.BYTE)
                 return f"a message from rank {status.source} with tag {status.tag} ({size} bytes) is there instead"
         return ""
-
-
-class GuardedRequest:
-    """An operation of MPI, ``call(*args)``, which is started here and then polled; `make`: describes the wait.
-
-    As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request. An abandoned operation is
-    kept, since MPI may still use its buffers.
-    """
-
-    def __init__(
-        self, comm: Comm, make: Callable[[], Awaited], call: Callable[..., Request], *args: Any, receives: bool = False
-    ):
-        self.comm, self.receives, self.arguments, self._make = comm, receives, args, make
-        self._requests: list[Request] = []
-        pending[id(self)] = self
-        try:
-            self._requests.extend(starmap(call, (args,)))
-        except Exception:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Release the buffers, since the operation has ended."""
-        pending.pop(id(self), None)
-
-    def Test(self, status: Status = None) -> bool:
-        """Return whether it is complete."""
-        ended = self._requests[0].Test(status)
-        if ended:
-            self.release()
-        return ended
-
-    def Wait(self, status: Status = None) -> None:
-        """Wait until it is complete."""
-        try:
-            poll(lambda: self.Test(status), self._make)
-        except MPI.Exception:  # the request is complete
-            self.release()
-            raise
-        except BaseException:  # the deadline, or an interrupt
-            # A later message mustn't be received into the buffers, which the caller drops.
-            if self.receives:
-                self.Cancel()
-            raise
-
-    def Cancel(self) -> None:
-        """Cancel a receive, and wait for its end."""
-        for request in self._requests:  # none if an interrupt came before its start
-            cancel(request)
-        self.release()
-
-
-pending: dict[int, GuardedRequest] = {}  # operations that haven't ended, by id
-
-
-def cancel_receives(comm: Comm) -> None:
-    """Cancel the receives of a communicator, including those that an interrupt has left behind."""
-    for found in list(pending.values()):
-        if found.comm is comm and found.receives:
-            GuardedRequest.Cancel(found)
 
 
 _BYTES = 1024  # fixed length of a description, so that one nonblocking call is enough

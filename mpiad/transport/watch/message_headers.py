@@ -19,8 +19,9 @@ from mpiad.errors import MessageMismatchError
 from mpiad.transport.core.channels import drain, live_channels
 from mpiad.transport.core.lookup import open_world
 from mpiad.transport.watch import watch_settings
-from mpiad.transport.watch.communicator import Guarded, GuardedRequest, Letter
+from mpiad.transport.watch.communicator import Guarded, Letter
 from mpiad.transport.watch.descriptions import name_and_place
+from mpiad.transport.watch.timed_waits import GuardedRequest
 
 _SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
 
@@ -281,8 +282,8 @@ class HeadedReceive(GuardedRequest):
             self._take_back_header()
             return
         source, tag = status.source, status.tag
-        expected = self._expected if self._known else self.comm.expect(source, tag)
-        self.comm.compare(expected, self._buffer, source, tag, self.caller)
+        expected = self._expected if self._known else self.owner.expect(source, tag)
+        self.owner.compare(expected, self._buffer, source, tag, self.caller)
 
     def Cancel(self) -> None:
         """Cancel the receive."""

@@ -13,9 +13,10 @@ from mpiad.transport.core import calls, channels
 from mpiad.transport.core.channels import Channel, Watch, drain, make_communicator
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement
-from mpiad.transport.watch.communicator import Guarded, cancel_receives
+from mpiad.transport.watch.communicator import Guarded
 from mpiad.transport.watch.message_headers import HeadedMessages
 from mpiad.transport.watch.status import Responder
+from mpiad.transport.watch.timed_waits import cancel_receives
 from mpiad.transport.watch.watch_settings import Settings
 
 _OWNER = "guard"

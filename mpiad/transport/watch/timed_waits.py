@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import starmap
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
+from mpi4py import MPI
+
+from mpiad._typing import Request, Status
+from mpiad.transport.core.channels import cancel
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.watch import watch_settings
 
@@ -161,3 +167,65 @@ def tell(number: int, verdict: Exception) -> None:
     for waiting in waits_by_thread.copy().values():
         if waiting.number == number and not waiting.endless:
             waiting.verdict = verdict
+
+
+class GuardedRequest:
+    """An operation of MPI, ``call(*args)``, which is started here and then polled.
+
+    `owner`: the object on whose communicator it is; see `cancel_receives`. `make`: describes the wait.
+
+    As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request. An abandoned operation is
+    kept, since MPI may still use its buffers.
+    """
+
+    def __init__(
+        self, owner: Any, make: Callable[[], Awaited], call: Callable[..., Request], *args: Any, receives: bool = False
+    ):
+        self.owner, self.receives, self.arguments, self._make = owner, receives, args, make
+        self._requests: list[Request] = []
+        pending[id(self)] = self
+        try:
+            self._requests.extend(starmap(call, (args,)))
+        except Exception:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Release the buffers, since the operation has ended."""
+        pending.pop(id(self), None)
+
+    def Test(self, status: Status = None) -> bool:
+        """Return whether it is complete."""
+        ended = self._requests[0].Test(status)
+        if ended:
+            self.release()
+        return ended
+
+    def Wait(self, status: Status = None) -> None:
+        """Wait until it is complete."""
+        try:
+            poll(partial(self.Test, status), self._make)
+        except MPI.Exception:  # the request is complete
+            self.release()
+            raise
+        except BaseException:  # the deadline, or an interrupt
+            # A later message mustn't be received into the buffers, which the caller drops.
+            if self.receives:
+                self.Cancel()
+            raise
+
+    def Cancel(self) -> None:
+        """Cancel a receive, and wait for its end."""
+        for request in self._requests:  # none if an interrupt came before its start
+            cancel(request)
+        self.release()
+
+
+pending: dict[int, GuardedRequest] = {}  # operations that haven't ended, by id
+
+
+def cancel_receives(owner: object) -> None:
+    """Cancel the receives of an object's communicator, including those that an interrupt has left behind."""
+    for found in list(pending.values()):
+        if found.owner is owner and found.receives:
+            GuardedRequest.Cancel(found)

@@ -18,10 +18,10 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport import channel
-from mpiad.transport.watch import communicator, message_headers, status
-from mpiad.transport.watch.communicator import Guarded, GuardedRequest
+from mpiad.transport.watch import communicator, message_headers, status, timed_waits
+from mpiad.transport.watch.communicator import Guarded
 from mpiad.transport.watch.status import State, finding_of
-from mpiad.transport.watch.timed_waits import Departure
+from mpiad.transport.watch.timed_waits import Departure, GuardedRequest
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -234,7 +234,7 @@ def test_a_send_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.MonkeyP
     comm, x = Guarded(MPI.COMM_WORLD.Dup(), "test", tuple(range(size))), np.ones(100_000)
     request = comm.Isend(x, rank, 5)
     interrupted(request, monkeypatch)
-    assert any(x is found.arguments[0] for found in communicator.pending.values())
+    assert any(x is found.arguments[0] for found in timed_waits.pending.values())
     comm.Recv(np.empty_like(x), rank, 5)
     request.Wait()
     comm.Free()

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport.core import channels
-from mpiad.transport.watch import communicator, status
+from mpiad.transport.watch import status, timed_waits
 from mpiad.transport.watch.call_agreement import Agreement
 from mpiad.transport.watch.communicator import Guarded
 from mpiad.transport.watch.message_headers import HeadedMessages
@@ -25,8 +25,8 @@ from mpiad.transport.watch.message_headers import HeadedMessages
 class Operation:
     """A request of MPI's: never complete, and Ctrl-C comes in the wait for it."""
 
-    def __init__(self, *buffers: Any, receives: bool = False, active: bool = True):
-        self.buffers, self.receives, self.active, self.tested = buffers, receives, active, 0
+    def __init__(self, *buffers: Any, receives: bool = False):
+        self.buffers, self.receives, self.active, self.tested = buffers, receives, True, 0
 
     def Test(self, status: Any = None) -> bool:
         self.tested += self.active
@@ -34,16 +34,11 @@ class Operation:
             raise KeyboardInterrupt
         return not self.active
 
-    def Start(self) -> None:
-        self.active = True
-
     def Cancel(self) -> None:
         self.active = False
 
     def Wait(self) -> None:
         assert not self.active
-
-    Free = Wait
 
 
 class Bare:
@@ -63,12 +58,6 @@ class Bare:
 
     def Irecv(self, *args: Any) -> Operation:
         return self._start(*args, receives=True)
-
-    def Send_init(self, *args: Any) -> Operation:
-        return self._start(*args, active=False)
-
-    def Recv_init(self, *args: Any) -> Operation:
-        return self._start(*args, receives=True, active=False)
 
     def Improbe(self, *args: Any) -> None:
         raise KeyboardInterrupt
@@ -115,7 +104,7 @@ PROGRAMS: dict[str, Callable[[Bare], Any]] = {
 def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = str(Path(channels.__file__).parents[1])
     monkeypatch.setattr(status.Responder, "start", lambda responder: None)
-    monkeypatch.setattr(communicator, "pending", {})
+    monkeypatch.setattr(timed_waits, "pending", {})
     for lines, run in enumerate(interrupted_before_each_line(folder)):
         bare = Bare()
         run(partial(PROGRAMS[name], bare))
@@ -123,8 +112,8 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: 
             for buffer in operation.buffers:
                 # Besides the test, there is whoever holds it.
                 assert sys.getrefcount(buffer) > 3 or not operation.active, lines
-        for found in list(communicator.pending.values()):  # as a reset does
-            communicator.cancel_receives(found.comm)
+        for found in list(timed_waits.pending.values()):  # as a reset does
+            timed_waits.cancel_receives(found.owner)
         assert not any(operation.active for operation in bare.started if operation.receives), lines
     assert bare.started and lines > 8
 
