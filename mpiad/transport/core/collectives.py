@@ -338,13 +338,9 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
 
 
 def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: np.ndarray) -> Array:
-    try:
-        array = outgoing(x, call)
-        spec = Spec.of(array)
-        transfer = transfer_of(spec.arrays)
-    except TypeError as error:  # the others already wait for a header
-        _send_error(channel, error, root, packet)
-        raise
+    array = _or_send_error(channel, root, packet, lambda: outgoing(x, call))
+    spec = Spec.of(array)
+    transfer = transfer_of(spec.arrays)
     _pack(packet, spec)
     # An array that MPI reads on the device isn't copied to the host for the header.
     small = array.nbytes <= _INLINE_BYTES and not isinstance(transfer, Direct)
@@ -370,11 +366,7 @@ def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, templat
     if channel.rank != root:
         channel.data.Bcast(packet, root)
         return _unpacked(packet, root, template)
-    try:
-        spec = make()
-    except (TypeError, ValueError) as error:
-        _send_error(channel, error, root, packet)
-        raise
+    spec = _or_send_error(channel, root, packet, make)
     _pack(packet, spec)
     channel.data.Bcast(packet, root)
     return spec
@@ -399,11 +391,16 @@ def _unpacked(packet: np.ndarray, root: int, template: object) -> Spec:
     return spec._replace(arrays=arrays_named(kind)) if kind else spec
 
 
-def _send_error(channel: Channel, error: Exception, root: int, packet: np.ndarray) -> None:
-    text = np.frombuffer(str(error).encode()[: 8 * (_WORDS - 3)], dtype=np.uint8)
-    packet[:3] = _ERROR, isinstance(error, ValueError), len(text)
-    packet[3:].view(np.uint8)[: len(text)] = text
-    channel.data.Bcast(packet, root)
+def _or_send_error(channel: Channel, root: int, packet: np.ndarray, make: Callable[[], Any]) -> Any:
+    """Return ``make()``; if it raises, first send the error to the other ranks, which already wait for a header."""
+    try:
+        return make()
+    except (TypeError, ValueError) as error:
+        text = np.frombuffer(str(error).encode()[: 8 * (_WORDS - 3)], dtype=np.uint8)
+        packet[:3] = _ERROR, isinstance(error, ValueError), len(text)
+        packet[3:].view(np.uint8)[: len(text)] = text
+        channel.data.Bcast(packet, root)
+        raise
 
 
 def bcast_integers(channel: Channel, values: list[int], root: int) -> list[int]:

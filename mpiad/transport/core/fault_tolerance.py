@@ -67,7 +67,7 @@ def lost_ranks(comm: Comm) -> list[int]:
     return lost
 
 
-_exit = os._exit  # before `departure` replaces it
+exit_process = os._exit  # before `departure` replaces it
 
 
 def all_have_come() -> bool:
@@ -85,7 +85,7 @@ def leave_process(code: int) -> None:
     """Leave the process without MPI's end; doesn't return."""
     logging.shutdown()
     flush_streams()
-    _exit(code)
+    exit_process(code)
 
 
 def flush_streams(text: str = "") -> None:

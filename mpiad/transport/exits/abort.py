@@ -25,13 +25,12 @@ from mpi4py import MPI
 from mpiad.environment_variables import switch
 from mpiad.transport.core.agreement import code_of
 from mpiad.transport.core.calls import site_of, site_of_trace
-from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, flush_streams, lost_ranks
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, exit_process, flush_streams, lost_ranks
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
 last_words: list[Callable[[], object]] = []  # called before a rank ends the job; they mustn't wait for other ranks
 
-_exit = os._exit  # before `departure` replaces it
 _process = os.getpid()
 _ending = threading.Lock()
 
@@ -57,7 +56,7 @@ def end_job(text: str, code: int) -> None:
     """End all ranks with an exit code, and print the reason to standard error; doesn't return."""
     if not _ending.acquire(blocking=False):  # another thread already ends the job
         time.sleep(_UNTIL_READ + _UNTIL_KILLED)
-        _exit(code)
+        exit_process(code)
     # One write per stream, so that the lines of ranks that fail together don't mix.
     flush_streams(text)
     for last in last_words:
@@ -70,7 +69,7 @@ def end_job(text: str, code: int) -> None:
         MPI.COMM_WORLD.Abort(code)
         # Some MPIs return from Abort. The exit functions of this process mustn't run, since they wait for the other ranks.
         time.sleep(_UNTIL_KILLED)
-    _exit(code)
+    exit_process(code)
 
 
 def may_end_job() -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad.transport.core.agreement import exit_code
+from mpiad.transport.core.fault_tolerance import exit_process
 from mpiad.transport.core.lookup import world_is_given_up
 from mpiad.transport.core.polling import Backoff, threads_may_communicate
 from mpiad.transport.exits.abort import at_place, at_trace, end_job, is_rank, is_reporting
@@ -31,7 +32,6 @@ _GRACE = 5.0
 _POLL_SECONDS = 0.1
 
 _log = logging.getLogger("mpiad")
-_exit = os._exit
 _comm: Any = None
 _farewell: _Farewell | None = None
 _has_arrived = False
@@ -97,7 +97,7 @@ def _leave_at_once(status: int) -> None:
             _end(leaving, "in the hook for an exception that nobody caught")
         if _comm is not None:
             _await(leaving, at_once=True)
-    _exit(status)
+    exit_process(status)
 
 
 def farewell() -> tuple[str, str]:

@@ -164,13 +164,18 @@ def _packed(described: Description, starts: int) -> np.ndarray:
     return np.frombuffer(packed, np.uint8)
 
 
-# No weak set, since another thread may copy it while the program adds to it.
+# No weak set, which can't be copied in one step: another thread reads it while the program adds to it.
 _all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
+
+
+def live() -> list[Guarded]:
+    """Return the guarded communicators in use."""
+    return [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
 
 
 def counts() -> dict[str, int]:
     """Return the numbers of collectives that this rank has begun, by the label of the communicator or agreement."""
-    every = [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
+    every = live()
     found = {comm.label: comm.started for comm in every}
     for agreement in {comm.agreement for comm in every if comm.agreement is not None}:
         found |= agreement.counts()
@@ -188,8 +193,7 @@ def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any
         try:
             request.Wait()
         except BaseException:
-            channel = self.owner()
-            if channel is not None:
+            if (channel := self.owner()) is not None:
                 channel.unended = True
             raise
 
@@ -254,12 +258,11 @@ class Guarded:
 
     def give_up(self, reason: str) -> None:
         """Mark the channel as unusable."""
-        channel = self.owner()
-        if channel is not None:
+        if (channel := self.owner()) is not None:
             channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
 
     def retire(self) -> None:
-        """Stop counting its collectives, since a communicator with the same label replaces it."""
+        """Stop counting its communication, since another communicator with this label replaces it."""
         _all.pop(id(self), None)
 
     # ---- collectives of arrays

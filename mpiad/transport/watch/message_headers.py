@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 from mpi4py import MPI
@@ -19,7 +18,7 @@ from mpiad.errors import MessageMismatchError
 from mpiad.transport.core.channels import drain, live_channels
 from mpiad.transport.core.lookup import open_world
 from mpiad.transport.watch import watch_settings
-from mpiad.transport.watch.communicator import Guarded, Letter
+from mpiad.transport.watch.communicator import Guarded, Letter, live
 from mpiad.transport.watch.descriptions import name_and_place
 from mpiad.transport.watch.timed_waits import GuardedRequest
 
@@ -36,53 +35,12 @@ class Entry(NamedTuple):
     places: tuple[str, ...]
 
 
-class MessageCounts:
-    """Counts the messages of one channel, which is the result of `owner()`."""
-
-    def __init__(self, label: str, members: tuple[int, ...], owner: Any):
-        self.label, self.members, self._owner = label, members, owner
-        self._sent: dict[tuple[int, int], list[Any]] = {}
-        self._received: dict[tuple[int, int], int] = {}
-        _all[id(self)] = self
-
-    def sent(self, peer: int, tag: int, place: str) -> None:
-        """Count a sent message."""
-        found = self._sent.get((peer, tag))
-        if found is None:
-            found = self._sent[peer, tag] = [0, deque(maxlen=_SITES)]
-        found[0] += 1
-        found[1].append(place)
-
-    def received(self, peer: int, tag: int) -> None:
-        """Count a received message."""
-        self._received[peer, tag] = self._received.get((peer, tag), 0) + 1
-
-    def close(self) -> None:
-        """Stop counting, since `reset` has dropped the messages."""
-        _all.pop(id(self), None)
-
-    def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:
-        """Return the messages sent, the messages received, and the requests started and not waited for."""
-        # `copy` is one step. A loop over the items may be interrupted by garbage collection, and the program adds more.
-        label, rank = self.label, self.members
-        sent = [Entry(label, rank[peer], tag, n, tuple(sites)) for (peer, tag), (n, sites) in self._sent.copy().items()]
-        received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
-        channel = self._owner()
-        started = () if channel is None else tuple(channel.started.values())
-        requests = [request for kind, held, _ in started if not kind.startswith("blocking") for request in held]
-        return sent, received, [(self.label, *request.caller) for request in requests if hasattr(request, "caller")]
-
-
-# The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
-_all: WeakValueDictionary[int, MessageCounts] = WeakValueDictionary()
-
-
 Summary = tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]
 
 
 def summary() -> Summary:
     """Return this rank's entries of all channels."""
-    parts = [found.entries() for reference in _all.valuerefs() if (found := reference()) is not None]
+    parts = [comm.entries() for comm in live() if isinstance(comm, HeadedMessages)]
     return tuple([entry for part in parts for entry in part[k]] for k in range(3))  # type: ignore[return-value]
 
 
@@ -150,7 +108,8 @@ class HeadedMessages(Guarded):
     def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
         super().__init__(bare, *args, **keywords)
         self.post = post
-        self.ledger = MessageCounts(self.label, self.members, self.owner)
+        self._sent: dict[tuple[int, int], list[Any]] = {}  # by rank and tag: the number of messages, and their last lines
+        self._received: dict[tuple[int, int], int] = {}
         # Numbers of receives and of sends whose messages have no headers: in flight when debug mode began.
         self.skipped: dict[tuple[int, int], int] = {}
         self.unannounced: dict[tuple[int, int], int] = {}
@@ -159,10 +118,24 @@ class HeadedMessages(Guarded):
             for comm, name in ((bare, "drained"), (post, "headers"))
         )
 
-    def retire(self) -> None:
-        """Stop counting collectives and messages."""
-        super().retire()
-        self.ledger.close()
+    def count_send(self, peer: int, tag: int, place: str) -> None:
+        """Count a sent message."""
+        found = self._sent.get((peer, tag))
+        if found is None:
+            found = self._sent[peer, tag] = [0, deque(maxlen=_SITES)]
+        found[0] += 1
+        found[1].append(place)
+
+    def entries(self) -> Summary:
+        """Return the messages sent, the messages received, and the requests started and not waited for."""
+        # `copy` is one step. A loop over the items may be interrupted by garbage collection, and the program adds more.
+        label, rank = self.label, self.members
+        sent = [Entry(label, rank[peer], tag, n, tuple(sites)) for (peer, tag), (n, sites) in self._sent.copy().items()]
+        received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
+        channel = self.owner()
+        started = () if channel is None else tuple(channel.started.values())
+        requests = [request for kind, held, _ in started if not kind.startswith("blocking") for request in held]
+        return sent, received, [(label, *request.caller) for request in requests if hasattr(request, "caller")]
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
         """Expect no headers for messages whose send or receive was started before debug mode; collective.
@@ -199,7 +172,7 @@ class HeadedMessages(Guarded):
 
     def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
         """Raise an error if a received message differs from the array that it was received into."""
-        self.ledger.received(source, tag)
+        self._received[source, tag] = self._received.get((source, tag), 0) + 1
         if expected is None:
             return
         request, header = expected
@@ -242,7 +215,7 @@ class HeadedSend(GuardedRequest):
         # The header is sent first, so a rank with the message can wait for the header.
         if not _counted_down(comm.unannounced, dest, tag):
             self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
-        comm.ledger.sent(dest, tag, self.caller[1])
+        comm.count_send(dest, tag, self.caller[1])
         super().__init__(comm, make, comm.bare.Isend, array, dest, tag)
 
     def Test(self, status: Status = None) -> bool:

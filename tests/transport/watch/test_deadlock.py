@@ -247,7 +247,7 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
     def pause(*_: Any) -> None:  # as finalizers may
         time.sleep(0)
 
-    kept = message_headers.MessageCounts("kept", (0,), lambda: None)
+    kept = message_headers.HeadedMessages(MPI.COMM_SELF, MPI.COMM_SELF, "kept", (0,))
 
     def answer() -> None:
         try:
@@ -264,8 +264,8 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
     thread.start()
     try:
         for tag in range(3000):
-            kept.sent(0, tag, "here")
-            message_headers.MessageCounts("another", (0,), lambda: None).close()
+            kept.count_send(0, tag, "here")
+            message_headers.HeadedMessages(MPI.COMM_SELF, MPI.COMM_SELF, "another", (0,)).retire()
             Guarded(MPI.COMM_SELF, "another", (0,)).retire()
     finally:
         sys.setswitchinterval(interval)
@@ -273,5 +273,5 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
         gc.callbacks.remove(pause)
         done.set()
         thread.join()
-    kept.close()
+    kept.retire()
     assert not errors
