@@ -165,7 +165,7 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
         if divides(array.nbytes):
             return large_collectives.allreduce(channel, array, op)
         if exchanges(array.nbytes) and name_of(op) == "SUM":
-            return large_collectives.exchanged_allreduce(channel, array)
+            return large_collectives.exchanged_sum(channel, array)
     if type(array) is np.ndarray:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
@@ -179,7 +179,7 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     if divides(array.nbytes):
         return large_collectives.reduce(channel, array, root)
     if exchanges(array.nbytes):
-        return large_collectives.exchanged_reduce(channel, array, root)
+        return large_collectives.exchanged_sum(channel, array, root)
     if channel.rank != root:
         channel.data.Reduce(send_buffer(array), None, MPI.SUM, root)
         return Spec.of(array).zeros()

@@ -155,23 +155,17 @@ def exchanged_reduce_scatter(channel: Channel, array: Array, counts: list[int], 
     return _own_block(channel, array, counts).reshape(block.shape)
 
 
-def exchanged_allreduce(channel: Channel, array: Array) -> Array:
-    """Sum the ranks' arrays, with the result on all ranks."""
-    compare(channel.data, "Allreduce", array, MPI.SUM)
+def exchanged_sum(channel: Channel, array: Array, root: int | None = None) -> Array:
+    """Sum the ranks' arrays on all ranks, or on the root; return zeros on ranks without the sum."""
+    compare(channel.data, "Allreduce" if root is None else "Reduce", array, MPI.SUM, root)
     counts = even_lengths(array.size, channel.size)
     block = _own_block(channel, array, counts)
-    return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, Spec.of(array))
-
-
-def exchanged_reduce(channel: Channel, array: Array, root: int) -> Array:
-    """Sum the ranks' arrays on the root; return zeros on other ranks."""
-    compare(channel.data, "Reduce", array, MPI.SUM, root)
-    counts = even_lengths(array.size, channel.size)
-    block = _own_block(channel, array, counts)
-    if channel.rank != root:
-        channel.data.Gatherv(send_buffer(block), None, root)
-        return Spec.of(array).zeros()
-    return communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), block, Spec.of(array))
+    if root is None:
+        return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, Spec.of(array))
+    if channel.rank == root:
+        return communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), block, Spec.of(array))
+    channel.data.Gatherv(send_buffer(block), None, root)
+    return Spec.of(array).zeros()
 
 
 def _own_block(channel: Channel, array: Array, counts: list[int]) -> Array:

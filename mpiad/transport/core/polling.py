@@ -1,4 +1,4 @@
-"""Waits that don't occupy a core, and messages for which a rank polls: notices, Python objects, and a shared counter.
+"""Waits that don't occupy a core, and messages for which a rank polls: Python objects, and a shared counter.
 
 Ranks often outnumber cores, and MPI's own wait would occupy the core of another rank.
 """
@@ -9,7 +9,6 @@ import os
 import pickle
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -56,66 +55,29 @@ class Backoff:
 
 def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
     """Wait until ``found()``, which probes for a message from `source`, returns true."""
-    if not isinstance(comm, MPI.Comm):
+    if isinstance(comm, MPI.Comm):
+        _pause_until(found)
+    else:
         comm.until(found, source)  # a guarded communicator shows the wait in deadlock reports
-        return
-    patience = Backoff()
-    while not found():
-        patience.pause()
 
 
 def wait_gently(request: Request) -> None:
     """Wait for a request; a guarded request has its own wait."""
-    if not isinstance(request, MPI.Request):
+    if isinstance(request, MPI.Request):
+        _pause_until(request.Test)
+    else:
         request.Wait()
-        return
+
+
+def _pause_until(ended: Callable[[], bool]) -> None:
     patience = Backoff()
-    while not request.Test():
+    while not ended():
         patience.pause()
 
 
 def threads_may_communicate() -> bool:
     """Return whether MPI was initialized for calls from several threads at once."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
-
-
-class Notices:
-    """Empty messages, for which any thread may poll, on a communicator without other point-to-point messages."""
-
-    def __init__(self, comm: Comm):
-        self._comm = comm
-        self._empty = np.empty(0)
-        self._posted: list[Any] = []
-        self._sent: Counter[Rank] = Counter()
-        self._taken: Counter[Rank] = Counter()
-
-    def post(self, dest: Rank, kind: int) -> None:
-        """Send a notice, without waiting."""
-        self._posted.append(self._comm.Isend(self._empty, dest, kind))
-        self._sent[dest] += 1
-
-    def take(self) -> tuple[Rank, int] | None:
-        """Return sender and kind of the next notice, None if there is none; one thread at a time."""
-        status = MPI.Status()
-        if not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            return None
-        self._receive(status.source, status.tag)
-        return status.source, status.tag
-
-    def _receive(self, source: Rank, tag: int) -> None:
-        self._comm.Recv(self._empty, source, tag)
-        self._taken[source] += 1
-
-    def drain(self) -> None:
-        """Receive all remaining notices, so that the communicator can be freed; collective."""
-        size = self._comm.size
-        # A probe may miss a notice in flight; the senders' counts give the remaining number.
-        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(size)])):
-            while self._taken[source] < sent:
-                self._receive(source, MPI.ANY_TAG)
-        for request in self._posted:
-            request.Wait()
-        self._posted.clear()
 
 
 # Messages of Python objects: a message is a pickle, preceded by the lengths of its buffers, and a further message for each

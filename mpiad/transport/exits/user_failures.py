@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -43,7 +44,7 @@ from mpiad.transport.core.agreement import (
 )
 from mpiad.transport.core.channels import communications, is_watched, live_channels, world_ranks
 from mpiad.transport.core.lookup import channel
-from mpiad.transport.core.polling import Notices, threads_may_communicate
+from mpiad.transport.core.polling import threads_may_communicate
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.abort import end_by, end_job, may_end_job
 from mpiad.transport.exits.recovery import recovers
@@ -85,7 +86,9 @@ class FailureDetector:
     """
 
     def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
-        self._call, self._stage_module, self._notices = call, stage_module, Notices(comm)
+        self._comm, self._call, self._stage_module = comm, call, stage_module
+        self._empty, self._posted = np.empty(0), list[Request]()  # notices are empty messages, whose tags are their kinds
+        self._sent, self._received = Counter[int](), Counter[int]()  # numbers of notices by rank
         self._watched = threading.get_ident()
         self._reported: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
         # The states that other ranks have reported since they were asked; whether a waiting one has moved on since then.
@@ -106,19 +109,29 @@ class FailureDetector:
 
     def _receive_notices(self) -> None:
         with self._receiving:
-            while (notice := self._notices.take()) is not None:
-                source, kind = notice
+            status = MPI.Status()
+            while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                source, kind = status.source, status.tag
+                self._receive(source, kind)
                 if kind == _PROCESS_FAILED:
                     self._reported[source], self._place = _MOVES, None
                 else:
                     self._states[source] = kind
                     self._moved |= kind == _MOVES
 
+    def _receive(self, source: int, tag: int) -> None:
+        self._comm.Recv(self._empty, source, tag)
+        self._received[source] += 1
+
+    def _post(self, dest: int, kind: int) -> None:
+        self._posted.append(self._comm.Isend(self._empty, dest, kind))
+        self._sent[dest] += 1
+
     def _report(self, state: int) -> None:
         for rank in list(self._reported):
             if self._reported[rank] != state:
                 self._reported[rank] = state
-                self._notices.post(rank, state)
+                self._post(rank, state)
 
     def _state(self) -> int:
         """Return the state of the main thread, which waits if it stays at one instruction too long."""
@@ -158,7 +171,7 @@ class FailureDetector:
         """Begin a round: every other rank reports whether it waits or has arrived; until then it counts as moving."""
         self._states, self._moved = dict.fromkeys(self._states, _MOVES), False
         for rank in self._states:
-            self._notices.post(rank, _PROCESS_FAILED)
+            self._post(rank, _PROCESS_FAILED)
 
     def _end(self, error: BaseException, reason: str) -> None:
         sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")
@@ -172,8 +185,15 @@ class FailureDetector:
         if self._thread is not None:
             self._thread.join()
         self._place = None
-        if failed:
-            self._notices.drain()
+        if not failed:
+            return
+        # A probe may miss a notice in flight; the senders' counts give the remaining number.
+        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(self._comm.size)])):
+            while self._received[source] < sent:
+                self._receive(source, MPI.ANY_TAG)
+        for request in self._posted:
+            request.Wait()
+        self._posted.clear()
 
 
 def _end_late(error: Exception, call: str, seconds: float) -> None:
