@@ -30,9 +30,9 @@ from reaches import report
 
 import mpiad
 import mpiad.device.numpy as dnp
-from mpiad.transport import cuda_aware, device_settings
-from mpiad.transport.device_arrays import ArrayModule, arrays_named
-from mpiad.transport.device_settings import DeviceSettings
+from mpiad.transport.devices import device_settings, staging
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_named
+from mpiad.transport.devices.device_settings import DeviceSettings
 
 TARGET = 0.7
 comm = MPI.COMM_WORLD.Dup()
@@ -150,10 +150,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     arrays, measured = device(), {}
-    direct = comm.allreduce(cuda_aware.takes_directly(arrays), MPI.LAND)
+    direct = comm.allreduce(staging.takes_directly(arrays), MPI.LAND)
     check(arrays, direct)
     if comm.rank == 0:
-        sys.stdout.write(f"{MPI.get_vendor()}; MPI takes device memory: {cuda_aware.described()}\n")
+        sys.stdout.write(f"{MPI.get_vendor()}; MPI takes device memory: {staging.device_access()}\n")
     for name in PRIMITIVES:
         for nbytes in (1024 * kib for kib in given.kib):
             repeats = 50 if nbytes < 1 << 22 else 10 if nbytes < 1 << 28 else 4

@@ -131,7 +131,7 @@ def kernel_times() -> Iterator[list[float]]:
     """Measure the milliseconds of each kernel that is launched inside; they are there at the end."""
     import cupy
 
-    from mpiad.transport.cupy_arrays import CupyLauncher
+    from mpiad.transport.devices.cupy_arrays import CupyLauncher
 
     plain, events, found = CupyLauncher.launch, [], []
 

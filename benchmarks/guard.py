@@ -61,7 +61,7 @@ def seconds(run: Callable[[], object], calls: int) -> float:
 
 def side_by_side(rounds: int, calls: int) -> dict[str, dict[str, float]]:
     """Return the times in µs by case and mode."""
-    from mpiad.transport.guarded import switch, watch_settings
+    from mpiad.transport.watch import switch, watch_settings
 
     modes = {"off": None, "deadline": watch_settings.Settings(False, 60.0), "debug": watch_settings.Settings(True, 60.0)}
     found: dict[str, dict[str, float]] = {}

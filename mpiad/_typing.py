@@ -15,7 +15,7 @@ Comm: TypeAlias = Any
 Op: TypeAlias = Any
 """An mpi4py reduction operation, such as `MPI.SUM`."""
 Request: TypeAlias = Any
-"""A request of mpi4py, or a wrapper of it in `transport.guarded`."""
+"""A request of mpi4py, or a wrapper of it in `transport.watch`."""
 Status: TypeAlias = Any
 """An mpi4py status object that the call fills in, or None."""
 Buffer: TypeAlias = Any

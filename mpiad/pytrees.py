@@ -19,7 +19,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Shape, Tree
-from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 _LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _FIRST = operator.itemgetter(0)

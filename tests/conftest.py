@@ -36,8 +36,8 @@ from mpi4py import MPI
 from time_limit import TimeLimit, open_report
 
 from mpiad import mpi_init
-from mpiad.transport.guarded import switch
-from mpiad.transport.guarded.watch_settings import Settings, present
+from mpiad.transport.watch import switch
+from mpiad.transport.watch.watch_settings import Settings, present
 
 if os.environ.get("DEVICE_ARRAYS") == "cupy":
     # Tests that are written for the stand-in take CuPy's arrays in its place.
@@ -49,8 +49,9 @@ WORLD = MPI.COMM_WORLD
 # What of the whole suite runs on a number of ranks, where not all of it does. Two ranks exchange what more send round, and
 # each is the other's neighbour on both sides; four are the fewest that divide a grid along two axes, as solvers see it.
 WHOLE_SUITE = {
-    2: ("transport/guarded/test_message_headers.py", "transport/test_channels.py", "transport/test_device_messages.py",
-        "transport/test_extremes.py", "transport/test_long_collectives.py",
+    2: ("transport/watch/test_message_headers.py", "transport/core/test_channels.py",
+        "transport/core/test_extremes.py", "transport/core/test_long_collectives.py",
+        "transport/devices/test_device_messages.py",
         "primitives/test_allreduce.py", "primitives/test_allgather.py", "primitives/test_reduce_scatter.py",
         "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),

@@ -5,7 +5,7 @@
 that must not be read. It is stricter than CuPy in that `float(x)`, `bool(x)` and iteration raise, where CuPy copies or
 slices silently, and in that arrays of NumPy's are refused wherever CuPy would copy them to the device.
 
-`DoubleArrays` makes them, as mpiad.transport.device_arrays asks for it. Its queued copies are strict too: host memory
+`DoubleArrays` makes them, as mpiad.transport.devices.device_arrays asks. Its queued copies are strict too: host memory
 holds rubbish until the copy into it is waited for, and must not change while it is copied from; device memory is given
 to MPI only behind a synchronisation, and only inside `cuda_aware()`. All copies are counted in `transfers`.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from device_functions import COUNTING, FUNCTIONS, UFUNCS, UFUNCS_AT
 
-from mpiad.transport.device_arrays import register_arrays
+from mpiad.transport.devices.device_arrays import register_arrays
 
 _SCALARS = (bool, int, float, complex, np.generic)
 _KINDS = "?bhilqBHILQefdFD"
@@ -333,7 +333,7 @@ def on_host(x: Any) -> Any:
 
 
 class DoubleArrays:
-    """Makes and copies `DeviceArray`s: an ArrayModule of mpiad.transport.device_arrays."""
+    """Makes and copies `DeviceArray`s: an ArrayModule of mpiad.transport.devices.device_arrays."""
 
     name, takes_host_arrays = "stand-in", False
     kind = DeviceArray

@@ -16,7 +16,7 @@ import numpy as np
 from device_double import DeviceArray, double
 from kernels_on_cpu import COMPILER
 
-from mpiad.transport.device_kernels import register_launcher
+from mpiad.transport.devices.device_arrays import register_launcher
 
 _SHIM = """\
 #include <math.h>

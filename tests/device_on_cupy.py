@@ -12,9 +12,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from mpiad.transport.cuda_aware import takes_directly
-from mpiad.transport.cupy_arrays import CupyArrays, current_arrays
-from mpiad.transport.device_arrays import discover
+from mpiad.transport.devices.cupy_arrays import CupyArrays, current_arrays
+from mpiad.transport.devices.device_arrays import discover
+from mpiad.transport.devices.staging import takes_directly
 
 DeviceArray = cupy.ndarray
 

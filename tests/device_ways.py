@@ -15,8 +15,8 @@ from device_double import DeviceArray, double, on_device, takes_device_memory
 from mpi4py import MPI
 
 from mpiad.device import to_device, to_host
-from mpiad.transport import device_settings
-from mpiad.transport.device_settings import DeviceSettings
+from mpiad.transport.devices import device_settings
+from mpiad.transport.devices.device_settings import DeviceSettings
 
 SETTINGS = {
     "staged": DeviceSettings(cuda_aware=False),

@@ -43,9 +43,12 @@ from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
 from mpiad.programs import calls_on_tape, entry, function, program_cache, recorder, trace_run, traced_array, transforms
-from mpiad.transport import calls, channel, channels, collectives, device_settings, messages, signals, tracing
-from mpiad.transport.guarded import timed_waits
-from mpiad.transport.guarded.timed_waits import deadline_lifted
+from mpiad.transport import channel
+from mpiad.transport.core import calls, channels, collectives, messages, tracing
+from mpiad.transport.devices import device_settings
+from mpiad.transport.exits import signals
+from mpiad.transport.watch import timed_waits
+from mpiad.transport.watch.timed_waits import deadline_lifted
 
 WORLD = MPI.COMM_WORLD
 OURS = str(Path(mpiad.__file__).parent)

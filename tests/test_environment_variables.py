@@ -5,8 +5,8 @@ import pytest
 from mpiad import environment_variables
 from mpiad.cache_folder import cache_folder
 from mpiad.environment_variables import VARIABLES, check, path, switch
-from mpiad.transport import device_settings
-from mpiad.transport.guarded import watch_settings
+from mpiad.transport.devices import device_settings
+from mpiad.transport.watch import watch_settings
 
 ON, OFF = ("1", "true", "yes", "on", "True", "ON"), ("0", "false", "no", "off", "FALSE", "Off")
 SWITCHES = [name for name, kind in VARIABLES.items() if kind == "switch"]
@@ -20,7 +20,7 @@ for name, value in zip(sys.argv[1::2], sys.argv[2::2]):
 try:
     import mpiad
     mpiad.mpi_init()
-    from mpiad.transport.guarded import watch_settings
+    from mpiad.transport.watch import watch_settings
     print("debug", watch_settings.debug())
 except ValueError as error:
     print(f"rank {rank}: {error}")

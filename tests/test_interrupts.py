@@ -12,7 +12,7 @@ import mpiad
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.operation import suspended
 from mpiad.programs.trace_run import Noting
-from mpiad.transport.tracing import restore_state
+from mpiad.transport.core.tracing import restore_state
 
 EXITS = {
     "a trace": (OrderedTape, interrupts.gradient),

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from mpiad._typing import Comm, Tree
 from mpiad.pytrees import named_leaves
 from mpiad.transport import channel
-from mpiad.transport.guarded import switch, watch_settings
-from mpiad.transport.guarded.watch_settings import DEBUG_TIMEOUT, Settings
-from mpiad.transport.replication import require_replicated
+from mpiad.transport.core.replication import require_replicated
+from mpiad.transport.watch import switch, watch_settings
+from mpiad.transport.watch.watch_settings import DEBUG_TIMEOUT, Settings
 
 
 @contextmanager

@@ -28,15 +28,14 @@ from mpiad.differentiation import value_and_grad
 from mpiad.environment_variables import VARIABLES
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_irecv, mpi_isend, mpi_rank, mpi_size, mpi_sum, mpi_wait
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel, cuda_aware, world
-from mpiad.transport.channels import make_communicator
-from mpiad.transport.gpus import device_of, gpus_of_node, visible
-from mpiad.transport.guarded.descriptions import rank_ranges
+from mpiad.transport import Channel, channel, world
+from mpiad.transport.core.channels import make_communicator
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices import staging
+from mpiad.transport.devices.device_settings import Library, device_of, gpus_of_node, library, visible
 from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_beside
-from mpiad.transport.library import Library, library
-from mpiad.transport.malloc import huge_pages
-from mpiad.transport.threads import cores
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.resources import cores, huge_pages
+from mpiad.transport.watch.descriptions import rank_ranges
 
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
 _OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py")
@@ -404,7 +403,7 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
     begin_stage("comparing a gradient with its closed form")
     selftest = run_selftest(group.user)
     begin_stage("collecting the results")
-    found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
+    found, loaded = launcher(), library()._replace(takes_device_buffers=staging.device_access())
     mistakes = launch_mistakes(loaded, found, group.size) + placement_mistakes(places) + version_mistakes(places)
     mistakes += [Mistake("warning", text) for text in unknown_variables()]
     # If no launcher started the program, check the `mpiexec` in the search path.

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
-from mpiad.transport import calls
-from mpiad.transport.calls import Arguments, Call
+from mpiad.transport.core import calls
+from mpiad.transport.core.calls import Arguments, Call
 
 # While a recorder is active, the functions that run forward and backward passes are replaced by functions that also report
-# the passes to the active recorders; `transport.calls` reports operations. Without a recorder there is no overhead.
+# the passes to the active recorders; `transport.core.calls` reports operations. Without a recorder there is no overhead.
 
 _active: list[Recorder] = []
 # The original functions, which recording replaces.

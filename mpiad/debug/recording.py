@@ -25,7 +25,7 @@ from mpiad.checkpoint_files import begin
 from mpiad.debug.recorder import Event, Message, Recorder
 from mpiad.environment_variables import path
 from mpiad.transport import channel, world
-from mpiad.transport.abort import last_words
+from mpiad.transport.exits.abort import last_words
 
 _START, _END = "start of the recording", "end of the recording"
 

@@ -15,7 +15,7 @@ from mpiad.debug.recorder import Event, Message
 from mpiad.debug.recording import Clock, Computation, Place, Recording, computed, latest
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
 
 # The time that a rank waits in each communication for other ranks to begin the communication.
 #

@@ -5,7 +5,7 @@ Importing mpiad doesn't load CuPy: `select` and `to_device` load it.
 
 from mpiad.device import boxes, numpy
 from mpiad.device.transfer import select, to_device, to_host
-from mpiad.transport.device_arrays import ArrayModule, is_device_array, register_arrays, when_registered
+from mpiad.transport.devices.device_arrays import ArrayModule, is_device_array, register_arrays, when_registered
 
 when_registered(boxes.register)
 

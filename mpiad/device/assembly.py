@@ -15,7 +15,7 @@ from autograd.extend import defjvp_argnums, defvjp_argnum, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Tree
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 
 @primitive

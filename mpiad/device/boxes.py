@@ -12,7 +12,7 @@ from autograd.numpy.numpy_vspaces import ArrayVSpace, ComplexArrayVSpace
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 @primitive

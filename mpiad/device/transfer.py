@@ -14,8 +14,8 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Tree
 from mpiad.pytrees import map_leaves
 from mpiad.transport import world
-from mpiad.transport.device_arrays import ArrayModule, arrays_of, discover
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.tracing import tracing
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, discover
 
 _chosen: list[int] = []
 """The GPU that `select` chose last."""
@@ -172,7 +172,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
         if not found:
             # CuPy is imported only here, since the user's device arrays may come from another library.
             cupy = _import_cupy("to_device")
-            from mpiad.transport.cupy_arrays import on_device
+            from mpiad.transport.devices.cupy_arrays import on_device
 
             found.append(on_device(cupy.cuda.runtime.getDevice() if device is None else device))
         return array_to_device(leaf, found[0])

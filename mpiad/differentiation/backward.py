@@ -24,9 +24,9 @@ from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording
 from mpiad.primitives.cotangents import conform
 from mpiad.primitives.operation import BatchedVjp, VectorizedVjp
-from mpiad.transport.agreement import mark_left
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.tracing import restore_state, tracing
+from mpiad.transport.core.agreement import mark_left
+from mpiad.transport.core.tracing import restore_state, tracing
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _ndarray, _boxes = np.ndarray, Box.types
 

@@ -11,9 +11,9 @@ from mpiad.device import to_host
 from mpiad.differentiation.trace import Variables
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
-from mpiad.transport.guarded import watch_settings
-from mpiad.transport.replication import require_replicated
-from mpiad.transport.tracing import settled
+from mpiad.transport.core.replication import require_replicated
+from mpiad.transport.core.tracing import settled
+from mpiad.transport.watch import watch_settings
 
 _BROADCAST = "Broadcast the variable once before the first step, and make the same updates on all ranks."
 

@@ -18,8 +18,8 @@ from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport import channel
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.recovery import recoverable
+from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.exits.recovery import recoverable
 
 
 def value_and_grad(

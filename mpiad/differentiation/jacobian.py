@@ -19,9 +19,9 @@ from mpiad.errors import RequestError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel, Spec, channel
-from mpiad.transport.agreement import agreed
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.recovery import recoverable
+from mpiad.transport.core.agreement import agreed
+from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.exits.recovery import recoverable
 
 
 def jacobian(

@@ -23,9 +23,9 @@ from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
-from mpiad.transport.agreement import agreed, fingerprint
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.prepared_messages import as_message
+from mpiad.transport.core.agreement import agreed, fingerprint
+from mpiad.transport.core.messages import as_message
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _FLOAT64 = np.dtype(np.float64)
 _MAX_INTEGER = 2**1023  # larger integers may overflow in the conversion to a float

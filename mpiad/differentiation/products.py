@@ -42,9 +42,9 @@ from mpiad.differentiation.trace import (
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import channel
-from mpiad.transport.agreement import require_alike
-from mpiad.transport.recovery import recoverable
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.agreement import require_alike
+from mpiad.transport.core.tracing import tracing
+from mpiad.transport.exits.recovery import recoverable
 
 
 def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable, Any]]:

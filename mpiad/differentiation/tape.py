@@ -23,9 +23,9 @@ from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, Tape, VectorizedVjp
 from mpiad.transport import Spec
-from mpiad.transport.agreement import mark_left
-from mpiad.transport.channels import Used
-from mpiad.transport.tracing import restore_state, tracing
+from mpiad.transport.core.agreement import mark_left
+from mpiad.transport.core.channels import Used
+from mpiad.transport.core.tracing import restore_state, tracing
 
 _box_types = Box.types
 

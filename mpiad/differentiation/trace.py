@@ -17,8 +17,8 @@ from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape
 from mpiad.pytrees import flatten, is_variable, refuse_objects
-from mpiad.transport.device_arrays import discover, is_device_array
-from mpiad.transport.tracing import restore_state, restoring_state, tracing
+from mpiad.transport.core.tracing import restore_state, restoring_state, tracing
+from mpiad.transport.devices.device_arrays import discover, is_device_array
 
 _box_types = Box.types
 

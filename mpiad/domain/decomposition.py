@@ -15,8 +15,8 @@ from mpiad.domain.halo import Halo
 from mpiad.domain.partition import Partition, choose_dims, lengths
 from mpiad.domain.root_copies import require_own_block
 from mpiad.transport import channel
-from mpiad.transport.agreement import alike_on_all
-from mpiad.transport.device_arrays import is_array
+from mpiad.transport.core.agreement import alike_on_all
+from mpiad.transport.devices.device_arrays import is_array
 
 
 class Decomposition:

@@ -31,7 +31,7 @@ from mpiad.domain.interpolation import PointTables
 from mpiad.domain.stencils import Stencil
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, MIN
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class Domain(Decomposition):

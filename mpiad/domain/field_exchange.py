@@ -21,8 +21,8 @@ from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Request, claim, started
 from mpiad.transport import Channel, Spec
-from mpiad.transport.buffers import copied, empty_like
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import copied, empty_like
 
 # Halo exchange in two halves, *begin* and *end*, which overlaps messages with computation, forwards and backwards.
 #

@@ -10,9 +10,9 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.primitives import stop_gradient
-from mpiad.transport.agreement import raising_together, require_same
-from mpiad.transport.array_files import Layout, read_block, write_block
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.array_files import Layout, read_block, write_block
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def save(domain: Decomposition, path: str | PathLike[str], u: LocalArray) -> None:

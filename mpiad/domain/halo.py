@@ -20,7 +20,7 @@ from mpiad.domain.halo_messages import PreparedStage, complete, post
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
-from mpiad.transport.buffers import copied, empty_like
+from mpiad.transport.devices.device_arrays import copied, empty_like
 
 # MPI guarantees tags up to 32767, and users rarely choose large tags.
 _TAG = 32750

@@ -13,8 +13,8 @@ from mpiad.domain.routes import Index, Route
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.request import Request
 from mpiad.transport import channel
-from mpiad.transport.buffers import empty_like
-from mpiad.transport.prepared_messages import PreparedMessages
+from mpiad.transport.core.messages import PreparedMessages
+from mpiad.transport.devices.device_arrays import empty_like
 
 
 class PendingReceive(NamedTuple):

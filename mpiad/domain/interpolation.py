@@ -27,11 +27,11 @@ from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.domain.halo import fill_halo
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop_gradient
 from mpiad.transport import Channel, Spec
-from mpiad.transport.agreement import agreed, raising_together
-from mpiad.transport.device_arrays import arrays_of, named
-from mpiad.transport.guarded import watch_settings
-from mpiad.transport.replication import require_replicated
-from mpiad.transport.tracing import settled
+from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.replication import require_replicated
+from mpiad.transport.core.tracing import settled
+from mpiad.transport.devices.device_arrays import arrays_of, named
+from mpiad.transport.watch import watch_settings
 
 # Interpolation weights are computed on the host.
 #

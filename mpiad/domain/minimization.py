@@ -11,8 +11,8 @@ import scipy
 from mpiad._typing import Function, LocalArray, Tree
 from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.pytrees import flatten, is_variable
-from mpiad.transport.agreement import raising_together
-from mpiad.transport.device_arrays import is_array
+from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.devices.device_arrays import is_array
 
 _CALL = "Domain.minimize"
 

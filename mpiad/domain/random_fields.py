@@ -9,8 +9,8 @@ import numpy as np
 
 from mpiad._typing import LocalArray, Shape
 from mpiad.domain.decomposition import Decomposition
-from mpiad.transport.agreement import require_same
-from mpiad.transport.guarded import watch_settings
+from mpiad.transport.core.agreement import require_same
+from mpiad.transport.watch import watch_settings
 
 _UNIT = 2.0**-53  # uniform numbers have 53 random bits, like NumPy's
 

@@ -17,7 +17,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, LocalArray, Rank, Shape
 from mpiad.pytrees import flatten
-from mpiad.transport.tracing import restoring_state, tracing
+from mpiad.transport.core.tracing import restoring_state, tracing
 
 _log = logging.getLogger("mpiad")
 _ADVICE = (

@@ -13,8 +13,8 @@ from mpiad._typing import Array, LocalArray, Rank, RootArray
 from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.domain.partition import Partition, lengths
 from mpiad.primitives import mpi_gather, mpi_scatter
-from mpiad.transport.agreement import raising_together
-from mpiad.transport.buffers import empty_like
+from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.devices.device_arrays import empty_like
 
 
 def scatter(domain: Decomposition, u: RootArray, root: Rank) -> LocalArray:

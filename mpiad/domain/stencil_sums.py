@@ -21,7 +21,7 @@ from mpiad.domain.halo import Halo, fill_local, fold_in_place
 from mpiad.domain.halo_messages import complete, post
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.extend import custom_operator, defjvp, defvjp
-from mpiad.transport.buffers import empty_like, zeros_like
+from mpiad.transport.devices.device_arrays import empty_like, zeros_like
 
 _TAG = 32749
 

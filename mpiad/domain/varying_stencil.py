@@ -14,7 +14,7 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.transport.buffers import empty_like, zeros_like
+from mpiad.transport.devices.device_arrays import empty_like, zeros_like
 
 
 @primitive

@@ -12,9 +12,8 @@ from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.working_set import integrate
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
-from mpiad.transport.device_kernels import selected_arrays
-from mpiad.transport.threads import cores
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, selected_arrays
+from mpiad.transport.resources import cores
 
 _log = logging.getLogger("mpiad")
 

@@ -10,7 +10,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import Columns, locked
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 
 def same_for_all(x: Array) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.tableaus import Tableau
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 Weights: TypeAlias = list[tuple[int, Array]]  # indices of stages and their weights
 # Lists of arrays on the host, one block on a device.

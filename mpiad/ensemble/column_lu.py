@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 class ColumnLU:

@@ -27,7 +27,7 @@ from mpiad.ensemble.solution import solution_of
 from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
-from mpiad.transport.agreement import raising_together, require_same
+from mpiad.transport.core.agreement import raising_together, require_same
 
 # Maximum number of entries of one array in the interpolation.
 _BLOCK = 32_768

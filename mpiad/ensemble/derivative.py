@@ -13,7 +13,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.device.assembly import array
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 COUPLED = (
     "f is called with columns, u of shape (d, n) and t of shape (n,). Write sums and products over the components as "

@@ -29,7 +29,7 @@ from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 # A solve as one differentiable function, from initial states, tspan and parameters to final and saved states.
 #
@@ -171,7 +171,8 @@ class _SolvedRun:
         if settings.gradient is not None:
             return settings.gradient == "tangent"
         # If the times of steps depend on the inputs, tangents need a replay per direction, which is slow. The choice
-        # doesn't depend on whether events have occurred, since the results of a trajectory must not depend on other trajectories.
+        # doesn't depend on whether events have occurred, since the results of a trajectory must not depend on other
+        # trajectories.
         if timed or run.settings.events:
             return False
         if run.outcome.solver is not None:

@@ -15,7 +15,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 # Number of directions propagated together. Each takes as much memory as the states and stages of all columns.
 _GROUP = 8

@@ -15,7 +15,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.derivative import locked
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.problem import check_order
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:

@@ -27,8 +27,8 @@ from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
 from mpiad.pytrees import flatten
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _MOST_PROGRAMS = 32
 

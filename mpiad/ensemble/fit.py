@@ -28,9 +28,9 @@ from mpiad.ensemble.solve_options import SolveOptions, options_of_states, settin
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import alike_on_all, raising_together
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import alike_on_all, raising_together
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,8 +15,8 @@ from mpiad.device.assembly import stack
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.pytrees import flatten
-from mpiad.transport.buffers import conversion
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.core.buffers import conversion
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 
 def master_seed(seed: int | None) -> int:

@@ -17,8 +17,8 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.function_fingerprint import text_of
 from mpiad.pytrees import flatten
-from mpiad.transport.agreement import fingerprint
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.core.agreement import fingerprint
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _NO_NUMBER = np.empty(1)
 

@@ -16,7 +16,7 @@ from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.reduction import check_alike, joined_events, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
-from mpiad.transport.agreement import agreed, fingerprint, raise_first
+from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
 
 
 class _Share(NamedTuple):

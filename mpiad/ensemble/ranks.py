@@ -26,7 +26,7 @@ from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 InitialStates: TypeAlias = Callable[[], Array] | None
 

@@ -26,7 +26,7 @@ from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 # Number of Newton steps at an event, for correct derivatives up to third order.
 _ROOT_STEPS = 2

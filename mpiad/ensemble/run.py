@@ -20,7 +20,7 @@ from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 # Saved values, sorted by the steps that contain them.
 #

@@ -27,7 +27,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.pytrees import flatten
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
 
 # Maximum number of entries of tangents in a kernel: with 64 it takes 5 s to compile, with 144 more than 20 s.
 _CARRIED = 64

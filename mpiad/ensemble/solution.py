@@ -19,7 +19,7 @@ from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
 from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 def _squared_distance(u: Array, center: Array) -> Array:

@@ -41,7 +41,7 @@ from mpiad.primitives.cotangents import conform
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_first, raising_together
+from mpiad.transport.core.agreement import raise_first, raising_together
 
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:

@@ -22,8 +22,8 @@ from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel
-from mpiad.transport.agreement import alike_on_all
-from mpiad.transport.device_arrays import is_device_array, named
+from mpiad.transport.core.agreement import alike_on_all
+from mpiad.transport.devices.device_arrays import is_device_array, named
 
 _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 

@@ -30,8 +30,8 @@ from mpiad.ensemble.solve_options import SolveOptions, options_of_states, settin
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import alike_on_all, raising_together
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import alike_on_all, raising_together
+from mpiad.transport.core.tracing import restoring_state
 
 # Newton's method for the roots of f of many trajectories at once, each damped by its own pseudo-time step.
 #

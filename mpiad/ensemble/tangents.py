@@ -18,7 +18,7 @@ from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.stage_systems import StageSystems, System
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
 
 
 class TangentStep:

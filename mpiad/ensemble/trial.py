@@ -20,7 +20,7 @@ from mpiad.ensemble.batch import Batch, on_device_of
 from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
 from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 # Relative size of the perturbation; largest relative change by rounding, in units of the machine precision.
 MOVED, _ROUNDINGS = 0.01, 1e4

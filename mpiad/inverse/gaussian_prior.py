@@ -22,7 +22,7 @@ from mpiad._typing import LocalArray, ReplicatedArray
 from mpiad.domain import Domain
 from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
-from mpiad.transport.agreement import raising_together, require_same
+from mpiad.transport.core.agreement import raising_together, require_same
 
 _STEP = 0.2  # step in s, for an error below 1e-12
 # The first t is _FIRST_TIME / (largest eigenvalue of A). For smaller t, e^(-tA) is replaced by the identity.

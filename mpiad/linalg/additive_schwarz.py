@@ -20,8 +20,8 @@ from mpiad.linalg.vectors import through_host
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raising_together
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.core.tracing import restoring_state
 
 _CALL = "linalg.AdditiveSchwarz"
 

@@ -24,11 +24,11 @@ from mpiad.linalg.vectors import on_host, require_floats, require_together, thro
 from mpiad.primitives import mpi_allgather, mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together, raising_together
-from mpiad.transport.buffers import even_lengths
-from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.tracing import restoring_state
-from mpiad.transport.user_failures import DeferredFailures
+from mpiad.transport.core.agreement import raise_together, raising_together
+from mpiad.transport.core.buffers import even_lengths
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.exits.user_failures import DeferredFailures
 
 # Probing: the matrix of an operator on a domain is computed from products with a few fields.
 #

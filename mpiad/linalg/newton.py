@@ -31,10 +31,10 @@ from mpiad.linalg.vectors import block_error
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten
-from mpiad.transport.agreement import agreed_among
-from mpiad.transport.recovery import recoverable
-from mpiad.transport.tracing import opaque
-from mpiad.transport.user_failures import DeferredFailures
+from mpiad.transport.core.agreement import agreed_among
+from mpiad.transport.core.tracing import opaque
+from mpiad.transport.exits.recovery import recoverable
+from mpiad.transport.exits.user_failures import DeferredFailures
 
 # Inexact Newton method with a line search.
 #

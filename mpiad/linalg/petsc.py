@@ -21,8 +21,8 @@ from mpiad.linalg.system import Settings, System, agree_on, settings_error
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
-from mpiad.transport.device_arrays import is_device_array, named
-from mpiad.transport.recovery import recoverable
+from mpiad.transport.devices.device_arrays import is_device_array, named
+from mpiad.transport.exits.recovery import recoverable
 
 _CALL = "linalg.petsc.solve"
 _prefixes = itertools.count()  # prefixes of option names, one per solve, since PETSc has one table of options per process

@@ -23,10 +23,10 @@ from mpiad._typing import Comm, LocalArray
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, Channel, channel
-from mpiad.transport.agreement import agreed, raising_together, require_same
-from mpiad.transport.collectives import allreduce
-from mpiad.transport.tracing import restoring_state
-from mpiad.transport.user_failures import DeferredFailures
+from mpiad.transport.core.agreement import agreed, raising_together, require_same
+from mpiad.transport.core.collectives import allreduce
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.exits.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
 _ASYMMETRY = 1e-3  # accepted asymmetry of a projected matrix, relative to its norm: products may contain inexact solves

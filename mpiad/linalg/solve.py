@@ -21,11 +21,11 @@ from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
 from mpiad.transport import channel
-from mpiad.transport.agreement import agreed
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.recovery import recoverable
-from mpiad.transport.tracing import opaque, restoring_state
-from mpiad.transport.user_failures import DeferredFailures
+from mpiad.transport.core.agreement import agreed
+from mpiad.transport.core.tracing import opaque, restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.exits.recovery import recoverable
+from mpiad.transport.exits.user_failures import DeferredFailures
 
 # The solution of a linear system as one operator, differentiated by the implicit function theorem.
 #

@@ -21,9 +21,8 @@ from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.buffers import contiguous, empty_like
-from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import arrays_of, contiguous, empty_like
 
 # Message tags, next to those of halos, below the limit of 32767 that MPI guarantees.
 _TAG_INDICES, _TAG_FETCH, _TAG_ADD = 32741, 32742, 32743

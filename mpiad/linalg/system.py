@@ -2,7 +2,8 @@
 
 The iterative methods work on k systems at once, the rows of arrays of shape (k, n); user functions get arrays of the
 shape of b. If the operator fails on a rank (it raises an exception, or returns NaN or another shape), this rank adds NaN
-to the next sum, so that the sum is NaN on all ranks. Then the ranks exchange the reasons: see `transport.user_failures`.
+to the next sum, so that the sum is NaN on all ranks. Then the ranks exchange the reasons: see
+`transport.exits.user_failures`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, channel
-from mpiad.transport.agreement import agreed, raise_first, raise_together, require_same
-from mpiad.transport.device_arrays import arrays_of, is_device_array, named
-from mpiad.transport.user_failures import DeferredFailures
+from mpiad.transport.core.agreement import agreed, raise_first, raise_together, require_same
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array, named
+from mpiad.transport.exits.user_failures import DeferredFailures
 
 SIDES = ("left", "right")
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, LocalArray
-from mpiad.transport.buffers import conversion
-from mpiad.transport.device_arrays import arrays_of, is_device_array, named
-from mpiad.transport.threads import combination, vdot, vdots
+from mpiad.transport.core.buffers import conversion
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array, named
+from mpiad.transport.resources import combination, vdot, vdots
 
 
 def on_device_of(rows: LocalArray, numbers: np.ndarray) -> Array:

@@ -27,7 +27,7 @@ from mpiad.differentiation import make_vjp
 from mpiad.optimize.checkpoint import fingerprint
 from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
-from mpiad.transport.device_arrays import is_device_array, named
+from mpiad.transport.devices.device_arrays import is_device_array, named
 
 # Bertsekas's epsilon: the largest distance between an active bound and its variable.
 _MAX_MARGIN = 1e-6

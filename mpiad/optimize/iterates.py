@@ -15,8 +15,8 @@ from mpiad.optimize.evaluated_points import Point, Points
 from mpiad.optimize.history import Iterate, Progress, Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import Leader
-from mpiad.transport.threads import vdot
-from mpiad.transport.user_failures import StageFailures
+from mpiad.transport.exits.user_failures import StageFailures
+from mpiad.transport.resources import vdot
 
 
 class IterateWithStep(Iterate, Protocol):

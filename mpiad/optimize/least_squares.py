@@ -33,10 +33,10 @@ from mpiad.optimize.root_protocol import COTANGENT, FACTOR, NOT_FINITE, RESIDUAL
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raising_together, require_same
-from mpiad.transport.recovery import recoverable
-from mpiad.transport.tracing import restoring_state
-from mpiad.transport.user_failures import StageFailures, WrongValueError, verdict
+from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.exits.recovery import recoverable
+from mpiad.transport.exits.user_failures import StageFailures, WrongValueError, verdict
 
 # Robust losses: functions ρ(z) of the squared residuals z, with less weight for outliers. Names and formulas are SciPy's.
 #

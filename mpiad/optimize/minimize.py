@@ -1,9 +1,9 @@
 """`minimize`: the root runs one of SciPy's methods, and all ranks evaluate the objective; `mpi_optimize`.
 
 The root makes every decision (another trial, stop, a limit, an error) and sends it to all ranks. `root_driven` begins and
-ends a solve, `root_protocol` sends the root's instructions, `objective_evaluation` executes them, `transport.user_failures`
-raises a failure on one rank on all ranks, `evaluated_points` stores evaluated points, and `scipy_methods` runs the method
-and corrects its result. The package `sharded` contains the methods for distributed variables.
+ends a solve, `root_protocol` sends the root's instructions, `objective_evaluation` executes them,
+`transport.exits.user_failures` raises a failure on one rank on all ranks, `evaluated_points` stores evaluated points, and
+`scipy_methods` runs the method and corrects its result. The package `sharded` contains the methods for distributed variables.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mpiad.optimize.scipy_methods import MethodArguments, drive, is_sharded, met
 from mpiad.optimize.sharded import LocalArguments, Sharded, check_local_arguments
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raising_together, require_same
-from mpiad.transport.recovery import recoverable
-from mpiad.transport.tracing import restoring_state
-from mpiad.transport.user_failures import verdict
+from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.exits.recovery import recoverable
+from mpiad.transport.exits.user_failures import verdict
 
 
 @recoverable("minimize", verdict=verdict)

@@ -21,8 +21,8 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.user_failures import StageFailures, Unreached, WrongValueError
+from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.exits.user_failures import StageFailures, Unreached, WrongValueError
 
 T = TypeVar("T")
 

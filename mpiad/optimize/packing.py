@@ -14,7 +14,7 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Shape, Tree
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import fetched, flatten, is_variable, leaf_on_device, named_leaves, put, refuse_objects, split
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 
 @dataclass(frozen=True)

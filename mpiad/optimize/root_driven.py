@@ -25,13 +25,13 @@ from mpiad.optimize.packing import Packing, RemoteArray, as_variables
 from mpiad.optimize.root_protocol import FINISH, Instructions, RootFailure, serve
 from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_leaves
 from mpiad.transport import Channel, renew
-from mpiad.transport.agreement import agreed, raising_together
-from mpiad.transport.channels import on_any_rank
-from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.fault_tolerance import is_interruption
-from mpiad.transport.replication import Difference, compare, listed
-from mpiad.transport.signals import postponed
-from mpiad.transport.user_failures import StageFailures
+from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.channels import on_any_rank
+from mpiad.transport.core.fault_tolerance import is_interruption
+from mpiad.transport.core.replication import Difference, compare, listed
+from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.exits.signals import postponed
+from mpiad.transport.exits.user_failures import StageFailures
 
 # All ranks raise if the x0 of a rank differs from the root's. Otherwise the root's x0 would silently replace an x0 that
 # holds a rank's own variables, such as a block of a distributed grid.

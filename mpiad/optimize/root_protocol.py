@@ -15,8 +15,8 @@ from mpiad._typing import Comm, Rank
 from mpiad.errors import WorkerError
 from mpiad.optimize.packing import BufferPool
 from mpiad.transport import MAX, SUM
-from mpiad.transport.agreement import Failure
-from mpiad.transport.polling import wait_gently
+from mpiad.transport.core.agreement import Failure
+from mpiad.transport.core.polling import wait_gently
 
 VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT, NOT_FINITE = range(10)
 # Instructions with a second vector of the length of the variables.

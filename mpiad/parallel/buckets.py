@@ -17,7 +17,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
-from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
+from mpiad.transport.core.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
 # Large enough to make latency negligible, and small enough for an early start of the first sum.
 BUCKET_BYTES = 8 * 2**20

@@ -11,7 +11,7 @@ from mpiad._typing import Comm, Rank, Tree
 from mpiad.parallel.samples import Items, last_container
 from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.pytrees import flatten
-from mpiad.transport.device_arrays import arrays_of, is_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_array
 
 
 def local_rank() -> Rank:

@@ -23,11 +23,11 @@ from mpiad.parallel.samples import Totals, count_samples, require_equal_replicas
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, Spec, channel
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
-from mpiad.transport.guarded import watch_settings
-from mpiad.transport.recovery import recoverable
-from mpiad.transport.threads import vdot
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.exits.recovery import recoverable
+from mpiad.transport.resources import vdot
+from mpiad.transport.watch import watch_settings
 
 
 def value_and_grad(

@@ -14,9 +14,9 @@ from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduc
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import named_leaves
 from mpiad.transport import SUM, channel
-from mpiad.transport.agreement import raise_together
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import raise_together
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:

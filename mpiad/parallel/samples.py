@@ -14,11 +14,11 @@ from mpiad.parallel.buckets import Plan
 from mpiad.parallel.parameters import described
 from mpiad.pytrees import flatten, is_variable, named_leaves
 from mpiad.transport import SUM, Channel
-from mpiad.transport.agreement import agreed
-from mpiad.transport.channels import on_any_rank
-from mpiad.transport.collectives import allreduce
-from mpiad.transport.guarded import watch_settings
-from mpiad.transport.replication import require_replicated
+from mpiad.transport.core.agreement import agreed
+from mpiad.transport.core.channels import on_any_rank
+from mpiad.transport.core.collectives import allreduce
+from mpiad.transport.core.replication import require_replicated
+from mpiad.transport.watch import watch_settings
 
 
 class Items(list):

@@ -12,9 +12,9 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten, join, named_leaves, places_by_kind, split
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_together
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import raise_together
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:

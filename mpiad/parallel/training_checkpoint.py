@@ -14,8 +14,8 @@ from mpiad.parallel.parameters import matching_leaves, same_form
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import flatten, leaf_on_device
 from mpiad.transport import channel
-from mpiad.transport.agreement import raising_together
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 _KIND = "training"
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")

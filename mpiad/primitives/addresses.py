@@ -12,8 +12,8 @@ from mpiad._typing import Array, Comm
 from mpiad.primitives.checks import partner_of, tag_of
 from mpiad.primitives.foreign import refuse_foreign_trace
 from mpiad.transport import Channel, Envelope, channel
-from mpiad.transport.buffers import require_sendable
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.buffers import require_sendable
+from mpiad.transport.core.tracing import tracing
 
 
 def point_to_point(comm: Comm, call: str) -> Channel:

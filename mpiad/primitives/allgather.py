@@ -10,8 +10,9 @@ from mpiad._typing import Array, Comm, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.checks import pieces_of_all
 from mpiad.primitives.operation import communicate
-from mpiad.transport import Channel, channel, collectives
-from mpiad.transport.buffers import spec_of
+from mpiad.transport import Channel, channel
+from mpiad.transport.core import collectives
+from mpiad.transport.core.buffers import spec_of
 
 
 def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> ReplicatedArray:

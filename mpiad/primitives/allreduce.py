@@ -14,11 +14,12 @@ from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
-from mpiad.transport import PROD, SUM, channel, collectives
-from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.device_settings import divides
-from mpiad.transport.prepared_messages import prepared_sum
-from mpiad.transport.tracing import settled
+from mpiad.transport import PROD, SUM, channel
+from mpiad.transport.core import collectives
+from mpiad.transport.core.messages import prepared_sum
+from mpiad.transport.core.tracing import settled
+from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.devices.device_settings import divides
 
 
 def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedArray:

@@ -9,8 +9,9 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Comm, LocalArray
 from mpiad.primitives.catalogue import ALLTOALL, Reduction
 from mpiad.primitives.operation import communicate
-from mpiad.transport import SUM, channel, collectives
-from mpiad.transport.buffers import outgoing
+from mpiad.transport import SUM, channel
+from mpiad.transport.core import collectives
+from mpiad.transport.core.buffers import outgoing
 
 
 def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:

@@ -9,7 +9,8 @@ from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import channel, collectives, headers
+from mpiad.transport import channel
+from mpiad.transport.core import collectives
 
 
 def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:
@@ -56,7 +57,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
 
 def _forward(x: Array, p: Copying) -> Any:
     if p.spec is None:
-        return headers.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
+        return collectives.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
     return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
 
 

@@ -9,10 +9,11 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec, collectives
-from mpiad.transport.buffers import even_lengths, outgoing
-from mpiad.transport.mpi_operations import defined_for, name_of
-from mpiad.transport.tracing import settled
+from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec
+from mpiad.transport.core import collectives
+from mpiad.transport.core.buffers import even_lengths, outgoing
+from mpiad.transport.core.collectives import defined_for, name_of
+from mpiad.transport.core.tracing import settled
 
 
 def _integer(value: Array, call: str, argument: str, allowed: str) -> int:

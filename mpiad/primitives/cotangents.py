@@ -10,7 +10,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.transport import Spec
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 
 def spec_like(x: Array) -> Spec:

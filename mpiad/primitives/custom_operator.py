@@ -12,10 +12,10 @@ from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.noting import note_rules
 from mpiad.primitives.operation import Recorded, apply, suspended
-from mpiad.transport import calls
-from mpiad.transport.channels import communications
-from mpiad.transport.device_arrays import arrays_of, is_device_array
-from mpiad.transport.tracing import restoring_state, tracing
+from mpiad.transport.core import calls
+from mpiad.transport.core.channels import communications
+from mpiad.transport.core.tracing import restoring_state, tracing
+from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
 _box_types = Box.types
 

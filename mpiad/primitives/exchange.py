@@ -11,9 +11,8 @@ from mpiad.primitives.addresses import addresses
 from mpiad.primitives.catalogue import EXCHANGE, Exchange
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport.buffers import outgoing, private_copy, spec_of
-from mpiad.transport.messages import receive, send, swap
-from mpiad.transport.prepared_messages import prepared_swap
+from mpiad.transport.core.buffers import outgoing, private_copy, spec_of
+from mpiad.transport.core.messages import prepared_swap, receive, send, swap
 
 
 def mpi_exchange(

@@ -8,8 +8,9 @@ from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import pieces_of_all, root_of
 from mpiad.primitives.operation import communicate
-from mpiad.transport import channel, collectives
-from mpiad.transport.buffers import spec_of
+from mpiad.transport import channel
+from mpiad.transport.core import collectives
+from mpiad.transport.core.buffers import spec_of
 
 
 def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Comm = None) -> RootArray:

@@ -12,8 +12,8 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport import SUM, channel
-from mpiad.transport.buffers import outgoing, private_copy
-from mpiad.transport.collectives import start_allreduce
+from mpiad.transport.core.buffers import outgoing, private_copy
+from mpiad.transport.core.collectives import start_allreduce
 
 
 def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:

@@ -12,7 +12,7 @@ from mpiad.primitives.catalogue import IRECV, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport import spec_of
-from mpiad.transport.messages import Receipt
+from mpiad.transport.core.messages import Receipt
 
 
 def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Request:

@@ -13,8 +13,9 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport import Envelope
-from mpiad.transport.buffers import copied, outgoing, private_copy, result
-from mpiad.transport.messages import post_send
+from mpiad.transport.core.buffers import outgoing, private_copy
+from mpiad.transport.core.messages import post_send
+from mpiad.transport.devices.device_arrays import copied, result
 
 
 def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:

@@ -1,4 +1,4 @@
-"""Recording of operations' calls, with the user's line, while a debugging tool requests this (see `transport.calls`)."""
+"""Recording of operations' calls, with the user's line, while debugging tools request it (see `transport.core.calls`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.transport import Channel, Envelope, calls
-from mpiad.transport.calls import Arguments, Call, Site
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.mpi_operations import name_of
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport import Channel, Envelope
+from mpiad.transport.core import calls
+from mpiad.transport.core.calls import Arguments, Call, Site
+from mpiad.transport.core.collectives import name_of
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class Noted(Protocol):

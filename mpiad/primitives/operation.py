@@ -20,10 +20,10 @@ from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 from mpiad.primitives.noting import note_forward, note_rules
-from mpiad.transport.agreement import mark_left
-from mpiad.transport.channels import Used, communications
-from mpiad.transport.recovery import interruptible
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.agreement import mark_left
+from mpiad.transport.core.channels import Used, communications
+from mpiad.transport.core.tracing import tracing
+from mpiad.transport.exits.recovery import interruptible
 
 _box_types = Box.types
 

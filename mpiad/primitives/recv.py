@@ -11,7 +11,7 @@ from mpiad.primitives.addresses import address_from
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.transport import spec_of
-from mpiad.transport.messages import receive
+from mpiad.transport.core.messages import receive
 
 
 def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Array:

@@ -10,7 +10,7 @@ from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.sum import mpi_sum
 from mpiad.transport import SUM, channel
-from mpiad.transport.buffers import require_sendable
+from mpiad.transport.core.buffers import require_sendable
 
 
 def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> RootArray:

@@ -11,8 +11,9 @@ from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, reduction_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import SUM, channel, collectives
-from mpiad.transport.buffers import outgoing
+from mpiad.transport import SUM, channel
+from mpiad.transport.core import collectives
+from mpiad.transport.core.buffers import outgoing
 
 
 def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None) -> LocalArray:

@@ -13,7 +13,7 @@ from typing import Any
 from mpiad._typing import Array
 from mpiad.errors import RequestError
 from mpiad.transport import Channel, Envelope, Spec
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.tracing import tracing
 
 
 def _per_lane(name: str, doc: str) -> Any:

@@ -8,7 +8,8 @@ from mpiad._typing import Array, Comm, LocalArray
 from mpiad.primitives.catalogue import SCAN, Prefix
 from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
-from mpiad.transport import SUM, channel, collectives
+from mpiad.transport import SUM, channel
+from mpiad.transport.core import collectives
 
 
 def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:

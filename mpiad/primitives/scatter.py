@@ -12,9 +12,10 @@ from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import Channel, Spec, channel, collectives, headers
-from mpiad.transport.buffers import outgoing
-from mpiad.transport.tracing import settled
+from mpiad.transport import Channel, Spec, channel
+from mpiad.transport.core import collectives
+from mpiad.transport.core.buffers import outgoing
+from mpiad.transport.core.tracing import settled
 
 
 def mpi_scatter(
@@ -79,8 +80,8 @@ def _agreed(
         lengths.extend(lengths_along(place, counts, array.shape, used, "mpi_scatter"))
         return spec_like(array)
 
-    spec = headers.agree_on_spec(used, whole, root, x)
-    return spec, len(spec.shape), headers.bcast_integers(used, lengths, root)
+    spec = collectives.agree_on_spec(used, whole, root, x)
+    return spec, len(spec.shape), collectives.bcast_integers(used, lengths, root)
 
 
 def _forward(x: Array, p: Dividing) -> Any:

@@ -10,8 +10,8 @@ from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Envelope
-from mpiad.transport.buffers import outgoing, private_copy
-from mpiad.transport.messages import send
+from mpiad.transport.core.buffers import outgoing, private_copy
+from mpiad.transport.core.messages import send
 
 
 def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:

@@ -8,7 +8,7 @@ from mpiad.primitives.checks import partner_of
 from mpiad.primitives.recv import mpi_recv
 from mpiad.primitives.send import mpi_send
 from mpiad.transport import Channel, channel
-from mpiad.transport.tracing import once
+from mpiad.transport.core.tracing import once
 
 
 def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Comm = None) -> LocalArray:

@@ -9,7 +9,8 @@ from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
 from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport import SUM, channel, collectives
+from mpiad.transport import SUM, channel
+from mpiad.transport.core import collectives
 
 
 def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:

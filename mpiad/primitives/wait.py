@@ -9,8 +9,8 @@ from mpiad._typing import Array
 from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, claim
-from mpiad.transport.collectives import Summation
-from mpiad.transport.messages import Receipt, finish_receive, finish_send
+from mpiad.transport.core.collectives import Summation
+from mpiad.transport.core.messages import Receipt, finish_receive, finish_send
 
 
 def mpi_wait(request: Request) -> Array:

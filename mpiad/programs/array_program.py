@@ -29,7 +29,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, moved, shifted, within
-from mpiad.transport.calls import Site
+from mpiad.transport.core.calls import Site
 
 # Elementwise functions of joins along axes of at most this length are computed separately for each part of the join.
 SHORT = 8

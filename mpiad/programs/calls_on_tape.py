@@ -39,7 +39,7 @@ from mpiad.programs.tape_node import (
 from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value, raise_own
 from mpiad.programs.transforms import vjp
 from mpiad.pytrees import flatten
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 

@@ -18,8 +18,8 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.trace_run import TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of
-from mpiad.transport import calls
-from mpiad.transport.channels import Used, communications, is_watched
+from mpiad.transport.core import calls
+from mpiad.transport.core.channels import Used, communications, is_watched
 
 MAX_TRACES = 32  # maximum number of traces of one function
 UNKNOWN: Any = object()  # placeholder for the entry of a new signature

@@ -35,10 +35,10 @@ from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import Noting, TraceRun
 from mpiad.pytrees import flatten
-from mpiad.transport import calls
-from mpiad.transport.channels import communications, is_watched
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT
-from mpiad.transport.tracing import restoring_state, tracing
+from mpiad.transport.core import calls
+from mpiad.transport.core.channels import communications, is_watched
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.core.tracing import restoring_state, tracing
 
 
 class Listing:

@@ -1,8 +1,8 @@
 """Message numbers in replays.
 
 Sender and receiver number their point-to-point messages, and a message and its adjoint have the same number (see
-`transport.messages.Envelope`). Each run of a program needs new numbers, so it replaces the envelopes of the trace by new
-ones. The envelopes of prepared communications are copied once, and each run gives new numbers to the copies.
+`transport.core.messages.Envelope`). Each run of a program needs new numbers, so it replaces the envelopes of the trace by
+new ones. The envelopes of prepared communications are copied once, and each run gives new numbers to the copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad.programs.schedule import Loop, Schedule
 from mpiad.transport import Channel, Envelope
-from mpiad.transport.channels import Counts, Used, live_channels
+from mpiad.transport.core.channels import Counts, Used, live_channels
 
 
 class MessageNumbers:

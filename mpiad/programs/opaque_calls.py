@@ -23,8 +23,8 @@ from mpiad.programs.steps import hides_traced
 from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangent
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
-from mpiad.transport.channels import communications
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.channels import communications
+from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 

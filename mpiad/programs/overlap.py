@@ -20,7 +20,7 @@ from mpiad._typing import Array
 from mpiad.programs.array_program import Call
 from mpiad.programs.loops import Box, LoopText, as_rows, cut
 from mpiad.programs.schedule import Loop, Schedule, root_of
-from mpiad.transport.threads import loop_threads
+from mpiad.transport.resources import loop_threads
 
 # Multithreaded loops, if a rank has more than one core.
 #

@@ -23,7 +23,7 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, raise_own
 from mpiad.programs.transforms import Program, recorded
-from mpiad.transport import calls
+from mpiad.transport.core import calls
 from mpiad.transport.world import level_of_repeats
 
 _log = logging.getLogger("mpiad")

@@ -24,11 +24,12 @@ from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
 from mpiad.programs.traced_array import TracedArray, with_entries
-from mpiad.transport import calls, channel
-from mpiad.transport.calls import Site
-from mpiad.transport.channels import Used, communications
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.tracing import tracing
+from mpiad.transport import channel
+from mpiad.transport.core import calls
+from mpiad.transport.core.calls import Site
+from mpiad.transport.core.channels import Used, communications
+from mpiad.transport.core.tracing import tracing
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _OBJECT = np.dtype(object)
 

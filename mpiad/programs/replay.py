@@ -27,10 +27,10 @@ from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.schedule import Loop, Run, Schedule, root_of
-from mpiad.transport import calls
-from mpiad.transport.calls import Site
-from mpiad.transport.channels import is_watched
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.core import calls
+from mpiad.transport.core.calls import Site
+from mpiad.transport.core.channels import is_watched
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT
 
 # Fast-math flags: a product and a sum may become an fma, and a quotient a product with the reciprocal.
 _FAST = "contract arcp"

@@ -57,8 +57,8 @@ from mpiad.programs.tape_node import (
 from mpiad.programs.trace_run import PlayingBack, TraceRun
 from mpiad.programs.transforms import Program, jvp_of_vjp, vjp, vjp_of_vjp
 from mpiad.pytrees import is_variable
-from mpiad.transport.channels import live_channels
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.channels import live_channels
+from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 

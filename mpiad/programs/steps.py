@@ -9,7 +9,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad.transport import Spec
-from mpiad.transport.calls import Site
+from mpiad.transport.core.calls import Site
 
 
 class Ref(NamedTuple):

@@ -19,7 +19,7 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
 from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]

@@ -19,9 +19,9 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced, on_host, plain
 from mpiad.programs.traced_array import let_arrays_be_traced
-from mpiad.transport import calls
-from mpiad.transport.channels import Channel, Counts, report_to_recorders
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core import calls
+from mpiad.transport.core.channels import Channel, Counts, report_to_recorders
+from mpiad.transport.core.tracing import tracing
 
 
 class _Playback:

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.programs.steps import Traced, plain
-from mpiad.transport.device_arrays import register_arrays
+from mpiad.transport.devices.device_arrays import register_arrays
 
 _boxes = Box.types
 _CONTROL_FLOW = (

@@ -37,8 +37,9 @@ from mpiad.programs.steps import Constant, Ref, Step, Traced, hides_traced, mapp
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
 from mpiad.programs.trace_run import Noting, TraceRun
 from mpiad.pytrees import flatten
-from mpiad.transport import Spec, calls
-from mpiad.transport.tracing import tracing
+from mpiad.transport import Spec
+from mpiad.transport.core import calls
+from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
 

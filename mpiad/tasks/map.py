@@ -21,12 +21,11 @@ from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import Failure
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
-from mpiad.transport.object_messages import Line, Message, PackedObject
-from mpiad.transport.polling import Backoff, wait_for_message
-from mpiad.transport.recovery import ranks_within, recover, recoverable
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import Failure
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
+from mpiad.transport.core.polling import Backoff, Line, Message, PackedObject, wait_for_message
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.exits.recovery import ranks_within, recover, recoverable
 
 TASK, RESULT, STOP, STOPPED = range(1, 5)  # kinds of messages; a worker replies to STOP with STOPPED
 

@@ -22,12 +22,11 @@ from mpiad.differentiation.refusals import explain
 from mpiad.errors import ConvergenceError, NotFiniteError, WorkerError
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import Failure, agreed, alike_on_all, require_alike
-from mpiad.transport.channels import make_communicator
-from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.notices import threads_may_communicate
-from mpiad.transport.shared_counter import SharedCounter
-from mpiad.transport.user_failures import StageFailures
+from mpiad.transport.core.agreement import Failure, agreed, alike_on_all, require_alike
+from mpiad.transport.core.channels import make_communicator
+from mpiad.transport.core.polling import SharedCounter, threads_may_communicate
+from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.exits.user_failures import StageFailures
 
 _GROUPS_CALL = "tasks.RankGroups"
 _cached_groups: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDictionary()
@@ -77,7 +76,7 @@ class RankGroups:
         self.count, self.whole = int(count), comm
         self.index, rank_in_group = divmod(whole.rank, whole.size // self.count)
         # Split from the user's communicator, since the user's functions get the results. The library's duplicate of it may
-        # be a wrapper of `transport.guarded`.
+        # be a wrapper of `transport.watch`.
         self.comm: Any = make_communicator(whole.user.Split, self.index, rank_in_group)
         self.across: Any = make_communicator(whole.user.Split, rank_in_group, self.index)
         for division in (self.comm, self.across):

@@ -22,7 +22,7 @@ from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Re
 from mpiad.timestepping.snapshots import Snapshots, own
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, spans
 from mpiad.transport import Spec
-from mpiad.transport.tracing import opaque, tracing
+from mpiad.transport.core.tracing import opaque, tracing
 
 
 class Loop:

@@ -13,7 +13,7 @@ from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.timestepping import compiled_coding
 from mpiad.timestepping.checkpoints import CheckpointSchedule
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 # Fields in 16 bits per entry: values are rounded to multiples of a step, and differences of neighbors are stored.
 #

@@ -16,7 +16,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable, named_leaves
 from mpiad.transport import Spec
-from mpiad.transport.tracing import tracing
+from mpiad.transport.core.tracing import tracing
 
 # Maximum numbers of steps and operations in one program; larger programs gain little, and take long to compile.
 _MAX_STEPS, _MAX_OPERATIONS = 32, 600

@@ -5,10 +5,11 @@ from mpiad.transport import launcher  # looks at the environment before MPI star
 # isort: split
 from mpi4py.MPI import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Op
 
-from mpiad.transport.buffers import Spec, spec_of
-from mpiad.transport.channels import Channel
-from mpiad.transport.lookup import channel, member, prepare, renew
-from mpiad.transport.messages import Envelope
+from mpiad.transport.core.buffers import spec_of
+from mpiad.transport.core.channels import Channel
+from mpiad.transport.core.lookup import channel, member, prepare, renew
+from mpiad.transport.core.messages import Envelope
+from mpiad.transport.devices.device_arrays import Spec
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",

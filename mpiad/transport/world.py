@@ -1,40 +1,59 @@
 """Start and end of the library: at the first communicating call or in `mpi_init`, and in `mpi_finalize` or at exit.
 
-The import makes no call of MPI that waits for other ranks.
+The import makes no call of MPI that waits for other ranks. Ranks that wait in their first call find out whether the others
+have begun to start, or have ended without it. MPI can't report this without a message or a collective call, which the
+program's own ones could match. So each rank binds a socket without a file (an abstract one, as Linux has them) whose name
+contains the job, its rank and its state. Other ranks of the node only check which names exist; the system removes them with
+the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import logging
+import os
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 
 from mpi4py import MPI
 
-from mpiad.errors import CommunicatorError, DeadlockError
-from mpiad.transport import arrivals, device_settings, lookup
-from mpiad.transport.abort import is_rank
-from mpiad.transport.departure import await_departures, code_at_end, note_departure, note_finalize
-from mpiad.transport.fault_tolerance import all_have_come, leave_process
-from mpiad.transport.guarded import closing, switch, watch_settings
-from mpiad.transport.guarded.descriptions import rank_ranges
+from mpiad._typing import Rank
+from mpiad.errors import CommunicationMismatchError, CommunicatorError, DeadlockError
+from mpiad.transport.core import lookup
+from mpiad.transport.core.channels import live_channels
+from mpiad.transport.core.fault_tolerance import all_have_come, flush_streams, leave_process
+from mpiad.transport.core.polling import Backoff
+from mpiad.transport.devices import device_settings
+from mpiad.transport.devices.staging import close_pools
+from mpiad.transport.exits.abort import end_by, install_hooks, is_rank
+from mpiad.transport.exits.departure import (
+    await_departures,
+    await_others,
+    code_at_end,
+    farewell,
+    note_departure,
+    note_finalize,
+)
+from mpiad.transport.exits.recovery import interruptible
+from mpiad.transport.exits.signals import install_signal_handlers
 from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
-from mpiad.transport.lookup import close_world, open_world
-from mpiad.transport.malloc import prepare_memory
-from mpiad.transport.pinned import close_pools
-from mpiad.transport.polling import Backoff
-from mpiad.transport.recovery import interruptible
-from mpiad.transport.signals import install_signal_handlers
-from mpiad.transport.threads import limit_threads
-from mpiad.transport.uncaught import install_hooks
+from mpiad.transport.resources import limit_threads, prepare_memory
+from mpiad.transport.watch import switch, watch_settings
+from mpiad.transport.watch.descriptions import rank_ranges
+from mpiad.transport.watch.message_headers import left_over
+from mpiad.transport.watch.timed_waits import deadline_lifted
 
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
 _LONG = 8.0
 _BETWEEN_CHECKS = 0.5  # a check takes 10 µs for each rank of the world, on a core that another rank may need
+_KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 _ADVICE = (
     "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on "
     "all ranks at the beginning of the program if some of them don't communicate, or do so later."
@@ -87,7 +106,7 @@ def _start(call: str) -> None:
     # These two raise on all ranks if a variable has an invalid value, and the next call starts again.
     switch.start()
     device_settings.start()
-    open_world()
+    lookup.open_world()
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     _local = node.rank, node.size
     node.Free()
@@ -108,12 +127,12 @@ def meet(call: str) -> None:
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
         asked = watch_settings.from_environment().timeout
         limit = None if asked is None else max(asked, _TIME_TO_LOAD)
-    arrivals.announce(arrivals.STARTS)
+    _announce(_STARTS)
     request, patience, warned, checked = MPI.COMM_WORLD.Ibarrier(), Backoff(), False, 0.0
     while not request.Test():
         if patience.seconds > checked + _BETWEEN_CHECKS:
             checked = patience.seconds
-            if ended := arrivals.seen(arrivals.ENDED):
+            if ended := _ranks_in(_ENDED):
                 raise CommunicatorError(f"{_waits(call, checked)} {_listed(ended)} ended without such a call. {_ADVICE}")
             if limit is not None and checked > limit:
                 raise DeadlockError(f"{_waits(call, checked)}{_absent()} {_ADVICE}")
@@ -132,13 +151,62 @@ def _waits(call: str, seconds: float) -> str:
 
 def _absent() -> str:
     """Return a sentence about the ranks that haven't begun to start; "" if they can't be seen."""
-    here = arrivals.seen(arrivals.STARTS)
+    here = _ranks_in(_STARTS)
     absent = [rank for rank in range(MPI.COMM_WORLD.size) if rank not in here]
     return f" {_listed(absent)} made none so far, or run on another node." if here and absent else ""
 
 
 def _listed(ranks: list[int]) -> str:
     return f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
+
+
+_STARTS, _ENDED = "starts", "ended"  # states of a rank
+
+# A launcher's process that is the ancestor of all ranks of a job on a node, and variables that differ between its jobs.
+_LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
+_OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "PALS_APID")
+_announced: set[str] = set()
+
+
+def _announce(state: str) -> None:
+    """Make the state of this rank visible to the other ranks of its node."""
+    if state not in _announced and MPI.COMM_WORLD.size > 1 and _job():
+        _announced.add(state)
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError):
+            found.bind(_socket_name(MPI.COMM_WORLD.rank, state))
+        found.detach()  # so that it stays open in MPI's end, after that of Python
+
+
+def _ranks_in(state: str) -> list[Rank]:
+    """Return the ranks of this node in a state; none on systems without such sockets."""
+    found = []
+    for rank in range(MPI.COMM_WORLD.size) if _job() else ():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks, contextlib.suppress(OSError):
+            asks.connect(_socket_name(rank, state))
+            found.append(rank)
+    return found
+
+
+def _socket_name(rank: Rank, state: str) -> str:
+    return f"\0mpiad-{_job()}-{rank}-{state}"
+
+
+@cache
+def _job() -> str:
+    """Return a name that the ranks of this job on this node share, and no other job has; "" if there is none."""
+    number = os.getpid()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while number > 1:
+            with open(f"/proc/{number}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+            fields = rest.split()
+            if name in _LAUNCHERS:
+                variables = [os.environ.get(variable, "") for variable in _OF_JOB]
+                text = repr((os.getuid(), number, fields[19], MPI.COMM_WORLD.size, variables))
+                return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # names of sockets have 107 characters
+            number = int(fields[1])
+    return ""
 
 
 def at_start(begin: Callable[[], None]) -> None:
@@ -185,7 +253,7 @@ def finalize() -> None:
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
         _announce_end()
-        closing.close(_end_world)
+        _close()
         if all_have_come():
             MPI.Finalize()
 
@@ -204,7 +272,12 @@ def speaks(rank: int, size: int) -> bool:
 def _complete_at_exit() -> None:
     if is_rank():
         _announce_end()
-        closing.close_at_exit(_end_world)
+        try:
+            _close()
+        except Exception as error:
+            if not watch_settings.present().watches:
+                raise
+            _end_job(error)  # no caller is left to catch it
         if not all_have_come():
             leave_process(code_at_end())
 
@@ -212,20 +285,61 @@ def _complete_at_exit() -> None:
 def _announce_end() -> None:
     # MPI's end waits for all ranks, so this process and its socket remain as long as others wait in `meet`.
     if not started():
-        arrivals.announce(arrivals.ENDED)
+        _announce(_ENDED)
 
 
-atexit.register(_complete_at_exit)
+def _close() -> None:
+    """Close the world when all ranks have reached the end.
+
+    In debug mode raises a CommunicationMismatchError on all ranks if messages or requests are left over.
+    """
+    watch = watch_settings.present()
+    if not watch.watches:
+        await_others()
+        _end_world()
+        return
+    # Ranks that wait for this one learn at once that it won't come.
+    switch.announce(*farewell())
+    # This rank may be done long before the others, so only after an error its wait has a limit.
+    faulted = any(channel.fault is not None for channel in live_channels())
+    given_up = await_others((watch.timeout or _GRACE) if faulted else None)
+    sentences = []
+    if given_up:
+        # After communication was given up, ranks aren't synchronized, and only MPI's end remains, which may wait forever
+        # for abandoned communication. So SIGALRM ends the process, unless the program handles this signal itself.
+        if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            signal.setitimer(signal.ITIMER_REAL, _GRACE)
+    else:
+        with deadline_lifted():
+            sentences = left_over() if watch.debug else []
+            _end_world()
+    switch.stop_answering(all_have_left=not given_up)
+    if sentences:
+        raise CommunicationMismatchError(
+            "the program ended with communication left over. Receive what is sent, with its tag and from its sender, and "
+            "wait for each request.\n" + "\n".join(sentences)
+        )
+
+
+def _end_job(error: Exception) -> None:
+    # One rank shows the error, which is the same on all.
+    if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatchError):
+        end_by(error)
+    else:
+        time.sleep(_KILLED_WITHIN)
+    flush_streams()
+    os._exit(1)
 
 
 def _end_world() -> None:
     for end in _ends:
         end()
     # After a failure, others may wait for this rank; then they all learn of the failure.
-    interruptible("the end of the program", close_world)()
+    interruptible("the end of the program", lookup.close_world)()
     close_pools()
 
 
+atexit.register(_complete_at_exit)
 lookup.start_world = start
 if initialized():
     prepare_process()

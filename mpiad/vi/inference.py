@@ -21,9 +21,9 @@ from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
 from mpiad.pytrees import flatten, is_variable, map_leaves, refuse_objects
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import agreed, raising_together, require_same
-from mpiad.transport.device_arrays import arrays_of, is_array, is_device_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import agreed, raising_together, require_same
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import arrays_of, is_array, is_device_array
 from mpiad.vi.elbo_gradient import Objective, has_closed_form, on_device, to_device_of
 from mpiad.vi.model_evaluation import Evaluations, Model, evaluations_of
 from mpiad.vi.posterior import Posterior

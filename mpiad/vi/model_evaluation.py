@@ -18,7 +18,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.pytrees import leaf_on_device
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
 
 _SUCCEEDED, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_device, to_host
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.vi.posterior import Posterior
 
 

@@ -13,9 +13,9 @@ import mpiad
 from mpiad.errors import CommunicationMismatchError, DeadlockError, UnfinishedMessagesError
 from mpiad.primitives.catalogue import ALLREDUCE
 from mpiad.transport import channel
-from mpiad.transport.guarded import switch, watch_settings
-from mpiad.transport.guarded.call_agreement import Agreement
-from mpiad.transport.guarded.watch_settings import Settings
+from mpiad.transport.watch import switch, watch_settings
+from mpiad.transport.watch.call_agreement import Agreement
+from mpiad.transport.watch.watch_settings import Settings
 
 
 @pytest.mark.mpi(min_size=2)

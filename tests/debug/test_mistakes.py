@@ -13,8 +13,8 @@ from mpiad.debug.environment import (
     unknown_variables,
     version_mistakes,
 )
+from mpiad.transport.devices.device_settings import Library
 from mpiad.transport.launcher import Launcher
-from mpiad.transport.library import Library
 
 pytestmark = pytest.mark.serial
 

@@ -14,7 +14,7 @@ import mpiad
 from mpiad.debug import recorder, recording, traced
 from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
-from mpiad.transport import calls
+from mpiad.transport.core import calls
 
 WORLD = MPI.COMM_WORLD
 HERE = os.path.basename(__file__)

@@ -8,8 +8,8 @@ from one_process import assert_close, gradients, inputs, objective
 
 import mpiad
 from mpiad.pytrees import flatten
-from mpiad.transport.guarded import switch, watch_settings
-from mpiad.transport.guarded.watch_settings import Settings
+from mpiad.transport.watch import switch, watch_settings
+from mpiad.transport.watch.watch_settings import Settings
 
 THETA = np.array([0.3, -1.1, 0.7])
 KINDS = ["root", "sum", "mean"]

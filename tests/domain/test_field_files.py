@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad import checkpoint_files
-from mpiad.transport import array_files
-from mpiad.transport.guarded import switch
-from mpiad.transport.guarded.watch_settings import Settings, present
+from mpiad.transport.core import array_files
+from mpiad.transport.watch import switch
+from mpiad.transport.watch.watch_settings import Settings, present
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ KILLED = """
 import os, sys
 import numpy as np
 import mpiad
-import mpiad.transport.array_files as files
+import mpiad.transport.core.array_files as files
 
 domain = mpiad.Domain((64, 64))
 whole = files._viewed

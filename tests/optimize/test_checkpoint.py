@@ -20,7 +20,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import WorkerError
 from mpiad.optimize import CheckpointFile
-from mpiad.transport import signals
+from mpiad.transport.exits import signals
 
 START = np.array([0.3, 0.5, -0.2, 0.1])
 METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-constr"]

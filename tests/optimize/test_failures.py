@@ -21,7 +21,7 @@ import mpiad
 from mpiad.errors import WorkerError
 from mpiad.optimize import minimize
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.transport import user_failures
+from mpiad.transport.exits import user_failures
 
 
 def bowl(x: Any) -> Any:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import WorkerError
 from mpiad.optimize import CheckpointFile, least_squares
-from mpiad.transport import signals
+from mpiad.transport.exits import signals
 
 START = np.array([-1.2, 1.0, 0.4])
 SOLVERS = ["exact", "lsmr"]

@@ -13,9 +13,9 @@ from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
-from mpiad.transport import lookup
-from mpiad.transport.device_settings import DeviceSettings
-from mpiad.transport.pinned import close_pools
+from mpiad.transport.core import lookup
+from mpiad.transport.devices.device_settings import DeviceSettings
+from mpiad.transport.devices.staging import close_pools
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size

@@ -9,7 +9,7 @@ import pytest
 import mpiad
 from mpiad.domain import Domain
 from mpiad.programs import overlap
-from mpiad.transport import threads
+from mpiad.transport import resources
 
 SHAPE = (620, 510)
 
@@ -31,7 +31,7 @@ def as_if_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for module in (overlap, overlap):
         monkeypatch.setattr(module, "LARGE", 1 << 18)
-    return lambda count: monkeypatch.setattr(threads, "_share", count)
+    return lambda count: monkeypatch.setattr(resources, "_share", count)
 
 
 @pytest.mark.serial
@@ -88,13 +88,13 @@ def test_threads_of_the_user_that_compute_at_the_same_time(as_if_threads):
     ("ranks", "wanted", "expected"), [(1, None, 8), (3, None, 2), (16, None, 1), (2, "2", 2), (4, "6", 2)]
 )
 def test_a_rank_takes_its_share_of_the_cores(ranks, wanted, expected, monkeypatch):
-    monkeypatch.setattr(threads, "_share", 1)
-    monkeypatch.setattr(threads, "cores", lambda: set(range(8)))
-    monkeypatch.setattr(threads, "_limited", lambda ranks: None)
+    monkeypatch.setattr(resources, "_share", 1)
+    monkeypatch.setattr(resources, "cores", lambda: set(range(8)))
+    monkeypatch.setattr(resources, "_limited", lambda ranks: None)
     if wanted is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)
-    assert threads.loop_threads() == 1  # before it is known who shares the node
-    threads.limit_threads(ranks)
-    assert threads.loop_threads() == expected
+    assert resources.loop_threads() == 1  # before it is known who shares the node
+    resources.limit_threads(ranks)
+    assert resources.loop_threads() == expected

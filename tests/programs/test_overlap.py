@@ -13,7 +13,7 @@ from mpiad.domain.halo_messages import PreparedStage
 from mpiad.programs.overlap import actions_of
 from mpiad.programs.replay import Replay
 from mpiad.transport import channel
-from mpiad.transport.prepared_messages import PreparedMessages
+from mpiad.transport.core.messages import PreparedMessages
 
 pytestmark = pytest.mark.unguarded
 

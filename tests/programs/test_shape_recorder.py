@@ -9,7 +9,7 @@ import mpiad
 from mpiad.domain import Domain
 from mpiad.programs import function, shape_recorder
 from mpiad.programs.trace_run import TraceRun
-from mpiad.transport.channels import live_channels
+from mpiad.transport.core.channels import live_channels
 
 pytestmark = pytest.mark.unguarded  # under watch nothing is traced by shapes
 

@@ -28,7 +28,7 @@ import json, re, numpy, autograd.numpy, scipy, mpi4py.MPI
 resident = lambda: int(re.search(r"VmRSS:\s+(\d+)", open("/proc/self/status").read())[1]) >> 10
 before = resident()
 import mpiad
-from mpiad.transport.malloc import huge_pages
+from mpiad.transport.resources import huge_pages
 taken = resident() - before
 arrays = [numpy.empty(length) for length in (1_000_000, *[500_000] * 75, 6_000_000)]
 heaps = []

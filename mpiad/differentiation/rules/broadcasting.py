@@ -16,7 +16,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Shape
 from mpiad.device.transfer import array_to_host
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 _ndarray, _float64 = np.ndarray, np.float64
 

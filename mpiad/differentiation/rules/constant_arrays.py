@@ -8,7 +8,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 def arrays_like(x: Array) -> Any:

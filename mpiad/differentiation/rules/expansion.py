@@ -9,7 +9,7 @@ from autograd.extend import defjvp, defvjp, primitive
 
 from mpiad._typing import Array, Axis, Shape
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:

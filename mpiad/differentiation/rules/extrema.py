@@ -20,7 +20,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
     refusal,
 )
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 _KNOWN = frozenset({"axis", "keepdims", "where", "initial"})
 

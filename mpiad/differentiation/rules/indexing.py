@@ -13,7 +13,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
-from mpiad.transport.device_arrays import is_array, is_device_array
+from mpiad.transport.devices.device_arrays import is_array, is_device_array
 
 _getitem = ArrayBox.__getitem__
 

@@ -26,7 +26,7 @@ from mpiad.differentiation.rules.protocol import (
     refusal,
     two_unchanged,
 )
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 AxesRule = Callable[[tuple, dict, int, int], Axes]

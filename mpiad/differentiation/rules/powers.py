@@ -10,7 +10,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

@@ -13,7 +13,7 @@ from autograd.tracer import Box, getval
 
 from mpiad._typing import Array
 from mpiad.device.transfer import array_to_host
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 Argnums: TypeAlias = tuple[int, ...]
 Primitive: TypeAlias = Callable[..., Any]

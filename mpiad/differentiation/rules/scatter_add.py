@@ -13,7 +13,7 @@ import numpy as np
 from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 
 from mpiad._typing import Array, Index, Shape
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 _FEW = 16  # if fewer than 1/16 of an array's elements change, an array of all indices takes too long
 _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})

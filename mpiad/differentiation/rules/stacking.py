@@ -16,7 +16,7 @@ from mpiad.differentiation.rules.protocol import (
     one_unchanged,
     refuse_on_device,
 )
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

@@ -8,7 +8,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitting
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_jvp, inherited_vjp, primitive_where
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

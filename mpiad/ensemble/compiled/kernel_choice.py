@@ -16,7 +16,7 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
-from mpiad.transport.threads import cores
+from mpiad.transport.resources import cores
 
 # The solve of fewer trajectories takes less time than loading or compiling a kernel.
 LEAST_TRAJECTORIES = 1000

@@ -11,7 +11,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.on_device.saved_slots import Due, EveryStep, SaveTimes
 from mpiad.ensemble.step_sweep import LocatedEvent
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 class Round(NamedTuple):

@@ -24,7 +24,7 @@ from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.working_set import Turns
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:

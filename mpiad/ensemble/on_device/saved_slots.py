@@ -13,7 +13,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Step
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import arrays_of
 
 # Maximum size of one array of saved states, in numbers.
 _BLOCK = 1 << 24

@@ -19,8 +19,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray, Rank, Shape
 from mpiad.domain.partition import Partition
-from mpiad.transport.buffers import Spec, empty_like
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.devices.device_arrays import Spec, arrays_of, empty_like
 
 # Distribution of the points of one level over the ranks: finer levels are on all ranks, coarser levels on fewer ranks.
 #

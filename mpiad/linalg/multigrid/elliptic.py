@@ -16,8 +16,8 @@ from mpiad.domain.decomposition import per_dimension
 from mpiad.linalg.vectors import require_together
 from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
-from mpiad.transport.agreement import alike_on_all
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.core.agreement import alike_on_all
+from mpiad.transport.devices.device_arrays import arrays_of
 
 _KINDS = ("dirichlet", "neumann")
 _ALLOWED = '"dirichlet" or "neumann"; or, in a tuple, one of these or a pair (before, after) for each dimension'

@@ -20,8 +20,8 @@ from mpiad.linalg.vectors import require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.transport import channel
-from mpiad.transport.agreement import raising_together
-from mpiad.transport.tracing import opaque, tracing
+from mpiad.transport.core.agreement import raising_together
+from mpiad.transport.core.tracing import opaque, tracing
 
 _CALL = "linalg.solve_elliptic"
 

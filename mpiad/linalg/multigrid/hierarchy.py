@@ -35,9 +35,8 @@ from mpiad.linalg.multigrid.weighted_sums import CompiledSums, Step, Sums, Term,
 from mpiad.linalg.vectors import through_host
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
-from mpiad.transport.buffers import copied, empty_like
-from mpiad.transport.device_arrays import ArrayModule
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import ArrayModule, copied, empty_like
 
 # Message tags, below MPI's guaranteed limit of 32767.
 _TAG_GATHER, _TAG_SCATTER = 32754, 32755

@@ -21,9 +21,9 @@ from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.multigrid.hierarchy import Level
 from mpiad.linalg.vectors import column, inner, on_host, scale_and_add
 from mpiad.transport import SUM, Channel
-from mpiad.transport.agreement import agreed, raise_together
-from mpiad.transport.collectives import allreduce
-from mpiad.transport.user_failures import DeferredFailures
+from mpiad.transport.core.agreement import agreed, raise_together
+from mpiad.transport.core.collectives import allreduce
+from mpiad.transport.exits.user_failures import DeferredFailures
 
 _CALL = "linalg.Multigrid.solve"
 _RIGHT = "the right-hand side"

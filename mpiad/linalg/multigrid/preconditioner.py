@@ -25,11 +25,10 @@ from mpiad.linalg.vectors import column, on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import MAX, SUM, Channel, channel
-from mpiad.transport.agreement import agreed, raising_together
-from mpiad.transport.buffers import empty_like
-from mpiad.transport.collectives import allreduce
-from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.core.collectives import allreduce
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, empty_like, is_array
 
 _CALL = "linalg.Multigrid"
 

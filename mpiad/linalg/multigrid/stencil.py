@@ -24,9 +24,8 @@ from mpiad.linalg.multigrid.color_layout import Color, Distribution, Layout, nei
 from mpiad.linalg.multigrid.weighted_sums import Term
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
-from mpiad.transport.buffers import empty_like
-from mpiad.transport.device_arrays import ArrayModule
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.core.tracing import restoring_state
+from mpiad.transport.devices.device_arrays import ArrayModule, empty_like
 
 # Message tags below the limit of 32767 that MPI guarantees; users rarely choose large tags.
 _TAG_UP, _TAG_DOWN = 32752, 32753

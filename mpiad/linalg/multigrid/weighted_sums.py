@@ -17,7 +17,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.color_layout import Layout
-from mpiad.transport.buffers import empty_like, zeros_like
+from mpiad.transport.devices.device_arrays import empty_like, zeros_like
 
 # For blocks with fewer points, loading the kernel takes more time than the kernel saves.
 _MIN_POINTS = 1 << 13

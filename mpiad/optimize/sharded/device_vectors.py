@@ -12,7 +12,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.sharded.host_vectors import Parts, Ring
-from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.devices.device_arrays import ArrayModule
 
 # Columns per operation, so that temporary arrays take at most a few tens of megabytes.
 _MAX_COLUMNS = 1 << 18

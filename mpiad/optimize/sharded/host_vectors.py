@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpiad.optimize.constraints import Box
-from mpiad.transport.threads import combination, gram, vdot, vdots
+from mpiad.transport.resources import combination, gram, vdot, vdots
 
 # Columns of a tile: two rows of this length fit into the cache of a core.
 LENGTH = 16384

@@ -35,8 +35,8 @@ from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, ending_at
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
-from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.threads import vdot
+from mpiad.transport.devices.device_arrays import arrays_of
+from mpiad.transport.resources import vdot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #

@@ -19,7 +19,7 @@ from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
-from mpiad.transport.user_failures import WrongValueError
+from mpiad.transport.exits.user_failures import WrongValueError
 
 _TOLERANCE = 1e-6  # tolerance of the relative difference between the ranks' values of the regularizer
 

@@ -19,8 +19,8 @@ from mpiad.checkpoint_files import files_of_ranks, read, read_description, requi
 from mpiad.optimize.checkpoint import CheckpointFile, WriteFailures
 from mpiad.optimize.sharded.redistribution import Layout, newest_state
 from mpiad.transport import Channel
-from mpiad.transport.agreement import agreed, raising_together
-from mpiad.transport.user_failures import StageFailures
+from mpiad.transport.core.agreement import agreed, raising_together
+from mpiad.transport.exits.user_failures import StageFailures
 
 _SLOTS = "a", "b"
 OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"

@@ -5,10 +5,10 @@
 import numpy as np
 
 import mpiad
-import mpiad.transport.user_failures
+import mpiad.transport.exits.user_failures
 from mpiad.linalg import solve
 
-mpiad.transport.user_failures.SOON = 1.0  # seconds, so that nobody waits for this program
+mpiad.transport.exits.user_failures.SOON = 1.0  # seconds, so that nobody waits for this program
 domain = mpiad.Domain((8,))
 
 

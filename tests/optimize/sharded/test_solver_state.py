@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.optimize import CheckpointFile
-from mpiad.transport import signals
+from mpiad.transport.exits import signals
 
 METHOD = "L-BFGS-sharded"
 

@@ -20,7 +20,7 @@ from mpiad.ensemble.compiled.trace import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import FEW
 from mpiad.ensemble.differentiable import LEAVES, NO_TIMES, U0, solve_operator
 from mpiad.ensemble.outcome import came_through
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class Solved:

@@ -13,7 +13,7 @@ from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
-from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_device_array
 
 _COLUMNS = 5
 

@@ -29,8 +29,7 @@ from mpiad.ensemble.outcome import ReturnCode, came_through, evaluations
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
-from mpiad.transport.device_arrays import ArrayModule
-from mpiad.transport.device_kernels import DeviceKernel
+from mpiad.transport.devices.device_arrays import ArrayModule, DeviceKernel
 
 # Maximum local memory per thread. With more, spilled registers cause about as much memory traffic as array operations.
 MOST_LOCAL_BYTES = 8192

@@ -25,8 +25,7 @@ from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
-from mpiad.transport.device_arrays import ArrayModule
-from mpiad.transport.device_kernels import DeviceKernel, Launcher, launcher_of
+from mpiad.transport.devices.device_arrays import ArrayModule, DeviceKernel, Launcher, launcher_of
 
 _BLOCKS = 4096  # maximum number of blocks of trajectories whose step counts are copied to the host
 

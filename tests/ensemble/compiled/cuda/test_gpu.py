@@ -550,7 +550,7 @@ def test_a_kernel_too_large_with_tangents_takes_the_adjoint(device, monkeypatch,
 def test_without_a_gpu_the_error_says_what_to_install_and_what_runs_on_the_cpu(monkeypatch):
     given = ensemble(lorenz, states(2), parameters(2))
     monkeypatch.undo()
-    monkeypatch.setattr("mpiad.transport.device_kernels.find_spec", lambda name: None)
+    monkeypatch.setattr("mpiad.transport.devices.device_arrays.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install mpiad\[gpu\].*EnsembleVectorized\(\) with compile=True"):
         solve(given, RK45(), EnsembleGPU())
 

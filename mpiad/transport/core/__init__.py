@@ -1,0 +1,1 @@
+"""Communicators, messages and collectives of arrays and objects, and agreement of the ranks on errors."""

@@ -1,0 +1,206 @@
+"""Agreement of the ranks on an exception: an error on one rank is sent to the others, and all ranks raise."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import numpy as np
+
+from mpiad._typing import Comm
+from mpiad.errors import ConvergenceError, NotFiniteError, RemoteError
+from mpiad.transport.core.channels import Channel, Used, note_use, on_any_rank
+from mpiad.transport.core.tracing import settled
+
+T = TypeVar("T")
+
+# Exceptions that can be constructed on another rank from a name and one text.
+_BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError ArithmeticError FloatingPointError OverflowError
+    ZeroDivisionError LookupError IndexError KeyError AssertionError AttributeError NameError MemoryError OSError""".split()
+_KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
+_KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
+
+
+def exit_code(code: object) -> int:
+    """Return the exit code that the launcher gets for SystemExit's `code`."""
+    if code is None:
+        return 0
+    # The system keeps eight bits. Python prints anything but an integer, and ends with 1.
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a job that an exception ends: never 0."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130  # 128 + SIGINT, as shells report it
+    return exit_code(error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)) or 1
+
+
+class Failure(NamedTuple):
+    """A rank's exception as it is sent to the others."""
+
+    kind: str  # name of its class
+    text: str  # its message
+    summary: str  # the last lines of its traceback
+    trace: str  # its traceback
+    exit_code: int = 1  # exit code of a program that the exception ends
+    builtin: str = "RuntimeError"  # name of its nearest base class that other ranks can construct
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an exception."""
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        names = [kind.__name__ for kind in type(error).__mro__]
+        builtin = next((name for name in names if name in _KINDS), RuntimeError.__name__)
+        return cls(type(error).__name__, str(error), summary, trace, code_of(error), builtin)
+
+
+Failures = dict[int, Failure]
+
+
+def first_of(failures: Failures) -> tuple[int, str]:
+    """Return the first failed rank, and a text with the number of others."""
+    others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+    return min(failures), others
+
+
+def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteError:
+    """Return an exception that describes the first failure, with the traceback of its rank."""
+    rank, others = first_of(failures)
+    failure = failures[rank]
+    text = f"{call}: rank {rank}{others} raised {failure.summary}"
+    return kind(text, rank, failure.trace, exit_code=failure.exit_code)
+
+
+def failures_among(comm: Comm, error: BaseException | None) -> Failures:
+    """Return the failed ranks, each with the failure of the first of them; collective."""
+    # One traceback is enough; it is sent after the flags.
+    failed = [rank for rank, has in enumerate(comm.allgather(error is not None)) if has]
+    first: Failure = comm.bcast(None if error is None else Failure.of(error), failed[0])  # type: ignore[assignment]
+    return dict.fromkeys(failed, first)
+
+
+class Group(Protocol):
+    """A group of ranks, such as a channel."""
+
+    members: tuple[int, ...]
+
+
+def agreed(group: Group, error: Exception) -> Exception:
+    """Mark an exception as one that all ranks of a group raise together, so that none waits for another; return it."""
+    error.__dict__["_agreed_among"] = frozenset(group.members)
+    return error
+
+
+def agreed_among(error: BaseException) -> frozenset[int]:
+    """Return the ranks in the world that raise this exception, or an equivalent one, together; empty if not marked."""
+    return getattr(error, "_agreed_among", frozenset())
+
+
+def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
+    """Mark channels as unusable if an exception may have left pending communication on them."""
+    agreed = agreed_among(error)
+    # If all ranks of a channel raise the exception together, no collective is pending, but messages may be.
+    for channel, messages in used:
+        if messages or channel.size > 1 and not agreed.issuperset(channel.members):
+            channel.mark(f"{type(error).__name__} left {what} in which messages were under way.", messages)
+
+
+def forget_agreement(error: BaseException) -> None:
+    """Remove the mark of `agreed`."""
+    error.__dict__.pop("_agreed_among", None)
+
+
+def raise_together(channel: Channel, error: Exception | None) -> None:
+    """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None.
+
+    Ranks with an error raise it. The others raise an exception with its text and type, or, unless the type is built into
+    Python or belongs to the solvers, its nearest such base class. So `except ValueError` catches it on all ranks or none.
+    """
+    settled(_raised_together, channel, error)
+
+
+def _raised_together(channel: Channel, error: Exception | None) -> None:
+    note_use(channel)
+    if on_any_rank(channel.data, error is not None):
+        raise_first(channel, error)
+
+
+@contextmanager
+def raising_together(
+    channel: Channel, kinds: type[Exception] | tuple[type[Exception], ...] = (TypeError, ValueError)
+) -> Iterator[None]:
+    """Return a context that raises an exception of these types on all ranks if any rank raises it inside; collective."""
+    error = None
+    try:
+        yield
+    except kinds as found:
+        error = found
+    raise_together(channel, error)
+
+
+def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
+    """Raise on each rank its own error, or, if it has none, the error of the first rank that has one; collective."""
+    failures = failures_among(channel.data, error)
+    if error is not None:
+        raise agreed(channel, error)  # with its own traceback
+    rank, failure = next(iter(failures.items()))
+    raise agreed(channel, _KINDS[failure.builtin](f"{failure.text} (raised on rank {rank})"))
+
+
+def require_same(channel: Channel, described: str, call: str) -> None:
+    """Raise a ValueError on all ranks if their arguments, `described` as text, differ; collective."""
+    require_alike(channel, None, call, described)
+
+
+def fingerprint(*parts: Any) -> int:
+    """Return a hash of texts and arrays as a signed 64-bit integer; it is the same on all ranks."""
+    # Python's hash of texts differs between processes.
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: Any) -> None:
+    """Combine `raise_together` and `require_same` in one message if there is no error; collective.
+
+    `described`: the arguments as text. `compared`: the texts and arrays to compare, by default `described`.
+    """
+    settled(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
+
+
+def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:
+    """Return ``make()``; raise on all ranks if it raises on any rank, or if the results differ; collective.
+
+    `describe`: returns, for a result, the arguments `described` and `compared` of `require_alike`.
+    """
+    error, made, described = None, None, [""]
+    try:
+        made = make()
+        described = list(describe(made))
+    except Exception as found:  # noqa: BLE001 the other ranks mustn't wait
+        error = found
+    require_alike(channel, error, call, *described)
+    return made  # type: ignore[return-value]  without a result all ranks have raised
+
+
+def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
+    note_use(channel)
+    every = np.empty((channel.size, 2), np.int64)
+    channel.data.Allgather(np.array([error is not None, fingerprint], np.int64), every)
+    if every[:, 0].any():
+        raise_first(channel, error)
+    if (every[:, 1] != every[0, 1]).any():
+        texts = channel.data.allgather(described)
+        # The texts may be shortened, so they may be equal although the fingerprints differ.
+        difference = f"they differ in parts that aren't shown here: {described}"
+        other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+        if other is not None:
+            difference = f"rank 0 gave {texts[0]} and rank {other} gave {texts[other]}"
+        raise agreed(channel, ValueError(f"{call}: all ranks must give the same arguments, but {difference}."))

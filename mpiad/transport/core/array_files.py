@@ -1,0 +1,198 @@
+"""Distributed arrays in one file in NumPy's format, by MPI-IO; each rank needs memory only for its block."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm, Shape
+from mpiad.checkpoint_files import begin, data_of, remedy, require_regular, sync_folder
+from mpiad.transport.core.agreement import agreed, raise_together
+from mpiad.transport.core.channels import Channel
+
+# Collective buffering, in which ROMIO sends all data through one rank per node, is slower on local disks.
+_HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
+# Attempts to open one file on all ranks while other jobs replace it; many may be needed if there are no hard links.
+_ATTEMPTS = 100
+
+
+class Layout(NamedTuple):
+    """Shape, dtype and data offset of a file's array."""
+
+    shape: Shape  # of the whole array
+    dtype: np.dtype
+    offset: int  # bytes before its first number
+
+    @property
+    def end(self) -> int:
+        """Return the length of the file in bytes."""
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
+    """Write a file from the blocks of all ranks, and replace an older file at the end; collective.
+
+    `shape`: of the whole array. `starts`: the indices at which this rank's block begins. `block`: contiguous, with the same
+    dtype on all ranks. Raises an OSError on all ranks if the file can't be written; an older file is then kept.
+    """
+    head = io.BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, described)
+    layout, begun = Layout(shape, block.dtype, len(head.getvalue())), list[tuple[Path, IO[bytes]]]()
+
+    def make() -> None:
+        begun.append(begin(path))
+        data_of(begun[0][0]).open("xb").close()
+
+    def publish() -> None:
+        data.replace(path)
+        sync_folder(path.parent)
+
+    root = used.rank == 0
+    try:
+        _together(used, path, make if root else None, call)  # MPICH's errors on several ranks may have no text
+        data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
+        with _opened(used, data, MPI.MODE_WRONLY, call) as file:
+            # The ranks agree after each step, since in the next one they would wait for a rank that has failed.
+            _together(used, path, lambda: file.Set_size(layout.end), call)
+            _together(used, path, (lambda: file.Write_at(0, head.getvalue())) if root else None, call)
+            _together(used, path, lambda: _viewed(file, layout, starts, block, file.Write), call)
+            _together(used, path, file.Sync, call)
+        _together(used, path, publish if root else None, call)
+    finally:
+        _discard(begun)
+
+
+def _discard(begun: list[tuple[Path, IO[bytes]]]) -> None:
+    for part, lock in begun:
+        data_of(part).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
+        lock.close()
+
+
+def _layout_in(file: IO[bytes]) -> Layout:
+    """Return the layout of a file; raise a ValueError if it isn't in NumPy's format or has the wrong length."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    layout = Layout(shape, dtype, file.tell())
+    if fortran and len(shape) > 1:
+        raise ValueError("its array is in Fortran's order: save numpy.ascontiguousarray of it")
+    if dtype.kind in "OV":
+        raise ValueError(f"it holds Python's objects or structures ({dtype})")
+    size = os.fstat(file.fileno()).st_size
+    if size != layout.end:
+        expected = f"a file of {dtype} with shape {shape} has {layout.end}"
+        raise ValueError(f"it is truncated or too long: it has {size} bytes, but {expected}")
+    return layout
+
+
+def read_block(used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
+    """Return this rank's block of a file; collective. All ranks read the same file, even if another job replaces it.
+
+    ``allocate(layout)`` returns the start of the block and memory for it, or raises a ValueError if the file doesn't fit.
+    Raises an OSError or ValueError on all ranks if any rank can't read the file.
+    """
+    for attempt in range(_ATTEMPTS):
+        begun, name = list[tuple[Path, IO[bytes]]](), None
+        if attempt and used.rank == 0:
+            # No job replaces a hard link. If the file system has no hard links, the ranks try the original name again.
+            with contextlib.suppress(OSError):
+                begun.append(begin(path))
+                os.link(path, data_of(begun[0][0]))
+                name = str(data_of(begun[0][0]))
+        try:
+            block = _read_once(used, Path(used.data.bcast(name) or path), allocate, call)
+        finally:
+            _discard(begun)
+        if block is not None:
+            return block
+    text = f"{call}: {path}: other jobs replace it while the ranks open it, or the ranks don't see the same file."
+    raise agreed(used, OSError(text))
+
+
+def _read_once(
+    used: Channel, path: Path, allocate: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
+) -> np.ndarray | None:
+    """Return this rank's block, or None on all ranks if they have opened different files."""
+    error, held = None, None
+    try:
+        require_regular(path)
+        held = path.open("rb")
+        layout = _layout_in(held)
+        starts, block = allocate(layout)
+    except FileNotFoundError as found:
+        error = OSError(f"{call}: {path}: {found.strerror}.")
+    except (OSError, ValueError) as found:
+        error = (OSError if isinstance(found, OSError) else ValueError)(f"{call}: {path} can't be read: {found}.")
+    except Exception as found:  # noqa: BLE001 the other ranks must not wait for it
+        error = found
+    with contextlib.ExitStack() as stack:
+        if held is not None:
+            stack.enter_context(held)
+        raise_together(used, error)
+        file = stack.enter_context(_opened(used, path, MPI.MODE_RDONLY, call))
+        # While a file is open, its inode number isn't reused; so equal numbers mean the same file.
+        mine, now = os.fstat(held.fileno()), None  # type: ignore[union-attr]
+        with contextlib.suppress(OSError):
+            now = path.stat()
+        same = now is not None and (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino)
+        every = used.data.allgather((same, mine.st_ino, mine.st_mtime_ns, layout.end))
+        if every != [(True, *every[0][1:])] * used.size:
+            return None
+        _together(used, path, lambda: _viewed(file, layout, starts, block, file.Read), call)
+        return block
+
+
+def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
+    """Read or write a block at its position in the file by ``transfer([memory, number of rows, datatype of a row])``."""
+    # The data are bytes, so that any dtype works, in units of rows, since the number of bytes may exceed a C int.
+    width = layout.dtype.itemsize
+    sizes, inner = [(*whole[:-1], whole[-1] * width) for whole in (layout.shape, block.shape)]
+    view = MPI.BYTE.Create_subarray(sizes, inner, (*starts[:-1], starts[-1] * width)).Commit()
+    row = MPI.BYTE.Create_contiguous(inner[-1]).Commit()
+    try:
+        file.Set_view(layout.offset, MPI.BYTE, view)
+        transfer([block, math.prod(inner[:-1]), row])
+    finally:
+        view.Free()
+        row.Free()
+
+
+@contextlib.contextmanager
+def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.File]:
+    """Open a file on all ranks, and close it at the end; raise an OSError on all ranks if any rank can't open it."""
+    opened: list[MPI.File] = []
+    hints = MPI.Info.Create(_HINTS)
+    comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO requires an unguarded communicator
+    _together(used, path, lambda: opened.append(MPI.File.Open(comm, path, mode, hints)), call)
+    hints.Free()
+    try:
+        yield opened[0]
+    finally:
+        opened[0].Close()
+
+
+def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str) -> None:
+    """Call `act`, unless it is None; raise an error of any rank on all ranks."""
+    error: Exception | None = None
+    try:
+        if act is not None:
+            act()
+    except OSError as failure:
+        error = OSError(f"{call}: {path}: {failure.strerror or failure}. {remedy(failure, path)}")
+    except MPI.Exception as failure:
+        error = OSError(f"{call}: {path}: {failure.Get_error_string()}")
+    except ValueError as failure:
+        error = ValueError(f"{call}: {str(path)!r}: {failure}.")
+    except Exception as failure:  # noqa: BLE001 the other ranks must not wait for it
+        error = failure
+    raise_together(used, error)

@@ -1,0 +1,108 @@
+"""Arrays that MPI can send: contiguous, with a dtype that has an MPI datatype. Nothing is cast here."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.transport.devices.device_arrays import Spec, arrays_of
+
+_INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
+_EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
+_DTYPES = frozenset(_INEXACT + _EXACT)
+_SCALARS = (bool, int, float, complex, np.generic)
+_ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer type or bool"
+
+
+def outgoing(x: Array, call: str) -> Array:
+    """Return `x` as a C-contiguous array on the same device, or `x` itself if it already is one.
+
+    Raises a TypeError for objects, strings, sequences, masked arrays, and dtypes without an MPI datatype.
+    """
+    if type(x) is np.ndarray and x.dtype in _DTYPES:
+        return x if x.flags.c_contiguous else x.copy(order="C")
+    return _converted(x, call)
+
+
+def require_sendable(x: Array, call: str) -> None:
+    """Raise a TypeError if `outgoing` would."""
+    if type(x) is not np.ndarray or x.dtype not in _DTYPES:
+        _converted(x, call)
+
+
+def _converted(x: Array, call: str) -> Array:
+    arrays = arrays_of(x)
+    if arrays is not None:
+        if x.dtype not in _DTYPES:
+            raise _of_other_dtype(call, "x", x)
+        return arrays.contiguous(x)
+    if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
+        raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
+    # np.ascontiguousarray would add a dimension to an array without dimensions.
+    array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
+    if array.dtype not in _DTYPES:
+        raise _of_other_dtype(call, "x", array)
+    return array
+
+
+def _of_other_dtype(call: str, argument: str, x: Array) -> TypeError:
+    text = f"{call}: {argument} must be {_ALLOWED}, but got dtype {x.dtype!r} with shape {x.shape}."
+    return TypeError(f"{text} {conversion(x.dtype, argument)}".rstrip())
+
+
+def conversion(dtype: np.dtype, argument: str) -> str:
+    """Return advice on the conversion of an argument with an unsupported dtype; empty if no conversion is obvious."""
+    native = dtype.newbyteorder("=")
+    if native in _DTYPES and not dtype.isnative:
+        return f"Its bytes are in another order than this machine's: pass {argument}.astype({native.name!r})."
+    if native in _DTYPES or dtype.kind not in "fc":
+        return ""
+    return f"Pass {argument}.astype({'float64' if dtype.kind == 'f' else 'complex128'!r})."
+
+
+def _advice(x: Array) -> str:
+    if x is None:
+        return "Only ranks whose x isn't used may pass None."
+    if isinstance(x, np.ma.MaskedArray):
+        return "Send its data and its mask separately."
+    if isinstance(x, (list, tuple)):
+        return "Make it an array with autograd.numpy.array, or send its items one by one."
+    return "These functions don't send pickled objects; use the methods of mpi4py's communicators."
+
+
+def _shortened(x: Array) -> str:
+    text = repr(x) if arrays_of(x) is None else f"shape {x.shape}, dtype {x.dtype}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def private_copy(array: Array, x: Array) -> Array:
+    """Return `array`, made from `x` by `outgoing`, in memory that the user can't change.
+
+    An array on a device is returned itself, since the function that sends it copies it to memory that MPI can read.
+    """
+    if type(array) is not np.ndarray:
+        return array
+    # For a subclass of ndarray, asarray returns a new object that is a view of the user's memory.
+    return array.copy() if array is x or array.base is not None else array
+
+
+def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
+    """Return the spec of a template; raise a TypeError if it is missing or isn't an array that can be received."""
+    if isinstance(like, np.ndarray) or isinstance(like, _SCALARS):
+        dtype = np.result_type(like) if isinstance(like, (bool, int, float, complex)) else like.dtype
+        if dtype in _DTYPES:
+            return Spec(np.shape(like), dtype)
+        raise _of_other_dtype(call, argument, like)
+    arrays = arrays_of(like)
+    if arrays is not None and like.dtype in _DTYPES:
+        return Spec(like.shape, like.dtype, arrays)
+    raise TypeError(
+        f"{call}: {argument} gives the shape and dtype of the array to receive and must be {_ALLOWED}, "
+        f"but got {type(like).__name__} ({_shortened(like)})."
+    )
+
+
+def even_lengths(length: int, size: int) -> list[int]:
+    """Return the lengths of the ranks' parts, as in numpy.array_split: the first parts may be longer by one."""
+    share, longer = divmod(length, size)
+    return [share + (rank < longer) for rank in range(size)]

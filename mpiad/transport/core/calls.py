@@ -1,0 +1,328 @@
+"""Records of communications with the user's calls that caused them, for debugging, error messages and tracing.
+
+Each thread has a stack of `Call` records, linked by `outer`. Nothing is recorded until an owner requests it by
+`note(owner)`: then all operations push and pop a record, until `forget(owner)`. `observers` are notified when a call begins
+and ends. The record of an adjoint may contain others, since adjoints consist of the same operations.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Hashable
+from dis import opmap
+from time import perf_counter
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from mpiad._typing import Array, Shape
+from mpiad.transport.core.tracing import tracing
+from mpiad.transport.devices.device_arrays import is_device_array
+
+
+class Site:
+    """A line of the user's program. There is one object per line, so lines are compared by identity.
+
+    `entry`: the function of this library that was called there. `text`: for messages, as ``"program.py:12 in main"``.
+    """
+
+    __slots__ = ("entry", "file", "function", "line", "text")
+
+    def __init__(self, file: str, line: int, function: str, entry: str):
+        self.file, self.line, self.function, self.entry = file, line, function, entry
+        where = "" if function == "<module>" else f" in {function}"
+        self.text = f"{os.path.basename(file)}:{line}{where}"
+
+    def named(self, operation: str) -> str:
+        """Return the name of the public function that the user called, or of the operation if that is more specific."""
+        return self.entry if self.entry.startswith("mpi_") and self.entry not in _COMPOSITES else operation
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_COMPOSITES = ("mpi_optimize", "mpi_map")  # communicate many times: messages name the single operation instead
+# Values of `Site.entry` that messages don't show: "" for other libraries, "extend" for operators, whose names say more.
+_OPERATORS = ("", "extend")
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call; None or empty if the call has no such argument."""
+
+    communicator: str | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int | None = None
+    shape: Shape | None = None
+    dtype: Any = None
+    nbytes: int = 0
+    reduction: str | None = None
+    members: tuple[int, ...] = ()
+    envelopes: tuple[Any, ...] = ()
+
+
+class Call:
+    """One communication of the user's program, while it runs.
+
+    - `name`: the public function, such as ``"mpi_bcast"``.
+    - `direction`: "forward", "adjoint" or "tangent".
+    - `site`: the user's line being executed; for an adjoint, the line that computes the gradient.
+    - `forward_site`: for an adjoint or tangent, the site of the forward call; otherwise None.
+    - `outer`: the enclosing call, or None.
+    - `began`, `ended`: values of `time.perf_counter()`; `ended` is 0 until the end.
+    """
+
+    __slots__ = (
+        "_arguments", "_params", "_x", "began", "direction", "ended", "forward_name", "forward_site", "name", "outer",
+        "site",
+    )  # fmt: skip
+
+    # The reader of an operation's arguments; installed by primitives.noting, in a higher layer.
+    read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
+
+    def __init__(
+        self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Array,
+        params: object,
+    ):  # fmt: skip
+        self.name, self.direction, self.site = name, direction, site
+        self.forward_name, self.forward_site = forward_name, forward_site
+        self._x, self._params = x, params
+        self._arguments: Arguments | None = None
+        self.outer: Call | None = None
+        self.ended = 0.0
+        self.began = perf_counter()
+
+    @property
+    def arguments(self) -> Arguments:
+        """The call's arguments; read at the first access."""
+        found = self._arguments
+        if found is None:
+            found = self._arguments = Call.read(self._x, self._params)
+        return found
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the array of a forward call is on a device."""
+        return self.direction == "forward" and is_device_array(self._x)
+
+    def __repr__(self) -> str:
+        return f"<Call {self.described} at {self.forward_site or self.site}>"
+
+    @property
+    def described(self) -> str:
+        """The call as text: ``"mpi_bcast"``, or ``"adjoint of mpi_bcast"``."""
+        return self.name if self.direction == "forward" else f"{self.direction} of {self.forward_name or self.name}"
+
+    @property
+    def called(self) -> str:
+        """The library's function that the user called, as text: ``"exchange"``, or ``"adjoint of exchange"``."""
+        entry = (self.forward_site or self.site).entry
+        if entry in _OPERATORS:
+            return self.described
+        return entry if self.direction == "forward" else f"{self.direction} of {entry}"
+
+
+class Observer(Protocol):
+    """Receives the beginning and the end of each call."""
+
+    def began(self, call: Call) -> None:
+        """Handle the beginning of a call, before it communicates."""
+
+    def ended(self, call: Call) -> None:
+        """Handle the end of a call, with or without an exception."""
+
+
+observers: list[Observer] = []
+
+
+_owners: set[Hashable] = set()
+_switches: list[Callable[[bool], None]] = []
+
+
+def register(switch: Callable[[bool], None]) -> None:
+    """Register a function that turns the recording of calls on or off; it is called at once if they are recorded."""
+    _switches.append(switch)
+    if _owners:
+        switch(True)
+
+
+def note(owner: Hashable) -> None:
+    """Record all calls until ``forget(owner)``."""
+    _owners.add(owner)
+    if len(_owners) == 1:
+        for switch in _switches:
+            switch(True)
+
+
+def forget(owner: Hashable) -> None:
+    """End the effect of ``note(owner)``; recording stops with the last owner."""
+    if owner in _owners:
+        if len(_owners) == 1:
+            for switch in _switches:
+                switch(False)
+        _owners.remove(owner)  # last, so that the function can be repeated after an interrupt
+
+
+def is_noting() -> bool:
+    """Return whether calls are recorded."""
+    return bool(_owners)
+
+
+def current() -> Call | None:
+    """Return the innermost call of this thread, None if there is none."""
+    return tracing.call
+
+
+def begin(name: str, x: Array, params: object) -> Call:
+    """Record a call; the caller ends it with `end`."""
+    outer = tracing.call
+    if outer is not None and outer.direction != "forward":
+        # An operation inside an adjoint or tangent gets the line of the latter.
+        call = Call(name, outer.direction, outer.site, outer.forward_name, outer.forward_site, x, params)
+    else:
+        site = site_of(sys._getframe(1))
+        call = Call(site.named(name), "forward", site, None, None, x, params)
+    return _pushed(call)
+
+
+def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: object) -> Call:
+    """Record an adjoint or tangent; the caller ends it with `end`. `name`, `forward_site`: those of the forward call."""
+    return _pushed(Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))
+
+
+def _pushed(call: Call) -> Call:
+    call.outer = tracing.call
+    tracing.call = call
+    if observers:
+        for observer in tuple(observers):
+            observer.began(call)
+    return call
+
+
+def end(call: Call) -> None:
+    """End a call, and calls inside it that an exception has left open."""
+    tracing.call = call.outer
+    call.ended = perf_counter()
+    if observers:
+        for observer in tuple(observers):
+            observer.ended(call)
+    call._x = call._params = None  # the record may outlive the arrays
+
+
+def _folder(path: str) -> str:
+    return os.path.join(os.path.realpath(path), "")
+
+
+_OURS = _folder(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+# Frames of compiled programs aren't functions called by the user.
+_BETWEEN = _folder(os.path.join(_OURS, "programs"))
+_STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+# Cached by code object: 0 for the user's code, 1 for this library, 2 for other libraries.
+_kinds: dict[CodeType, int] = {}
+_sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
+
+
+def _kind(code: CodeType) -> int:
+    found = _kinds.get(code)
+    if found is None:
+        found = _kinds[code] = _kind_of_file(code.co_filename)
+    return found
+
+
+def _kind_of_file(name: str) -> int:
+    if name.startswith("<frozen"):
+        return 2
+    path = os.path.realpath(name) if os.path.exists(name) else name
+    if path.startswith(_OURS):
+        return 2 if path.startswith(_BETWEEN) else 1
+    # Other installed packages may be the user's own.
+    installed = any(mark in path for mark in _INSTALLED)
+    if installed:
+        return 2 if any(mark in path for mark in _PACKAGES) else 0
+    return 2 if path.startswith(_STANDARD) else 0
+
+
+def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
+    """Return the innermost frame of user code, and the code of this library that was called from it, or None."""
+    called = None
+    while frame is not None:
+        kind = _kind(frame.f_code)
+        if kind == 0:
+            return frame, called
+        if kind == 1:
+            called = frame.f_code
+        frame = frame.f_back
+    return None, called
+
+
+def site_of(frame: FrameType | None) -> Site:
+    """Return the innermost line of user code in a stack of frames; `tracing.site` if it is set."""
+    if tracing.site is not None:
+        return tracing.site
+    found, called = user_frame(frame)
+    if found is None:
+        return _NOWHERE
+    key = found.f_code, found.f_lasti, called
+    site = _sites.get(key)
+    if site is None:
+        code = found.f_code
+        known = code.co_consts[-1] if code.co_consts else None  # a Site if the frame is generated: see programs.replay
+        if not isinstance(known, Site):
+            known = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called))
+        site = _sites[key] = known
+    return site
+
+
+def site_of_trace(trace: TracebackType | None) -> Site:
+    """Return the innermost line of user code in a traceback."""
+    found = _NOWHERE
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if _kind(code) == 0:
+            found = Site(code.co_filename, trace.tb_lineno, code.co_name, "")
+        trace = trace.tb_next
+    return found
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return whether an exception was raised by a signal handler, or by a `raise` statement in user code.
+
+    A TypeError, AttributeError, AssertionError or NotImplementedError by `raise` doesn't count: user code may raise it
+    because a traced array has an unexpected type.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        frame, last = trace.tb_frame, trace.tb_lasti
+        # Python calls a handler with the frame that it interrupts.
+        given = frame.f_locals.values() if _kind(frame.f_code) != 1 else ()
+        parts = [part for x in given for part in (x if type(x) is tuple else (x,))]
+        if frame.f_back is not None and any(part is frame.f_back for part in parts):
+            return True
+        trace = trace.tb_next
+    if error.__traceback__ is None or isinstance(error, (TypeError, AttributeError, AssertionError, NotImplementedError)):
+        return False
+    return _kind(frame.f_code) == 0 and frame.f_code.co_code[last] == opmap["RAISE_VARARGS"]
+
+
+def entry(code: CodeType | None) -> str:
+    """Return the name of the library's function that the user called, from its code; "" for None."""
+    if code is None:
+        return ""
+    # A function that the library has returned, such as a gradient, is named after its file.
+    name, file = code.co_name, os.path.basename(code.co_filename)[:-3]
+    if name in _NAMES:
+        return _NAMES[name]
+    if name in ("evaluate", "<lambda>", "vjp", "products", "__call__"):
+        return "value_and_grad" if file == "gradient" else file
+    return name
+
+
+_END = "the end of the program"
+_ENDS = ("mpi_finalize", "finalize", "_complete_at_exit", "_end_world", "_close")
+_NAMES = {"_freed": "comm.Free"} | dict.fromkeys(_ENDS, _END)
+_NOWHERE = Site("", 0, "<module>", "")
+_NOWHERE.text = "outside the user's program"

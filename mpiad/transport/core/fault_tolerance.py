@@ -1,0 +1,96 @@
+"""Whether MPI can inform its ranks that a communicator was given up (revoked), and the errors that report it.
+
+Open MPI 5 can, with ``mpiexec --with-ft ulfm``. The end of MPI waits for all ranks of the world, with Open MPI 5.0
+sometimes forever for dead ones. So surviving ranks wait for each other, and leave without MPI's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.environment_variables import switch
+from mpiad.errors import RemoteError
+
+
+def _can_revoke() -> bool:
+    if not switch("MPIAD_RECOVERY", True) or not hasattr(MPI.Comm, "Revoke"):
+        return False
+    # In debug mode ranks wait on communicators that nobody revokes; these waits have a limit instead.
+    if switch("MPIAD_DEBUG", False):
+        return False
+    # The launcher sets this variable for its ranks. If it isn't set, Open MPI has these functions, but they don't work.
+    asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
+    return asked and MPI.get_vendor()[0] == "Open MPI"
+
+
+FAULT_TOLERANT = _can_revoke()
+_DEATHS = {getattr(MPI, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")} - {None}
+_INTERRUPTIONS = _DEATHS | ({getattr(MPI, "ERR_REVOKED", None)} - {None})
+
+
+def is_revoked(comm: Comm) -> bool:
+    """Return whether a rank has revoked a communicator."""
+    return comm != MPI.COMM_NULL and comm.Is_revoked()
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Return whether an exception is, or was raised while handling, MPI's error that other ranks have failed."""
+    seen = 0
+    # A RemoteError results from an interruption that all ranks know of.
+    while error is not None and not isinstance(error, RemoteError) and seen < 100:
+        if isinstance(error, MPI.Exception):
+            kind = error.Get_error_class()
+            # Calls for several requests report only that one of them has failed.
+            if kind in _INTERRUPTIONS or (FAULT_TOLERANT and kind == MPI.ERR_IN_STATUS):
+                return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def is_process_failure(error: BaseException) -> bool:
+    """Return whether an exception is MPI's error that a process has died."""
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in _DEATHS
+
+
+def lost_ranks(comm: Comm) -> list[int]:
+    """Return the ranks of a communicator whose processes are known to have died."""
+    failed, group = comm.Get_failed(), comm.Get_group()
+    lost = sorted(failed.Translate_ranks(None, group)) if failed.size else []
+    failed.Free()
+    group.Free()
+    return lost
+
+
+exit_process = os._exit  # before `departure` replaces it
+
+
+def all_have_come() -> bool:
+    """Wait for the surviving ranks, and return whether all ranks are alive; collective, the same result on all."""
+    if not FAULT_TOLERANT or MPI.COMM_WORLD.size == 1:
+        return True
+    # A rank may know of a death before others do, so they must agree on it.
+    alive = MPI.COMM_WORLD.Shrink()
+    size = alive.size
+    alive.Free()
+    return size == MPI.COMM_WORLD.size
+
+
+def leave_process(code: int) -> None:
+    """Leave the process without MPI's end; doesn't return."""
+    logging.shutdown()
+    flush_streams()
+    exit_process(code)
+
+
+def flush_streams(text: str = "") -> None:
+    """Write out standard output and standard error, the latter with this text at its end."""
+    for stream, last in ((sys.stdout, ""), (sys.stderr, text)):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stream, or a closed one
+            stream.write(last)
+            stream.flush()

@@ -1,0 +1,148 @@
+"""The library's channel for a user's communicator. It is an attribute of the communicator, and is freed with it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.errors import CommunicatorError, UnfinishedMessagesError
+from mpiad.transport.core.channels import Channel
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_revoked
+from mpiad.transport.core.tracing import once, tracing
+
+_world: Channel | None = None
+_finalized = False
+
+
+def start_world(call: str) -> None:
+    """Start the library; replaced by `world`, which imports this file."""
+
+
+# MPI calls this in comm.Free(), which is collective, as `close` must be.
+def _freed(comm: Comm, key: int, owned: Channel) -> None:
+    owned.close()
+
+
+@cache
+def _key() -> int:
+    return MPI.Comm.Create_keyval(delete_fn=_freed)
+
+
+def open_world() -> Channel:
+    """Make the duplicates of the world; collective over all ranks."""
+    global _world, _finalized
+    if _world is None:
+        _world = Channel(MPI.COMM_WORLD)
+        _finalized = False
+    return _world
+
+
+def world_is_given_up() -> bool:
+    """Return whether the world's channel was revoked, so that ranks wait for this one to learn of a failure."""
+    return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
+
+
+def close_world() -> None:
+    """Complete pending sends and free the duplicates of the world; collective over all ranks."""
+    global _world, _finalized
+    if _world is not None:
+        _world.close()
+    # Even if the world wasn't open, since errors report that mpi_finalize was called.
+    _world, _finalized = None, True
+
+
+def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = False) -> Channel:
+    """Return the channel of a communicator, made at its first collective use; `call`: the public function, for errors.
+
+    `collective`: whether all ranks of `comm` make this call, so that duplicates can be made. `survivors`: whether a channel
+    that has lost processes is accepted. Raises a CommunicatorError if `comm` is freed, null, an intercommunicator or not
+    prepared, or after the end of MPI; an UnfinishedMessagesError if an exception has left messages in flight.
+    """
+    if tracing.recorder is not None:
+        tracing.recorder.looked_up(call)
+    found = _started(call) if comm is None else prepare(comm, call, collective)
+    if found.fault is not None and not (survivors and found.lost):
+        _refuse(found, call)
+    return found
+
+
+def _started(call: str) -> Channel:
+    """Return the world's channel; start the library if it isn't started."""
+    if _world is None or MPI.Is_finalized():
+        _require_mpi(call)
+        start_world(call)
+    return open_world()
+
+
+def _require_mpi(call: str) -> None:
+    if _finalized or MPI.Is_finalized():
+        raise CommunicatorError(
+            f"{call}: called after mpi_finalize. No communication is possible any more; move this call before it."
+        )
+    if not MPI.Is_initialized():
+        raise CommunicatorError(f"{call}: MPI is not initialized. Call mpiad.mpi_init() on all ranks first.")
+
+
+def _refuse(found: Channel, call: str) -> NoReturn:
+    if found.alone:
+        raise CommunicatorError(f"{call}: {found.fault}, so this call would wait for them forever.")
+    if found.lost:
+        raise CommunicatorError(f"{call}: {found.fault} The other ranks can continue with comm.Shrink().")
+    raise UnfinishedMessagesError(
+        f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
+        "otherwise an old message could be received in place of a new one."
+    )
+
+
+def member(comm: Comm, call: str) -> Comm:
+    """Return a communicator whose rank and size may be read: the world for None.
+
+    Raises a CommunicatorError if it is freed, null or an intercommunicator, before the start and after the end of MPI.
+    """
+    _require_mpi(call)
+    if comm is None:
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
+    if comm == MPI.COMM_NULL:
+        raise CommunicatorError(
+            f"{call}: comm is the null communicator: it was freed, or this rank isn't a member of it. "
+            "Call this on its members only, before comm.Free()."
+        )
+    if comm.Is_inter():
+        raise CommunicatorError(
+            f"{call}: comm is an intercommunicator (with {comm.size} ranks on this side), "
+            "but an intracommunicator is expected. Merge it first: comm.Merge()."
+        )
+    return comm
+
+
+def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
+    """Return the channel of a communicator. If `collective`, make its duplicates if there are none."""
+    comm = member(comm, call)
+    world = _started(call)
+    if comm == MPI.COMM_WORLD:
+        return world
+    found = comm.Get_attr(_key())
+    if found is None:
+        # Making duplicates is collective, but only two ranks take part in a message.
+        if not collective:
+            raise CommunicatorError(
+                f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't "
+                "prepare it, since not all its ranks take part. Call mpiad.mpi_init(comm) on all its ranks first."
+            )
+        found = once(Channel, comm)
+        comm.Set_attr(_key(), found)
+    return found
+
+
+def renew(comm: Comm, call: str) -> None:
+    """Renew the duplicates of a communicator; collective over its ranks."""
+    # `channel` would refuse a marked channel, which is renewed here.
+    found = prepare(comm, call)
+    if found.lost:
+        _refuse(found, call)
+    found.renew()

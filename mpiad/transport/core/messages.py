@@ -1,0 +1,460 @@
+"""Point-to-point messages, with references to buffers until MPI has finished with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Array, Buffer, Comm, Rank, Request, Shape, Status
+from mpiad.errors import DeadlockError, MessageMismatchError
+from mpiad.transport.core.channels import ABANDONED, Channel, is_watched
+from mpiad.transport.devices import device_settings
+from mpiad.transport.devices.chunked_staging import bounds, incoming_transfer, of_whole, outgoing_transfer
+from mpiad.transport.devices.device_arrays import Spec, arrays_of, result
+from mpiad.transport.devices.staging import Staged, Transfer, transfer_of
+
+# MPI matches forward messages, which have the user's tags, in the order of their start. The messages of adjoints may be
+# started in another order on either side, since requests are waited for in any order. Therefore their tag is computed from
+# the user's tag t and the message's number k: it is t·s + k modulo N, where N is half the number of MPI's tags (10⁸ with
+# MPICH and more with Open MPI), and s is N times the golden section, 0.618. Two messages in flight between the same ranks
+# have different tags if the differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
+#
+# A large device array is sent in chunks. Their tags have the same form in the other half of MPI's tags, so they differ from
+# the tags of other messages. Chunks of forward messages use one quarter of MPI's tags, chunks of adjoints another one.
+
+
+class Envelope:
+    """The address of one point-to-point message, seen from this rank.
+
+    - `outgoing`: whether this rank sends it to `peer`, or receives it from there.
+    - `number`: its index among the messages with this peer, tag and direction, by default the next one. None for a receive
+      with wildcards (negative `peer` or `tag`) until the message has arrived.
+    - `answers`: for the message of an adjoint (`reverse`), the envelope of the forward message with the same number.
+    - `asked`: (int, int). Peer and tag as passed by the caller, possibly wildcards.
+    """
+
+    __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
+
+    def __init__(
+        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None,
+        answers: Envelope | None = None,
+    ):  # fmt: skip
+        self.channel, self.peer, self.tag, self.outgoing = channel, peer, tag, outgoing
+        self.answers, self.reverse, self.asked = answers, answers is not None, (peer, tag)
+        self.number = number if number is not None or peer < 0 or tag < 0 else self._next()
+
+    def _next(self) -> int:
+        counts = self.channel.sent if self.outgoing else self.channel.received
+        key = (self.peer, self.tag)
+        number = counts.get(key, 0)
+        counts[key] = number + 1
+        return number
+
+    def give_back(self) -> None:
+        """Undo the counting of a message that isn't sent or received after all."""
+        if not self.reverse and self.number is not None:
+            counts = self.channel.sent if self.outgoing else self.channel.received
+            # Otherwise the numbers of later messages would differ between both sides.
+            counts[self.peer, self.tag] -= 1
+
+    def renew(self) -> None:
+        """Take the next number, or the number of the forward message, for another run of a compiled program."""
+        self.number = self._next() if self.answers is None else self.answers.number
+
+    @property
+    def mpi_tag(self) -> int:
+        """The tag of the message in MPI."""
+        return self._tag_in_part(2) if self.reverse else self.tag
+
+    @property
+    def tag_of_chunks(self) -> int:
+        """The tag of the message's chunks in MPI; they are sent on the channel's duplicate for adjoints."""
+        quarter = self.channel.tag_limit // 4
+        return (3 if self.reverse else 2) * quarter + 1 + self._tag_in_part(4)
+
+    def _tag_in_part(self, parts: int) -> int:
+        """Return a tag computed from the user's tag and the number, in one of `parts` equal parts of MPI's tags."""
+        number = 0 if self.number is None else self.number
+        return (self.tag * (self.channel.tag_stride // parts) + number) % (self.channel.tag_limit // parts)
+
+    @property
+    def comm(self) -> Comm:
+        """The duplicate on which the message is sent."""
+        return self.channel.reverse if self.reverse else self.channel.data
+
+    def answered_from(self, peer: int, tag: int) -> None:
+        """Set the sender and tag of a message that was received from any rank."""
+        self.peer, self.tag = peer, tag
+        self.number = self._next()
+
+    def back(self) -> Envelope:
+        """Return the envelope of the message with the cotangent, in the opposite direction."""
+        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, self.answers or self)
+
+    def along(self) -> Envelope:
+        """Return the envelope of the message with the tangent, which follows this one."""
+        if self.reverse:
+            return self
+        # Tangents are sent among the forward messages, so it has the next number.
+        return Envelope(self.channel, self.peer, self.tag, self.outgoing)
+
+
+# If a sender stages a large device array, its first message is short: it announces chunks, which follow on the channel's
+# duplicate for adjoints. A chunk is sent while the next one is copied. A receiver recognizes an announcement by the number
+# of bytes. So the two ranks needn't agree in advance, and each array may be on a device or on the host.
+
+
+_ANNOUNCEMENT = b"mpiad: in pieces"
+ANNOUNCEMENT_BYTES = len(_ANNOUNCEMENT) + 16
+
+
+class Announcement(list):
+    """The buffer of a message that announces an array in chunks, with the array's shape and dtype."""
+
+    def __init__(self, array: Array, chunk: int):
+        content = np.frombuffer(_ANNOUNCEMENT + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
+        super().__init__([content, MPI.BYTE])
+        self.shape: Shape = array.shape
+        self.dtype, self.nbytes = array.dtype, array.nbytes
+
+
+def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
+    channel = envelope.channel
+    pieces = of_whole(array.size, array.dtype.itemsize, chunk)
+    outgoing = outgoing_transfer(array, pieces)
+    announcement = Announcement(array, chunk)
+    announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
+    for number in range(len(pieces)):
+        piece = outgoing.piece(number)
+        given = piece.view(np.uint8), envelope.peer, envelope.tag_of_chunks
+        channel.leave(channel.begin("blocking send", piece, channel.reverse.Isend, *given))
+    return announced
+
+
+def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
+    """Return the numbers of bytes of the announced array and of a chunk; None if the message isn't an announcement.
+
+    `buffer`: contains the `got` bytes of the message, possibly on a device. `spec`: of the expected array.
+    """
+    if got != ANNOUNCEMENT_BYTES:
+        return None
+    # The first entries are copied to the host; the message may end inside the last of them.
+    if type(buffer) is not np.ndarray:
+        buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
+    content = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
+    if not content.startswith(_ANNOUNCEMENT):
+        return None
+    total, chunk = np.frombuffer(content[len(_ANNOUNCEMENT) :], np.int64).tolist()
+    return total, chunk
+
+
+def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
+    """Receive all chunks into `memory`, one per step of the iteration."""
+    channel, posted = envelope.channel, []
+    for start, end in bounds(memory.size, 1, chunk):
+        given = memory[start:end], envelope.peer, envelope.tag_of_chunks
+        posted.append(channel.begin("blocking receive", memory, channel.reverse.Irecv, *given))
+    for requests in posted:
+        requests[0].Wait()
+        channel.release(requests)
+        yield
+
+
+def discard(total: int, chunk: int, envelope: Envelope) -> None:
+    """Receive and discard the chunks of an unexpected array."""
+    dropped = np.empty(total, np.uint8)
+    for _ in _received(dropped, envelope, chunk):
+        pass
+
+
+# Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.
+_PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
+
+
+class Receipt:
+    """A pending receive.
+
+    If `kind` is empty, `finish_receive` starts it, by a blocking call of MPI that also sends `sent` (array, rank, tag), if
+    any.
+    """
+
+    __slots__ = ("buffer", "destination", "envelope", "requests", "sent", "spec", "transfer")
+
+    def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", sent: tuple | None = None):
+        self.spec, self.envelope, self.sent, self.requests = spec, envelope, sent, list[Request]()
+        self.transfer: Transfer = transfer_of(spec.arrays)
+        self.destination = self.transfer.destination(spec.shape, spec.dtype)
+        self.buffer: Buffer = self.transfer.recv_buffer(self.destination)
+        if kind:
+            kept, call = (self.buffer, self.destination), envelope.comm.Irecv
+            self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
+
+
+def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
+    """Start a send, and return MPI's request; a host array mustn't be changed before `finish_send`."""
+    if type(array) is not np.ndarray:
+        transfer, chunk = transfer_of(arrays_of(array)), device_settings.present().chunk
+        # An array of the size of an announcement would be mistaken for one.
+        if isinstance(transfer, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
+            return _send_in_chunks(array, envelope, chunk, kind)
+        array = transfer.send_copy(array)
+    return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
+
+
+def finish_send(requests: list[Request], envelope: Envelope) -> None:
+    """Let a send complete in the background, since its receive may depend on this rank's next operations."""
+    envelope.channel.leave(requests)
+
+
+def send(array: Array, envelope: Envelope) -> None:
+    """Send without waiting for the receiver; a host array must be a private copy, which the user can't change."""
+    envelope.channel.leave(post_send(array, envelope, "blocking send"))
+
+
+def finish_receive(receipt: Receipt, call: str) -> Array:
+    """Wait for a receive and return its array; raise a ValueError if the message has another number of bytes."""
+    status = MPI.Status()
+    try:
+        _await(receipt, status, call)
+    # After another exception, such as an interrupt, MPI may still write to the buffer. So the buffer isn't released then.
+    except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
+        receipt.envelope.channel.release(receipt.requests)
+        raise
+    receipt.envelope.channel.release(receipt.requests)
+    # MPI reports an error if a message is too long, but not if it is too short.
+    got = status.Get_count(MPI.BYTE)
+    if got != receipt.buffer.nbytes:
+        return _receive_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.destination, call)
+    return receipt.transfer.received(receipt.destination)
+
+
+def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
+    """Receive an array. For wildcards, the envelope gets the sender and tag."""
+    # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
+    if _PROBES_FIRST or envelope.peer == MPI.ANY_SOURCE:
+        return _matched(spec, envelope, call)
+    return finish_receive(Receipt(spec, envelope, "" if spec.arrays is None else "blocking receive"), call)
+
+
+def _answered(envelope: Envelope, status: Status) -> None:
+    # A message of another size than expected is counted here, too, since its sender has counted it.
+    if envelope.number is None and status.source >= 0:
+        envelope.answered_from(status.source, status.tag)
+
+
+def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
+    """Receive a message after checking its size; a message of another size is received and discarded."""
+    transfer, status = transfer_of(spec.arrays), MPI.Status()
+    destination = transfer.destination(spec.shape, spec.dtype)
+    buffer = transfer.recv_buffer(destination)
+    message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
+    got = status.Get_count(MPI.BYTE)
+    _answered(envelope, status)
+    if got == spec.nbytes:
+        message.Recv(buffer)
+        return transfer.received(destination)
+    dropped = np.empty(got, dtype=np.uint8)
+    if isinstance(message, MPI.Message):
+        message.Recv(dropped)
+    else:  # in debug mode the header is compared
+        try:
+            message.refuse(dropped, buffer)
+        except MessageMismatchError:
+            _drop_chunks(dropped, got, spec, envelope)
+            raise
+    return _receive_chunks(dropped, got, spec, envelope, destination, call)
+
+
+def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
+    announced = read_announcement(buffer, got, spec)
+    if announced is not None:
+        discard(*announced, envelope)
+
+
+def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
+    """Send to one rank and receive from another, and wait for both."""
+    if type(array) is np.ndarray and spec.arrays is None and there.comm is back.comm and not is_watched():
+        return finish_receive(Receipt(spec, back, "", (array, there.peer, there.mpi_tag)), call)
+    receipt = Receipt(spec, back, "blocking receive")
+    sending = post_send(array, there, "blocking send")
+    try:
+        value = finish_receive(receipt, call)
+    except BaseException:
+        there.channel.leave(sending)  # it may still be in flight
+        raise
+    sending[0].Wait()
+    there.channel.release(sending)
+    return value
+
+
+def receive_error(error: MPI.Exception, spec: Spec, envelope: Envelope, call: str) -> Exception:
+    """Return a ValueError if MPI's error in a receive means that the message was too long, otherwise MPI's error itself."""
+    if error.Get_error_class() != MPI.ERR_TRUNCATE:
+        return error
+    return ValueError(_mismatch(spec, "more bytes", envelope, call))
+
+
+def require_whole(destination: np.ndarray, status: Status, back: Envelope, call: str) -> None:
+    """After a message of another size, receive the chunks that it announces, or raise a ValueError."""
+    got = status.Get_count(MPI.BYTE)
+    if got != destination.nbytes:
+        destination[...] = _receive_chunks(destination, got, Spec.of(destination), back, np.empty_like(destination), call)
+
+
+def _await(receipt: Receipt, status: Status, call: str) -> None:
+    envelope = receipt.envelope
+    try:
+        if receipt.requests:
+            receipt.requests[0].Wait(status)
+        elif receipt.sent is None:
+            envelope.comm.Recv(receipt.buffer, envelope.peer, envelope.mpi_tag, status)
+        else:
+            envelope.comm.Sendrecv(*receipt.sent, receipt.buffer, envelope.peer, envelope.mpi_tag, status)
+    except MessageMismatchError:  # debug mode has compared the header
+        _answered(envelope, status)
+        _drop_chunks(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, envelope)
+        raise
+    except MPI.Exception as error:
+        if receipt.sent is not None:
+            ABANDONED.append(receipt.sent)  # it may still be in flight
+        _answered(envelope, status)
+        raise receive_error(error, receipt.spec, envelope, call) from None
+    _answered(envelope, status)
+
+
+def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:
+    """Receive the array whose chunks a message announces; raise a ValueError if there are none, or if its size differs."""
+    announced = read_announcement(buffer, got, spec)
+    if announced is None:
+        raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))
+    total, chunk = announced
+    if total != spec.nbytes:
+        discard(total, chunk, envelope)
+        raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
+    if spec.arrays is None:
+        for _ in _received(destination.reshape(-1).view(np.uint8), envelope, chunk):
+            pass
+        return result(destination)
+    # Chunks are staged even with a CUDA-aware MPI, since the sender has sent chunks.
+    pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
+    incoming = incoming_transfer(spec, pieces, getattr(destination, "loan", None))
+    for number, _ in enumerate(_received(incoming.memory.view(np.uint8), envelope, chunk)):
+        incoming.take(number)
+    return incoming.received()
+
+
+def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
+    return (
+        f"{call}: rank {envelope.peer} sent {got} with tag {envelope.tag}, but the array it is received into has "
+        f"shape {spec.shape} and dtype {spec.dtype}: {spec.nbytes} bytes. "
+        "Give a template (`like`) with the shape and dtype of what is sent."
+    )
+
+
+# Repeated communication of fixed arrays: nothing is looked up or created except MPI's requests.
+
+
+def as_message(array: np.ndarray) -> list[Any]:
+    """Return the buffer of a contiguous host array with its datatype, whose lookup would take as long as the call."""
+    return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
+
+
+def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callable[[], object]:
+    """Return the function that sums the ranks' small arrays, with the result on all ranks."""
+    sent, received = as_message(array), as_message(out)
+    return lambda: channel.data.Allreduce(sent, received)
+
+
+def prepared_swap(
+    array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
+) -> Callable[[], object]:
+    """Return the function that sends one array and receives another; before a call renew the envelopes (of one tag)."""
+    sent, received, status, channel = as_message(array), as_message(destination), MPI.Status(), there.channel
+    dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, destination.nbytes, MPI.BYTE
+    # The tag of both forward messages; tags of adjoints depend on the message's number.
+    tag = there.tag
+
+    def swap() -> None:
+        try:
+            if reverse:
+                channel.reverse.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
+            else:
+                channel.data.Sendrecv(sent, dest, tag, received, source, tag, status)
+        except MPI.Exception as error:
+            ABANDONED.append((sent, received))  # MPI may still use them
+            raise receive_error(error, Spec.of(destination), back, call) from None
+        if status.Get_count(byte) != size:  # tested here, since a function call would take a tenth of the time
+            require_whole(destination, status, back, call)
+
+    to_itself = dest == source == channel.rank
+    if not to_itself or (array.shape, array.dtype) != (destination.shape, destination.dtype):
+        return swap
+
+    def copied() -> None:
+        # A rank's messages to itself arrive in order. So this message is the next, unless an earlier one is in flight.
+        if there.number == back.number:
+            destination[...] = array
+        else:
+            swap()
+
+    return copied
+
+
+class PreparedMessages:
+    """One message to and one from each of several ranks, all in flight at once.
+
+    `sent`, `received`: for each of these ranks a contiguous host array to send, and one to receive into.
+    """
+
+    def __init__(
+        self, channel: Channel, peers: Sequence[Rank], tag: int, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
+    ):
+        self._channel, self._tag = channel, tag
+        self._outgoing = [(Envelope(channel, peer, tag, True, 0), x, as_message(x)) for peer, x in zip(peers, sent)]
+        self._incoming = [(Envelope(channel, peer, tag, False, 0), x, as_message(x)) for peer, x in zip(peers, received)]
+        self._sends: list[Any] = []
+        self._receives: list[Any] = []
+        self._status = MPI.Status()
+
+    def start(self) -> None:
+        """Start all messages; until `finish`, arrays to send mustn't be changed, and the others mustn't be read."""
+        comm, tag = self._channel.data, self._tag
+        # Receives first, so that MPI needn't buffer messages.
+        for envelope, _, message in self._incoming:
+            envelope.renew()
+            # Uninterruptible, as in `Channel.begin`.
+            self._receives.extend(map(comm.Irecv, (message,), (envelope.peer,), (tag,)))
+        for envelope, _, message in self._outgoing:
+            envelope.renew()
+            self._sends.extend(map(comm.Isend, (message,), (envelope.peer,), (tag,)))
+
+    def finish(self, call: str) -> None:
+        """Wait for all messages; raise a ValueError if one has another number of bytes than its array.
+
+        The waits end, since each peer posts its receives before it waits.
+        """
+        status = self._status
+        for request, (envelope, destination, _) in zip(self._receives, self._incoming):
+            try:
+                request.Wait(status)
+            except MPI.Exception as error:
+                raise receive_error(error, Spec.of(destination), envelope, call) from None
+            require_whole(destination, status, envelope, call)
+        for request in self._sends:
+            request.Wait()
+        self._receives.clear()
+        self._sends.clear()
+
+    def leave(self, reason: str) -> None:
+        """Abandon the messages after an exception; calls on the channel are refused until it is renewed."""
+        for request, (_, destination, _) in zip(self._receives, self._incoming):
+            if request != MPI.REQUEST_NULL:
+                self._channel.hold("receive", request, destination)
+        for request, (_, array, _) in zip(self._sends, self._outgoing):
+            self._channel.hold("send", request, array)
+        self._receives.clear()
+        self._sends.clear()
+        self._channel.mark(reason)

@@ -1,0 +1,241 @@
+"""Waits that don't occupy a core, and messages for which a rank polls: Python objects, and a shared counter.
+
+Ranks often outnumber cores, and MPI's own wait would occupy the core of another rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm, Rank, Request
+from mpiad.transport.core.channels import Channel, make_communicator
+from mpiad.transport.core.fault_tolerance import is_process_failure
+
+_AT_ONCE = 0.01
+_LONGEST_NAP = 1e-3
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # a sleep takes up to 100 µs, 100 times as long
+
+
+class Backoff:
+    """Increasing pauses during a wait; in the first `at_once` seconds zero. `nap`: the length of the next pause."""
+
+    __slots__ = ("_at_once", "_start", "nap")
+
+    def __init__(self, at_once: float = _AT_ONCE) -> None:
+        self._at_once = at_once
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin again, since something has arrived."""
+        self._start, self.nap = time.perf_counter(), 0.0
+
+    def pause(self) -> None:
+        """Sleep, or yield the core to another process."""
+        if self.nap:
+            time.sleep(self.nap)
+        else:
+            _yield_core()
+        if self.nap or time.perf_counter() - self._start > self._at_once:
+            self.nap = min(self.nap + 2e-5, _LONGEST_NAP)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the start."""
+        return time.perf_counter() - self._start
+
+
+def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
+    """Wait until ``found()``, which probes for a message from `source`, returns true."""
+    if isinstance(comm, MPI.Comm):
+        _pause_until(found)
+    else:
+        comm.until(found, source)  # a guarded communicator shows the wait in deadlock reports
+
+
+def wait_gently(request: Request) -> None:
+    """Wait for a request; a guarded request has its own wait."""
+    if isinstance(request, MPI.Request):
+        _pause_until(request.Test)
+    else:
+        request.Wait()
+
+
+def _pause_until(ended: Callable[[], bool]) -> None:
+    patience = Backoff()
+    while not ended():
+        patience.pause()
+
+
+def threads_may_communicate() -> bool:
+    """Return whether MPI was initialized for calls from several threads at once."""
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+# Messages of Python objects: a message is a pickle, preceded by the lengths of its buffers, and a further message for each
+# buffer. Buffers, left out of the pickle by protocol 5, are the data of contiguous arrays of 64 KiB or more.
+
+_BUFFER_TAG = 1000
+_LARGE = 1 << 16
+_WORD = np.dtype(np.int64)
+
+
+class Message(NamedTuple):
+    """A received message: its sender, kind, and object."""
+
+    source: Rank
+    kind: int
+    content: Any
+
+
+class PackedObject(NamedTuple):
+    """An object ready to be sent, possibly several times."""
+
+    head: np.ndarray
+    buffers: list[np.ndarray]
+
+    @classmethod
+    def of(cls, content: object, shared: bool = False) -> PackedObject:
+        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless `shared`."""
+        buffers: list[np.ndarray] = []
+
+        def leave_out(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < _LARGE:
+                return True  # stays in the pickle
+            data = np.frombuffer(raw, dtype=np.uint8)
+            buffers.append(data if shared else data.copy())
+            return False
+
+        body = pickle.dumps(content, protocol=5, buffer_callback=leave_out)
+        lengths = np.array([len(buffers), *(buffer.nbytes for buffer in buffers)], dtype=_WORD)
+        return cls(np.frombuffer(lengths.tobytes() + body, dtype=np.uint8), buffers)
+
+    def opened(self) -> Any:
+        """Unpack the object, as its receiver does."""
+        # Unpacked arrays may be changed, and the packed object may be sent once more.
+        return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
+
+
+def _lengths(head: np.ndarray) -> list[int]:
+    count = int(head[: _WORD.itemsize].view(_WORD)[0])
+    return head[_WORD.itemsize : _WORD.itemsize * (1 + count)].view(_WORD).tolist()
+
+
+def _unpacked(head: np.ndarray, buffers: list[np.ndarray]) -> Any:
+    return pickle.loads(head[_WORD.itemsize * (1 + len(buffers)) :].data, buffers=buffers)
+
+
+def _is_over(request: Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as error:
+        if is_process_failure(error):
+            return True  # the receiver has died
+        raise
+
+
+class Line:
+    """Sends and receives objects on a communicator without other messages, derived from the communicator of a channel."""
+
+    def __init__(self, comm: Comm, used: Channel):
+        self.comm, self._used = comm, used
+        self._status = MPI.Status()
+        self._posted: list[tuple[list[Request], Rank]] = []
+
+    def post(self, dest: Rank, kind: int, parcel: PackedObject) -> None:
+        """Send without waiting."""
+        self._settle()
+        for part, tag in ((parcel.head, kind), *((buffer, _BUFFER_TAG) for buffer in parcel.buffers)):
+            self._posted.append((self._used.begin("parcel", part, self.comm.Isend, part, dest, tag), dest))
+
+    def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
+        """Return a message that has arrived, or None."""
+        status = self._status
+        found = self.comm.Improbe(source, MPI.ANY_TAG, status)
+        if found is None:
+            return None
+        sender, kind = status.source, status.tag
+        head = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        found.Recv(head)
+        buffers = [self._buffer(sender, length) for length in _lengths(head)]
+        return Message(sender, kind, _unpacked(head, buffers))
+
+    def _buffer(self, sender: Rank, length: int) -> np.ndarray:
+        buffer = np.empty(length, dtype=np.uint8)
+        self.comm.Recv(buffer, sender, _BUFFER_TAG)
+        return buffer
+
+    def is_quiet(self) -> bool:
+        """Return whether all posted messages have been sent."""
+        self._settle()
+        return not self._posted
+
+    def _settle(self, dead: Rank | None = None) -> None:
+        held, self._posted = self._posted, []
+        for requests, dest in held:
+            if dest == dead or _is_over(requests[0]):
+                self._used.release(requests)
+            else:
+                self._posted.append((requests, dest))
+
+    def forget(self, rank: Rank) -> None:
+        """Stop waiting for messages posted to a rank that has died."""
+        self._settle(dead=rank)
+
+
+_ASK, _ANSWER = 1, 2
+_POLL_INTERVAL = 5e-4  # seconds
+
+
+class SharedCounter:
+    """A counter from 0, from which any rank takes the next number: a context that all ranks enter and leave.
+
+    It is on rank 0, where a thread answers the others, so MPI must allow threads. One-sided operations won't do: several
+    MPIs execute them only when the target rank calls MPI.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm: Any = make_communicator(comm.Dup)
+        self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
+        if comm.rank == 0 and comm.size > 1:
+            self._thread.start()
+
+    def take(self, many: int = 1) -> int:
+        """Return the next number, and advance the counter by `many`."""
+        if self._comm.rank == 0:
+            with self._counting:
+                before, self._count = self._count, self._count + many
+            return before
+        number = np.array(many, np.int64)
+        self._comm.Send(number, 0, _ASK)
+        wait_gently(self._comm.Irecv(number, 0, _ANSWER))
+        return int(number)
+
+    def _answer(self) -> None:
+        number, status = np.empty((), np.int64), MPI.Status()
+        while not self._ended.wait(_POLL_INTERVAL):
+            # Polled, since MPI's own wait would occupy a core.
+            while self._comm.Iprobe(MPI.ANY_SOURCE, _ASK, status):
+                self._comm.Recv(number, status.source, _ASK)
+                self._comm.Send(np.array(self.take(int(number)), np.int64), status.source, _ANSWER)
+
+    def __enter__(self) -> SharedCounter:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End; after an exception the communicator isn't freed, since all ranks would have to free it together."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if kind is None:
+            self._comm.Free()

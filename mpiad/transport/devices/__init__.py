@@ -1,0 +1,1 @@
+"""Arrays on devices: how they are recognized, created, copied and communicated."""

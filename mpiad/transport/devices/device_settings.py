@@ -1,0 +1,254 @@
+"""The GPUs of this node, the reports of the MPI library, and the settings for the communication of device arrays.
+
+The settings are read from the environment and made the same on all ranks. The numbers of bytes determine the number of
+messages for a large array, so all ranks use the smallest setting of any rank. A setting on one rank holds for all, since
+not every launcher passes variables on. A collective cuts large arrays into pieces on all ranks or on none, host arrays
+included. So the ranks agree once on whether any of them may use arrays that are copied to the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from mpiad.environment_variables import switch
+
+_CUDA, _ROCM = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
+_ANSWER_SECONDS = 3
+
+
+def gpus_of_node() -> list[str]:
+    """Return the names of this node's GPUs, including those hidden by the environment."""
+    return _of_the_driver() or _of_nvidia_smi() or _of_rocm()
+
+
+def _of_the_driver() -> list[str]:
+    names = []
+    for file in sorted(_CUDA.glob("*/information")):
+        lines = file.read_text(errors="replace").splitlines()
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return names
+
+
+def _of_nvidia_smi() -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return []
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [line.partition(":")[2].partition("(")[0].strip() for line in lines if line.startswith("GPU ")]
+
+
+def _of_rocm() -> list[str]:
+    names = []
+    for file in sorted(_ROCM.glob("*/properties")):
+        facts = dict(line.split(maxsplit=1) for line in file.read_text(errors="replace").splitlines() if " " in line)
+        if facts.get("simd_count", "0") != "0":  # the others are CPUs
+            names.append(f"AMD GPU (gfx {facts.get('gfx_target_version', '?')})")
+    return names
+
+
+def may_be_used() -> bool:
+    """Return whether this process might use a GPU, without running a program."""
+    # In WSL and some containers the driver shows no folder, but nvidia-smi is installed.
+    return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi") or _of_rocm()))
+
+
+def visible(count: int) -> list[str]:
+    """Return the GPUs that this process may use, as the environment names them; by default their numbers."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if name in os.environ:
+            chosen = [word.strip() for word in os.environ[name].split(",")]
+            return [word for word in chosen if word not in ("", "-1", "NoDevFiles")]
+    return [str(number) for number in range(count)]
+
+
+def device_of(local_rank: int, count: int) -> str:
+    """Return the GPU of this process: CuPy's current device if CuPy is loaded, else chosen by the local rank."""
+    seen = visible(count)
+    if not seen:
+        return ""
+    cupy = sys.modules.get("cupy")
+    number = cupy.cuda.runtime.getDevice() if cupy is not None else local_rank % len(seen)
+    return seen[number] if number < len(seen) else str(number)
+
+
+_LEVELS = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
+_QUERIES = {"CUDA": "MPIX_Query_cuda_support", "ROCm": "MPIX_Query_rocm_support"}
+_NUMBERS = {"CUDA": 0, "ROCm": 2}  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
+
+
+class Library(NamedTuple):
+    """An MPI library."""
+
+    vendor: str  # such as "MPICH"
+    version: str  # such as "5.0.2"
+    standard: str  # the version of the MPI standard that it follows
+    threads: str  # level of thread support: "single", "funneled", "serialized" or "multiple"
+    path: str  # its file, "" if the system doesn't report it
+    takes_device_buffers: str  # whether it accesses GPU memory: "yes (CUDA)", "no" or "unknown"
+    mpi4py: str  # version of mpi4py
+
+
+def library() -> Library:
+    """Return the properties that the loaded MPI library reports; MPI must be initialized."""
+    vendor, version = MPI.get_vendor()
+    path, standard = _path(), _dotted(MPI.Get_version())
+    threads = _LEVELS[MPI.Query_thread()]
+    return Library(vendor, _dotted(version), standard, threads, path, device_buffers(), mpi4py.__version__)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _path() -> str:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return ""
+    for line in maps.read_text().splitlines():
+        file = line.rpartition(" ")[2]
+        if Path(file).name.startswith(("libmpi.", "libmpi_abi.", "libmpich.")):
+            return file
+    return ""
+
+
+def device_buffers() -> str:
+    """Return as text whether the library reports that it can access device memory."""
+    kinds = device_kinds()
+    return "unknown" if kinds is None else f"yes ({', '.join(kinds)})" if kinds else "no"
+
+
+def device_kinds() -> list[str] | None:
+    """Return the kinds of devices whose memory the library reports to access, such as "CUDA"; None without a report."""
+    path = _path()
+    asked = _asked(path)
+    if asked:
+        return [kind for kind, answer in asked.items() if answer]
+    info = MPI.COMM_WORLD.Get_info()
+    reported = (info.Get("mpi_memory_alloc_kinds") or "").split(",")  # of MPI 4.1
+    info.Free()
+    words = {word.split(":")[0] for word in reported}
+    return [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in words] if reported != [""] else None
+
+
+def _asked(path: str) -> dict[str, bool]:
+    # mpi4py doesn't wrap these extensions. CDLL returns the library that is already loaded.
+    try:
+        loaded = ctypes.CDLL(path or None)
+    except OSError:
+        return {}
+    if hasattr(loaded, "MPIX_GPU_query_support"):
+        # MPICH. Before version 4, its other function ends the process if MPICH was built without GPUs.
+        found, supported = {}, ctypes.c_int(0)
+        for kind, number in _NUMBERS.items():
+            answers = loaded.MPIX_GPU_query_support(number, ctypes.byref(supported)) == MPI.SUCCESS
+            found[kind] = answers and bool(supported.value)
+        return found
+    return {kind: bool(getattr(loaded, name)()) for kind, name in _QUERIES.items() if hasattr(loaded, name)}
+
+
+LEAST_CHUNK = 64
+_UNSET = np.iinfo(np.int64).max
+
+
+class DeviceSettings(NamedTuple):
+    """The settings."""
+
+    cuda_aware: bool | None = None  # whether MPI accesses device memory directly; None: test it
+    chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
+    pinned: int = 256 << 20  # bytes of unused page-locked host memory that are kept
+    expected: bool = True  # whether collectives cut large arrays
+    exchanged: bool = False  # whether sums of large arrays are computed by an exchange of blocks
+
+
+_present = DeviceSettings(expected=False)
+
+
+def present() -> DeviceSettings:
+    """Return the current settings."""
+    return _present
+
+
+def put(settings: DeviceSettings) -> DeviceSettings:
+    """Change the settings, which must be the same on all ranks; return the previous ones."""
+    global _present
+    before, _present = _present, settings
+    return before
+
+
+def divides(nbytes: int) -> bool:
+    """Return whether a collective on an array of this size is cut into pieces; the same on all ranks."""
+    return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
+
+
+def exchanges(nbytes: int) -> bool:
+    """Return whether arrays of this size are summed by an exchange of blocks; the same on all ranks."""
+    return _present.exchanged and nbytes > _present.chunk
+
+
+def from_environment() -> DeviceSettings:
+    """Return the settings in the environment; raise a ValueError for invalid values."""
+    default = DeviceSettings()
+    return DeviceSettings(
+        switch("MPIAD_CUDA_AWARE", None),
+        _bytes("MPIAD_DEVICE_CHUNK", LEAST_CHUNK, default.chunk),
+        _bytes("MPIAD_DEVICE_PINNED", 0, default.pinned),
+    )
+
+
+def _bytes(name: str, least: int, default: int) -> int:
+    given = os.environ.get(name, "")
+    if given == "":
+        return default
+    if not given.isascii() or not given.isdecimal() or not least <= int(given) < _UNSET:
+        raise ValueError(f"{name} must be a number of bytes, {least} or more, but got {given!r}.")
+    return int(given)
+
+
+def start() -> None:
+    """Agree on the settings in all ranks' environments; a ValueError on all ranks if a value is invalid; collective."""
+    wrong, wanted = None, DeviceSettings()
+    try:
+        wanted = from_environment()
+    except ValueError as error:
+        wrong = error
+    asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
+    sizes = [size if given else _UNSET for size, given in zip((wanted.chunk, wanted.pinned), asked)]
+    expects = wrong is None and (asked[0] or may_bring_arrays())
+    direct = bool(device_kinds())
+    # Minima over the ranks of truth values (no error, not "0", not "1", no device arrays, none that are copied to the host,
+    # none that MPI accesses directly) and of sizes.
+    asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
+    switches = [wrong is None, *asks, not expects, not expects or direct, not expects or not direct]
+    mine = np.array([*switches, *sizes], np.int64)
+    least = np.empty_like(mine)
+    MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
+    if wrong is not None or not least[0]:
+        raise wrong or ValueError("MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has an invalid value on another rank.")
+    cuda_aware = None if least[1] and least[2] else bool(least[1])  # if ranks request both 0 and 1: 0, which always works
+    default = DeviceSettings()
+    chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))
+    brought, copied, taken = (not flag for flag in least[3:6].tolist())
+    if cuda_aware is not None:
+        copied, taken = brought, brought and cuda_aware
+    put(DeviceSettings(cuda_aware, chunk, pinned, copied, taken))
+
+
+def may_bring_arrays() -> bool:
+    """Return whether this process could have arrays on a GPU, without loading libraries."""
+    found = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
+    return found and may_be_used()

@@ -1,0 +1,336 @@
+"""Access of MPI to the memory of arrays: directly, or through page-locked memory on the host.
+
+There are three classes with the same methods:
+
+- `send_buffer(array)`: the buffer from which MPI reads a C-contiguous array, which mustn't change until then.
+- `send_copy(array)`: the buffer of a private copy.
+- `destination(shape, dtype)`: memory for a received array. `recv_buffer(destination)`: the buffer to which MPI writes.
+  `received(destination)`: the received array, on the device.
+
+MPI accesses host arrays directly (`_Host`), and if it is CUDA-aware also device arrays (`Direct`). Then the current stream
+is synchronized before MPI gets a buffer, since the device may still write there. Otherwise device arrays are staged
+(`Staged`): copied to the host before they are sent. Received data are copied to the device on the current stream.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import DTypeLike
+
+from mpiad._typing import Array, Buffer, Shape
+from mpiad.transport.devices import device_settings
+from mpiad.transport.devices.device_arrays import ArrayModule, Spec, arrays_named, arrays_of
+from mpiad.transport.devices.device_settings import device_buffers, device_kinds, gpus_of_node
+
+# Whether MPI can read and write device memory directly: reported by the library, and tested before the first use.
+#
+# An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but crashes. So the test runs only if the
+# library reports support. It sends arrays from this process to itself, since some CUDA-aware builds are misconfigured.
+# ``MPIAD_CUDA_AWARE`` replaces report and test.
+
+# Open MPI's nonblocking reductions access device memory from the host, and crash; its documentation excludes all
+# nonblocking collectives.
+_BLOCKING_ONLY = MPI.get_vendor()[0] == "Open MPI"
+_LENGTHS = 8, 1 << 16  # MPI uses different protocols for short and long messages
+_REMEDY = "Arrays are copied to the host; MPIAD_CUDA_AWARE=0 requests this from the start, in pieces if they are large."
+_log = logging.getLogger("mpiad")
+_always_nonblocking = False
+_tried: dict[tuple[type, int], bool | None] = {}  # None if the library doesn't report support
+
+
+def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
+    """Return whether MPI can access the arrays of a device directly, as this process has found.
+
+    `nonblocking`: in nonblocking collectives. The ranks needn't agree: each may stage its arrays or not.
+    """
+    if _BLOCKING_ONLY and (nonblocking or _always_nonblocking):
+        return False
+    forced = device_settings.present().cuda_aware
+    if forced is not None:
+        return forced
+    key = arrays.kind, arrays.device
+    if key not in _tried:
+        _tried[key] = _passes(arrays) if device_kinds() else None
+    return bool(_tried[key])
+
+
+def set_nonblocking(always: bool) -> None:
+    """Set whether blocking collectives are executed as nonblocking ones, as with debug mode or a timeout."""
+    global _always_nonblocking
+    _always_nonblocking = always
+
+
+def device_access() -> str:
+    """Return as text whether MPI can access device arrays directly, and the source of this information."""
+    forced, said = device_settings.present().cuda_aware, device_buffers()
+    if forced is not None:
+        return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
+    # If the library reports support, CuPy is loaded here, even if the program has no CuPy array.
+    if device_kinds() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
+        try:
+            takes_directly(arrays_named("CuPy"))
+        except Exception as error:  # noqa: BLE001 - CuPy may raise anything while it is loaded
+            _log.warning("CuPy is installed, but can't be used: %s: %s.", type(error).__name__, error)
+    for (kind, device), passed in _tried.items():
+        if passed is not None:
+            package = kind.__module__.partition(".")[0]
+            said += f"; with arrays of {package} on device {device} it {'works' if passed else 'fails'}"
+    return said
+
+
+def _passes(arrays: ArrayModule) -> bool:
+    """Return whether arrays that this process sends to itself arrive unchanged."""
+    alone, right = MPI.COMM_SELF.Dup(), True
+    try:
+        for length in _LENGTHS:
+            numbers = np.arange(length) + 0.5  # no zeros, so that entries that were never written are detected
+            sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
+            arrays.synchronize()
+            alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)
+            right = right and bool((arrays.to_host(got) == numbers).all())
+    except Exception as error:  # noqa: BLE001 - after any error, arrays are staged
+        _log.warning(
+            "MPI reports that it can access device memory, but raised %s: %s. %s", type(error).__name__, error, _REMEDY
+        )
+        return False
+    finally:
+        alone.Free()
+    if not right:
+        _log.warning("MPI reports that it can access device memory, but delivers other numbers than were sent. %s", _REMEDY)
+    return right
+
+
+# Page-locked host memory, through which arrays travel between a device and an MPI that can't read it.
+#
+# Locking pages takes longer than copying them, so unused memory is kept for the next array, in size classes. Memory is
+# returned to its pool when the last view is dropped; MPI's requests hold a view, even after an exception. If the device
+# hasn't finished a copy, its event is kept with the memory, and the next user waits for it.
+
+
+_LEAST = 4096
+
+
+class Loan:
+    """Memory of a pool in use. `written`, `read`: events after the last queued copy to or from it, or None."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_memory", "_pool", "read", "written")
+
+    def __init__(self, pool: Pool, memory: np.ndarray):
+        self._pool, self._memory, self.written, self.read = pool, memory, None, None
+        # An array made from this attribute refers to this object, and all views of that array do.
+        self.__array_interface__ = memory.__array_interface__
+
+    def array(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
+        """Return the first part of the memory as an array."""
+        dtype = np.dtype(dtype)
+        return np.asarray(self)[: dtype.itemsize * int(np.prod(shape))].view(dtype).reshape(shape)
+
+    def __del__(self) -> None:
+        self._pool.take_back(self._memory, (self.written, self.read))
+
+
+class Pool:
+    """Memory for the arrays of one device. `in_use`, `kept`: the bytes in use, and the unused bytes."""
+
+    def __init__(self, arrays: ArrayModule):
+        self._arrays = arrays
+        self._idle: dict[int, deque[tuple[np.ndarray, tuple]]] = {}
+        # Python may free an object, and so return memory, in the middle of another call.
+        self._lock = threading.RLock()
+        self.in_use = self.kept = 0
+        self._closed = False
+
+    def lend(self, nbytes: int) -> Loan:
+        """Return memory of at least `nbytes` bytes."""
+        size = _size_class(nbytes)
+        with self._lock:
+            idle = self._idle.get(size)
+            memory, after = idle.popleft() if idle else (None, ())
+            self.kept -= size if memory is not None else 0
+            self.in_use += size
+        self._await(after)
+        if memory is None:
+            try:
+                memory = self._arrays.pinned(size)
+            except BaseException:
+                self.in_use -= size
+                raise
+        return Loan(self, memory)
+
+    def take_back(self, memory: np.ndarray, after: tuple) -> None:
+        """Keep memory for its next use, or free it if enough is kept; `after`: events to wait for."""
+        with self._lock:
+            self.in_use -= memory.size
+            keeps = not self._closed and self.kept + memory.size <= device_settings.present().pinned
+            if keeps:
+                self._idle.setdefault(memory.size, deque()).append((memory, after))
+                self.kept += memory.size
+        if not keeps:
+            self._await(after)  # the device may still read it
+
+    def close(self) -> None:
+        """Free the unused memory, and memory returned after this call."""
+        with self._lock:
+            self._closed = True
+            idle = [held for queue in self._idle.values() for held in queue]
+            self._idle.clear()
+            self.kept = 0
+        for _, after in idle:
+            self._await(after)
+
+    def _await(self, after: tuple) -> None:
+        for event in after:
+            if event is not None:
+                self._arrays.wait(event)
+
+
+def _size_class(nbytes: int) -> int:
+    if nbytes <= _LEAST:
+        return _LEAST
+    # In steps of an eighth of the next power of two, so at most a quarter is wasted.
+    step = 1 << max((nbytes - 1).bit_length() - 3, 0)
+    return -(-nbytes // step) * step
+
+
+_pools: dict[tuple[type, int], Pool] = {}
+
+
+def pool_of(arrays: ArrayModule) -> Pool:
+    """Return the pool of a device."""
+    key = arrays.kind, arrays.device
+    found = _pools.get(key)
+    if found is None:
+        found = _pools.setdefault(key, Pool(arrays))  # another thread may have stored one
+    return found
+
+
+def close_pools() -> None:
+    """Free the memory of all pools."""
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
+
+Destination: TypeAlias = Any  # the result of `destination`
+
+
+class _Host:
+    def send_buffer(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def send_copy(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
+        return np.empty(shape, dtype)
+
+    def recv_buffer(self, destination: np.ndarray) -> np.ndarray:
+        return destination
+
+    def received(self, destination: np.ndarray) -> Array:
+        return destination if destination.ndim else destination[()]
+
+
+HOST = _Host()
+
+
+class Direct:
+    """Transfers of device arrays by a CUDA-aware MPI."""
+
+    def __init__(self, arrays: ArrayModule):
+        self.arrays = arrays
+
+    def send_buffer(self, array: Array) -> Buffer:
+        """Return the buffer of an array after the device has computed it."""
+        self.arrays.synchronize()
+        return self.arrays.message(array)
+
+    def send_copy(self, array: Array) -> Buffer:
+        """Return the buffer of a copy on the device."""
+        return self.send_buffer(self.arrays.copy(array))
+
+    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
+        """Allocate an array on the device."""
+        return self.arrays.empty(shape, dtype)
+
+    def recv_buffer(self, destination: Array) -> Buffer:
+        """Return the buffer after previous writes of the device to this memory."""
+        self.arrays.synchronize()
+        return self.arrays.message(destination)
+
+    def received(self, destination: Array) -> Array:
+        """Return the array."""
+        return destination
+
+
+class StagedDestination(NamedTuple):
+    """Host memory for a received array, which is then copied to a device."""
+
+    loan: Loan
+    array: np.ndarray
+
+
+class Staged:
+    """Transfers of device arrays by an MPI that isn't CUDA-aware."""
+
+    def __init__(self, arrays: ArrayModule):
+        self.arrays, self._pool = arrays, pool_of(arrays)
+
+    def send_copy(self, array: Array) -> np.ndarray:
+        """Return a complete copy on the host."""
+        host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
+        self.arrays.copy_to_host(array, host)
+        self.arrays.wait(self.arrays.record())  # since MPI ignores streams
+        return host
+
+    send_buffer = send_copy
+
+    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
+        """Allocate memory on the host, from a pool."""
+        loan = self._pool.lend(np.dtype(dtype).itemsize * int(np.prod(shape)))
+        return StagedDestination(loan, loan.array(shape, dtype))
+
+    def recv_buffer(self, destination: StagedDestination) -> np.ndarray:
+        """Return the host memory."""
+        return destination.array
+
+    def received(self, destination: StagedDestination) -> Array:
+        """Queue the copy to the device, and return the array there."""
+        out = self.arrays.empty(destination.array.shape, destination.array.dtype)
+        self.arrays.copy_to_device(destination.array, out)
+        destination.loan.read = self.arrays.record()  # the memory is reused after this copy
+        return out
+
+
+Transfer = _Host | Direct | Staged
+
+
+def transfer_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Transfer:
+    """Return the transfers for arrays of a device, or of the host if `arrays` is None.
+
+    `nonblocking`: for nonblocking collectives, which may need staging although MPI is CUDA-aware.
+    """
+    if arrays is None:
+        return HOST
+    return Direct(arrays) if takes_directly(arrays, nonblocking) else Staged(arrays)
+
+
+def send_buffer(array: Array) -> Buffer:
+    """Return the buffer from which MPI reads a C-contiguous array in a blocking call."""
+    return transfer_of(arrays_of(array)).send_buffer(array)
+
+
+def communicate(call: Callable[[Any, Buffer], object], sent: Array | None, spec: Spec) -> Array:
+    """Return the array with this spec that MPI writes in ``call(send_buffer, recv_buffer)``; it reads `sent`, if any."""
+    transfer = transfer_of(spec.arrays)
+    destination = transfer.destination(spec.shape, spec.dtype)
+    call(None if sent is None else send_buffer(sent), transfer.recv_buffer(destination))
+    return transfer.received(destination)

@@ -1,0 +1,255 @@
+"""The end of the program on one rank: its exit code, its line, and whether the other ranks end, too.
+
+MPI ends on all ranks or on none, so a rank that leaves waits for the others, also before `os._exit`, to which launchers
+react differently. After an error it waits only for some seconds, since the others may wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad.transport.core.agreement import exit_code
+from mpiad.transport.core.fault_tolerance import exit_process
+from mpiad.transport.core.lookup import world_is_given_up
+from mpiad.transport.core.polling import Backoff, threads_may_communicate
+from mpiad.transport.exits.abort import at_place, at_trace, end_job, is_rank, is_reporting
+
+# Seconds from the first error to the end of the job, in which others may report their errors.
+_GRACE = 5.0
+_POLL_SECONDS = 0.1
+
+_log = logging.getLogger("mpiad")
+_comm: Any = None
+_farewell: _Farewell | None = None
+_has_arrived = False
+
+
+class _Farewell(NamedTuple):
+    call: str
+    code: int
+    where: str
+
+
+def note_departure() -> None:
+    """Start to note the exit code of this rank."""
+    os._exit = _leave_at_once
+    if not note_exit(_note_exit):
+        _log.warning(
+            "this Python doesn't report its exit code: a rank that leaves by sys.exit(code) doesn't end the job. "
+            "Let it raise another exception, or set MPIAD_TIMEOUT."
+        )
+
+
+def await_departures() -> None:
+    """Let this rank wait at its end until all ranks have left; collective over all ranks."""
+    global _comm
+    _comm = MPI.COMM_WORLD.Dup()
+
+
+def _note_exit(code: object, trace: TracebackType | None) -> None:
+    global _farewell
+    if not is_rank():  # a fork, or after the end of MPI
+        return
+    text = repr(code)
+    shown = text if len(text) <= 200 else f"{text[:197]}..."
+    _farewell = _Farewell(f"sys.exit({shown})", exit_code(code), at_trace(trace))
+    if _farewell.code:
+        threading.Thread(target=_end_if_stuck, args=(_farewell,), name="mpiad-departure", daemon=True).start()
+
+
+def _end_if_stuck(farewell: _Farewell) -> None:
+    """End the job if this rank doesn't reach `await_others`, before which Python joins threads and runs exit functions."""
+    left = time.monotonic()
+    while not _has_arrived:
+        # Threads and exit functions may compute for any time. If they communicate, the ranks may wait for each other.
+        if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
+            _end(farewell, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
+        time.sleep(_POLL_SECONDS)
+
+
+def _waiting_thread() -> str:
+    """Return the name of a thread that Python joins and that is inside a communication; "" if there is none."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = None if thread.daemon else frames.get(thread.ident or 0)
+        if frame is not None and frame.f_globals.get("__name__", "").startswith("mpiad.transport"):
+            return f"thread {thread.name}"
+    return ""
+
+
+def _leave_at_once(status: int) -> None:
+    if is_rank() and threads_may_communicate():
+        leaving = _Farewell(f"os._exit({status})", status & 0xFF, at_place(sys._getframe(1)))
+        if is_reporting():
+            _end(leaving, "in the hook for an exception that nobody caught")
+        if _comm is not None:
+            _await(leaving, at_once=True)
+    exit_process(status)
+
+
+def farewell() -> tuple[str, str]:
+    """Return the call that ended the program on this rank, and its line."""
+    if _farewell is not None:
+        return _farewell.call, _farewell.where.removeprefix(" at ") or "-"
+    error = getattr(sys, "last_value", None)
+    return "the end of the program" if error is None else f"ended by {type(error).__name__}", "-"
+
+
+def code_at_end() -> int:
+    """Return the exit code of this rank."""
+    return 0 if _farewell is None else _farewell.code
+
+
+def note_finalize() -> None:
+    """Record that this rank ends MPI before the end of the program."""
+    global _farewell
+    _farewell = _Farewell("mpi_finalize()", 0, at_place(sys._getframe(1)))
+
+
+def await_others(patience: float | None = None) -> bool:
+    """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
+
+    After `patience`, in seconds, the job ends in any case. It is given if communication was given up, since the others may
+    never leave then. Return whether it is given on any rank. All ranks of the world call this once.
+    """
+    global _has_arrived, _comm
+    _has_arrived = True
+    if _comm is None:
+        forget_exit()
+        return False
+    gave_up = _Farewell("its end, after communication was given up", 1, "")
+    given_up = _await(_farewell if patience is None or _farewell is not None else gave_up, False, patience)
+    _comm.Free()
+    _comm = None
+    forget_exit()
+    return given_up
+
+
+def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> bool:
+    # Maxima over the ranks: leaves by os._exit, leaves in good order, has given up communication.
+    mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
+    hurried = at_once or (farewell is not None and farewell.code != 0)
+    wait, grace = Backoff(), _GRACE if patience is None else patience
+    try:
+        request = _comm.Iallreduce(mine, every, MPI.MAX)
+        while not request.Test():
+            if hurried and wait.seconds > grace:
+                _end(farewell, f"{grace:g} s ago, and other ranks have not left since")
+            if world_is_given_up():
+                return False
+            wait.pause()
+    except MPI.Exception:  # a rank has died, and MPI still works: don't wait for the others
+        return False
+    if at_once and every[:2].all():
+        _end(farewell, "while other ranks leave in good order, for which MPI needs all ranks")
+    return bool(every[2])
+
+
+def _end(farewell: _Farewell | None, why: str) -> None:
+    call, code, where = farewell  # type: ignore[misc]
+    end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{where}, {why}. The job ends.\n", code or 1)
+
+
+# Detection of the code with which Python ends the program, before it joins threads and runs exit functions.
+#
+# Python has no hook for it. But if a SystemExit ends the program, the interpreter reads its `code` in the main thread, when
+# no Python frame is left. So the attribute `code` of the type is replaced by one that notices this access, however the
+# exception was raised. The type is written in C and refuses assignments; its dictionary, found by the garbage collector,
+# accepts them.
+
+
+_member = SystemExit.__dict__["code"]
+_python_exit = sys.exit
+# Until Python 3.12, an exception raised by C code is created only when it is caught, not if it ends the program.
+_MADE_LATE = sys.version_info < (3, 12)
+
+
+class _Code:
+    """SystemExit's `code`, which reports when the interpreter reads it to end the program."""
+
+    __doc__ = _member.__doc__
+
+    def __init__(self, leaves: Callable[[Any, TracebackType | None], object]):
+        self._leaves = leaves
+
+    def __get__(self, error: SystemExit | None, kind: type | None = None) -> Any:
+        if error is None:
+            return self
+        code = _member.__get__(error, kind)
+        if threading.current_thread() is threading.main_thread() and not _has_caller():
+            with contextlib.suppress(Exception):  # the program ends in any case, and with this code
+                self._leaves(code, _whole_trace(error))
+        return code
+
+    def __set__(self, error: SystemExit, code: object) -> None:
+        _member.__set__(error, code)
+
+    def __delete__(self, error: SystemExit) -> None:
+        _member.__delete__(error)
+
+
+def _has_caller() -> bool:
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return False
+    return True
+
+
+def _whole_trace(error: SystemExit) -> TracebackType | None:
+    if not _MADE_LATE:
+        return error.__traceback__
+    # The exception's own traceback ends at the frame that last accessed it. The whole one is held by the interpreter alone.
+    traces = [found for found in gc.get_objects() if isinstance(found, TracebackType)]
+    inner = {id(trace.tb_next) for trace in traces}
+    outermost = [trace for trace in traces if id(trace) not in inner]
+    holds = [any(isinstance(other, BaseException) for other in gc.get_referrers(trace)) for trace in outermost]
+    return next((trace for trace, held in zip(outermost, holds) if not held), error.__traceback__)
+
+
+def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
+    """Call a function with code and traceback if a SystemExit ends the program; return whether this Python supports it."""
+    if not _replace_code(_Code(leaves)):
+        return False
+    if _MADE_LATE:
+        sys.exit = _sys_exit
+        # `sys.exit` is also replaced in modules that have imported it by `from sys import exit`.
+        for names in gc.get_referrers(_python_exit):
+            if isinstance(names, dict) and "__name__" in names:
+                known = [name for name, value in names.items() if value is _python_exit and name != "_python_exit"]
+                names.update(dict.fromkeys(known, _sys_exit))
+    return True
+
+
+def forget_exit() -> None:
+    """Undo `note_exit`, since Python's shutdown may read the attribute."""
+    _replace_code(_member)
+
+
+def _replace_code(attribute: object) -> bool:
+    found = gc.get_referents(SystemExit.__dict__)
+    if len(found) != 1 or type(found[0]) is not dict or "code" not in found[0]:  # not CPython
+        return False
+    found[0]["code"] = attribute
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # clears the cache of attributes
+    return True
+
+
+def _sys_exit(status: Any = None, /) -> None:
+    try:
+        _python_exit(status)
+    except SystemExit:  # caught, so that Python creates it: see `_MADE_LATE`
+        raise

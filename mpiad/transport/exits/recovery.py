@@ -1,0 +1,245 @@
+"""Recovery of a collective call after an exception on one rank, with an MPI that can revoke communicators (ULFM).
+
+A "composite" is a public function that communicates many times and that all ranks of a communicator call. It ends with an
+agreement on its channel, which also works on revoked communicators: all ranks leave it with success, or none. A rank that
+fails goes to the agreement at once. If the others don't arrive soon, it revokes the duplicates of the channel and of all
+channels among its ranks. This interrupts waiting ranks, and they go to the agreement, too. Then the ranks exchange their
+exceptions and renew the duplicates. The ranks that failed raise their own exceptions, the others a `RemoteError`.
+
+In nested composites only the outermost one recovers, since renewed duplicates lose the messages of enclosing composites.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm, Request
+from mpiad.errors import RemoteError
+from mpiad.transport.core.agreement import Failure, Failures, agreed_among, error_of
+from mpiad.transport.core.channels import Channel, live_channels, world_ranks
+from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
+from mpiad.transport.core.lookup import channel
+from mpiad.transport.core.polling import Backoff
+from mpiad.transport.exits.abort import end_by
+
+F = TypeVar("F", bound=Callable[..., Any])
+_BY_KEYWORD: Any = object()
+_UNTIL_REVOKED = 0.05  # seconds for which a failed rank waits before it revokes, since others may fail in the same way
+_UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank waits for the revocation of larger communicators
+_UNTIL_LOGGED = 1.0  # seconds after which a waiting failed rank logs its exception
+_DEATH_WITHIN = 2.0
+_log = logging.getLogger("mpiad")
+Verdict = Callable[[Failures], BaseException]
+
+
+class _Current(threading.local):
+    outermost: Channel | None = None  # the channel of this thread's outermost composite
+
+
+_current = _Current()
+
+
+def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
+    """Return the decorator of composites; without ULFM it returns the function itself.
+
+    `comm`: by default the keyword argument `comm` of the call. `verdict`: ``verdict(failures)`` returns the exception that
+    all ranks raise; a composite with a verdict recovers inside of others, too.
+    """
+
+    def decorate(fun: F) -> F:
+        if not FAULT_TOLERANT:
+            return fun
+
+        @functools.wraps(fun)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outer = _current.outermost
+            # The ranks of the outermost composite include all that may wait.
+            if outer is not None and verdict is None:
+                return fun(*args, **kwargs)
+            _current.outermost = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
+            try:
+                result = fun(*args, **kwargs)
+            except (Exception, SystemExit) as error:
+                recover(used, error, call, verdict)
+                raise
+            finally:
+                _current.outermost = outer
+            conclude(used, call, verdict)
+            return result
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def recovers() -> bool:
+    """Return whether an exception of this rank will be recovered by a composite."""
+    return FAULT_TOLERANT and _current.outermost is not None
+
+
+def interruptible(name: str, forward: F) -> F:
+    """Return a communication that recovers from interruptions outside of composites; without ULFM `forward` itself."""
+    if not FAULT_TOLERANT:
+        return forward
+
+    @functools.wraps(forward)
+    def run(*args: Any) -> Any:
+        try:
+            return forward(*args)
+        except MPI.Exception as error:
+            if _current.outermost is None:
+                recover(None, error, name)
+            raise
+
+    return run  # type: ignore[return-value]
+
+
+def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
+    """End a composite together with all its ranks; raise a RemoteError, or the `verdict`, if another rank failed."""
+    meeting = None if used.size == 1 else _trouble(used)
+    if meeting is None:
+        return
+    if meeting is not used:
+        _await_all(meeting, None, call)
+    _raise_verdict(used, meeting, _renewed(meeting, None), None, call, verdict)
+
+
+def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
+    """Meet the other ranks after an exception; return if this rank must raise its own exception.
+
+    `used`: the channel of the composite, None outside of composites. Raises a RemoteError if this rank was interrupted
+    because another one failed, or if a process has died; or the exception of `verdict` (see `recoverable`). All ranks of
+    the channel call this function or `conclude`.
+    """
+    interrupted = is_interruption(error)
+    # If all ranks of the channel raise the exception together, none waits, and no message is in flight.
+    if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
+        return
+    meeting = _meeting_channel(used, interrupted)
+    if meeting is None:
+        return
+    mine = None if interrupted else error
+    _await_all(meeting, mine, call)
+    failures = _renewed(meeting, None if mine is None else Failure.of(mine))
+    _raise_verdict(used, meeting, failures, error, call, verdict)
+
+
+def _raise_verdict(
+    used: Channel | None, meeting: Channel, found: Failures, error: BaseException | None, call: str, verdict: Verdict | None
+) -> None:
+    if meeting.lost:
+        lost = ", ".join(map(str, meeting.lost))
+        raise RemoteError(f"{call}: the process of rank {lost} of {meeting.size} has died.", meeting.lost[0]) from error
+    mine = error is not None and not is_interruption(error)
+    if verdict is not None and meeting is used and found:
+        raise verdict(found) from (error if mine else None)
+    if found and not mine:
+        raise error_of(found, call, RemoteError) from error
+
+
+def _meeting_channel(used: Channel | None, interrupted: bool) -> Channel | None:
+    """Return the largest revoked channel that includes the ranks of `used` (any channel for None), or else `used`."""
+    patience = Backoff()
+    while True:
+        revoked = [found for found in _channels_including(used) if _is_given_up(found)]
+        if not interrupted or patience.seconds > _UNTIL_NOTICED:
+            # All ranks of the other channels go to the largest one, too.
+            return max(revoked, key=lambda found: found.size, default=used)
+        if revoked and max(found.size for found in revoked) == MPI.COMM_WORLD.size:
+            return max(revoked, key=lambda found: found.size)
+        patience.pause()
+
+
+def _channels_including(used: Channel | None) -> list[Channel]:
+    mine = set() if used is None else set(used.members)
+    return [found for found in live_channels() if mine <= set(found.members)]
+
+
+def _is_given_up(found: Channel) -> bool:
+    return any(map(is_revoked, found.duplicates()))
+
+
+def _trouble(used: Channel) -> Channel | None:
+    """Wait for all ranks of the channel; return the channel for recovery if a rank of it or of a larger channel failed."""
+    flag = np.ones(1, np.int32)
+    request, patience = used.data.Iagree(flag), Backoff()
+    while not _is_complete(request, flag):
+        if patience.seconds > _UNTIL_REVOKED and _larger_is_given_up(used):
+            return _meeting_channel(used, True)
+        patience.pause()
+    return None if flag[0] else used
+
+
+def _await_all(meeting: Channel, mine: BaseException | None, call: str) -> None:
+    """Wait until all ranks of the channel have arrived, interrupting them if necessary; `mine`: this rank's exception."""
+    flag = np.zeros(1, np.int32)
+    request, patience = meeting.data.Iagree(flag), Backoff()
+    revoked = logged = False
+    while not _is_complete(request, flag):
+        # An interrupted rank revokes at once: ranks may wait on communicators of which only it is a member.
+        if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
+            for comm in [comm for found in _channels_among(meeting) for comm in found.duplicates()]:
+                if not is_revoked(comm):
+                    comm.Revoke()
+            revoked = True
+        if not logged and mine is not None and patience.seconds > _UNTIL_LOGGED:
+            _log.warning("%s: this rank raised, and waits for the others:\n%s", call, Failure.of(mine).trace.rstrip())
+            logged = True
+        if _larger_is_given_up(meeting):
+            _end_job(mine, call)
+        patience.pause()
+
+
+def _larger_is_given_up(meeting: Channel) -> bool:
+    return any(found.size > meeting.size and _is_given_up(found) for found in _channels_including(meeting))
+
+
+def _is_complete(request: Request, flag: np.ndarray) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception:  # a rank has died, and the others have arrived
+        flag[0] = 0
+        return True
+
+
+def _channels_among(meeting: Channel) -> list[Channel]:
+    """Return the channel and all channels among its ranks, in the order of their creation."""
+    members = set(meeting.members)
+    return [meeting, *(found for found in live_channels() if found is not meeting and members >= set(found.members))]
+
+
+def _renewed(meeting: Channel, mine: Failure | None) -> Failures:
+    """Renew the duplicates of the channel and of all channels among its ranks; return the failures by rank."""
+    fresh = meeting.data.Shrink()
+    ranks = ranks_within(meeting, fresh)
+    by_rank = fresh.allgather(mine)
+    # In the same order on all ranks, to avoid deadlocks.
+    for found in _channels_among(meeting):
+        data = fresh if found is meeting else found.data.Shrink()
+        lost = sorted(set(range(found.size)) - set(ranks_within(found, data)))
+        if lost:
+            found.lose(lost)
+        else:
+            found.reopen(data)
+    return {rank: failure for rank, failure in zip(ranks, by_rank) if failure is not None}
+
+
+def ranks_within(meeting: Channel, comm: Comm) -> list[int]:
+    """Return the ranks of a communicator's members in a channel."""
+    return [meeting.members.index(rank) for rank in world_ranks(comm)]
+
+
+def _end_job(mine: BaseException | None, call: str) -> None:
+    error = RemoteError(f"{call} can't recover: in the meantime a call on a larger communicator has failed, too.")
+    error.__cause__ = mine
+    end_by(error)
+    time.sleep(_DEATH_WITHIN)
+    raise error

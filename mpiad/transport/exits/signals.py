@@ -1,0 +1,182 @@
+"""End the job after SIGTERM, or after a SIGINT that Python can't raise, and report which line the rank was executing.
+
+Python runs signal handlers only between instructions of the main thread, not while it waits inside MPI. But Python's wakeup
+file notifies a second thread, which finds the line and ends the job. A process has one such file, and asyncio uses it: so
+the second thread forwards signals to a file set by others. The program's own handlers stay in effect. SIGINT remains a
+KeyboardInterrupt; the job ends only if the main thread then doesn't move for a second.
+
+Code that is to end in good order (write a checkpoint, return) runs inside `postponed` and checks `requested`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from mpi4py import MPI
+
+from mpiad.transport.exits.abort import at_place, end_job, is_rank
+
+_RAISED_WITHIN = 1.0
+# In user code, a communication by bare mpi4py looks like a long computation.
+_RAISED_WITHIN_FOREIGN = 10.0
+
+_set_wakeup_fd = signal.set_wakeup_fd
+_mask = threading.local()
+_write_end = -1
+_others = -1  # the wakeup file that others have set
+_forwarding = threading.RLock()  # a handler may set the file while it is being set
+_requested: int | None = None
+_patience: list[float] = []  # of the open `postponed` contexts, the innermost last
+
+
+def requested() -> int | None:
+    """Return the signal that has requested this rank's end inside `postponed`, or None; it may differ between ranks."""
+    return _requested
+
+
+@contextlib.contextmanager
+def postponed(patience: float = 30.0) -> Iterator[None]:
+    """Postpone the end after SIGTERM: the caller checks `requested` between its steps, and returns.
+
+    If it hasn't returned after `patience`, in seconds, the job ends.
+    """
+    _patience.append(patience)
+    # In a job of one rank, or with MPIAD_ABORT=0, `install_signal_handlers` hasn't been called.
+    alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if alone:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        yield
+    finally:
+        _patience.pop()
+        if alone:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def install_signal_handlers() -> bool:
+    """Make SIGTERM end all ranks with exit code 143, and SIGINT during a wait with 130; return whether this is installed.
+
+    Python allows it in the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    _listen()
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
+    return True
+
+
+def _listen() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # Python insists on it
+    global _write_end, _others
+    _write_end, _others = write_end, _set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.set_wakeup_fd = _set_others
+    arguments = read_end, threading.get_ident()
+    threading.Thread(target=_read_signals, args=arguments, name="mpiad-signals", daemon=True).start()
+
+
+def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
+    """Replace `signal.set_wakeup_fd`: signals are forwarded to this file."""
+    global _others
+    if _write_end == -1:  # in a fork, where a thread of the parent may hold the lock
+        return _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
+    with _forwarding:  # after this returns, the previous file may be closed
+        try:
+            _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses an invalid one
+        finally:
+            _set_wakeup_fd(_write_end, warn_on_full_buffer=False)
+        before, _others = _others, fd
+    return before
+
+
+def _block_signals() -> None:
+    # Until a child of a fork closes the wakeup file, its signals would be read by the parent.
+    _mask.held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.held)
+
+
+def _forget_in_child() -> None:
+    global _write_end
+    _write_end, signal.set_wakeup_fd = -1, _set_wakeup_fd
+    _set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock_signals()
+
+
+def _read_signals(read_end: int, main: int) -> None:
+    while True:
+        numbers = os.read(read_end, 64)
+        with _forwarding, contextlib.suppress(OSError):  # it is full, or closed
+            if _others != -1:
+                os.write(_others, numbers)
+        for number in numbers:
+            if number == signal.SIGTERM and signal.getsignal(number) is _on_sigterm:
+                _answer(_interrupted(sys._current_frames().get(main)))
+            elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
+                threading.Thread(target=_end_if_blocked, args=(main,), daemon=True).start()
+
+
+def _interrupted(frame: FrameType | None) -> FrameType | None:
+    # If the main thread is already in the handler, the program's line is in the interrupted frame.
+    frames = [] if frame is None else traceback.walk_stack(frame)
+    return next((inner.f_back for inner, _ in frames if inner.f_code is _on_sigterm.__code__), frame)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    if is_rank():
+        _answer(frame)
+    else:  # a fork, or after the end of MPI
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _answer(frame: FrameType | None) -> None:
+    global _requested
+    if not _patience:
+        _end("received SIGTERM", frame, signal.SIGTERM)
+    elif _requested is None:
+        _requested = int(signal.SIGTERM)
+        threading.Thread(target=_end_later, args=(_patience[-1], len(_patience)), daemon=True).start()
+
+
+def _end_later(patience: float, depth: int) -> None:
+    ends = time.monotonic() + patience
+    while len(_patience) >= depth:
+        if time.monotonic() > ends:
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            _end(f"received SIGTERM {patience:g} s ago, and has not ended since", frame, signal.SIGTERM)
+        time.sleep(min(0.1, patience))
+
+
+def _end_if_blocked(main: int) -> None:
+    start, before = time.monotonic(), _instruction(main)
+    while (now := _instruction(main)) is not None and now == before:
+        ours = now[0].f_globals.get("__name__", "").startswith("mpiad.")
+        if time.monotonic() - start > (_RAISED_WITHIN if ours else _RAISED_WITHIN_FOREIGN):
+            _end("was interrupted by SIGINT while it waited inside MPI", now[0], signal.SIGINT)
+        time.sleep(0.1)
+
+
+def _instruction(thread: int) -> tuple[Any, int] | None:
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else (frame, frame.f_lasti)
+
+
+def _end(why: str, frame: FrameType | None, number: int) -> None:
+    if is_rank():  # nobody waits after the end of MPI
+        end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} {why}{at_place(frame)}. The job ends.\n", 128 + number)

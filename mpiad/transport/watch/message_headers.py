@@ -1,0 +1,283 @@
+"""Messages of debug mode: a header with shape, dtype and line precedes each message, on a separate communicator.
+
+The k-th header from a sender with a tag belongs to the k-th message from that sender with that tag. Messages are also
+counted, with the lines of the calls, so that unreceived ones can be reported.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Array, Buffer, Comm, Status
+from mpiad.errors import MessageMismatchError
+from mpiad.transport.core.channels import drain, live_channels
+from mpiad.transport.core.lookup import open_world
+from mpiad.transport.watch import watch_settings
+from mpiad.transport.watch.communicator import Guarded, Letter, live
+from mpiad.transport.watch.descriptions import name_and_place
+from mpiad.transport.watch.timed_waits import GuardedRequest
+
+_SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
+
+
+class Entry(NamedTuple):
+    """Messages of one kind; ranks are numbered as in the world."""
+
+    communicator: str
+    peer: int
+    tag: int
+    count: int
+    places: tuple[str, ...]
+
+
+Summary = tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]
+
+
+def summary() -> Summary:
+    """Return this rank's entries of all channels."""
+    parts = [comm.entries() for comm in live() if isinstance(comm, HeadedMessages)]
+    return tuple([entry for part in parts for entry in part[k]] for k in range(3))  # type: ignore[return-value]
+
+
+def left_over() -> list[str]:
+    """Return sentences about unreceived messages and pending requests; collective over the world in debug mode."""
+    # Communication left pending by a caught exception was reported by the exception.
+    faulted = {channel.label for channel in live_channels() if channel.fault is not None}
+    every = open_world().reverse.allgather((summary(), faulted))
+    known = set().union(*[labels for _, labels in every])
+    summaries = [[[entry for entry in part if entry[0] not in known] for part in found] for found, _ in every]
+    requests = [
+        f"Rank {rank} started {call} at {place} and never waited for it."
+        for rank, found in enumerate(summaries)
+        for _, call, place in found[2]
+    ]
+    return unreceived(summaries) + requests
+
+
+def unreceived(summaries: list[Any]) -> list[str]:
+    """Return a sentence for each kind of message that was sent and not received; `summaries`: of all ranks."""
+    taken: dict[tuple, int] = {}
+    for rank, found in enumerate(summaries):
+        for entry in found[1] if found else ():
+            taken[entry.communicator, entry.peer, rank, entry.tag] = entry.count
+    lines = []
+    for rank, found in enumerate(summaries):
+        for entry in found[0] if found else ():
+            # The receives of a rank without an answer are unknown.
+            if summaries[entry.peer] is None:
+                continue
+            lost = entry.count - taken.get((entry.communicator, rank, entry.peer, entry.tag), 0)
+            if lost > 0:
+                messages = "a message" if lost == 1 else f"{lost} messages"
+                on = "" if entry.communicator == "world" else f" on {entry.communicator}"
+                sent = f"Rank {rank} sent {messages} to rank {entry.peer} with tag {entry.tag}{on}"
+                lines.append(f"{sent} at {', '.join(dict.fromkeys(entry.places[-lost:]))}, not received there.")
+    return lines
+
+
+_BYTES = 256  # fixed length of headers, so that their receives can be posted in advance
+_MOST = 10_000  # maximum number of cached headers
+_headers: dict[tuple, bytes] = {}
+
+Expected: TypeAlias = "tuple[GuardedRequest, bytearray]"  # the pending receive of a header, and its buffer
+
+
+def _form(array: np.ndarray) -> bytes:
+    return f"shape {array.shape}, dtype {array.dtype}, {array.nbytes} bytes|".encode()
+
+
+def _header(array: np.ndarray) -> tuple[bytes, str, str]:
+    name, place = name_and_place()
+    key = array.shape, array.dtype.num, name, place
+    found = _headers.get(key)
+    if found is None:
+        if len(_headers) >= _MOST:
+            _headers.clear()
+        found = _headers[key] = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
+    return found, name, place
+
+
+class HeadedMessages(Guarded):
+    """A guarded communicator whose messages have headers; `post`: the communicator for the headers."""
+
+    def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
+        super().__init__(bare, *args, **keywords)
+        self.post = post
+        self._sent: dict[tuple[int, int], list[Any]] = {}  # by rank and tag: the number of messages, and their last lines
+        self._received: dict[tuple[int, int], int] = {}
+        # Numbers of receives and of sends whose messages have no headers: in flight when debug mode began.
+        self.skipped: dict[tuple[int, int], int] = {}
+        self.unannounced: dict[tuple[int, int], int] = {}
+        self.parts = tuple(
+            Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner())
+            for comm, name in ((bare, "drained"), (post, "headers"))
+        )
+
+    def count_send(self, peer: int, tag: int, place: str) -> None:
+        """Count a sent message."""
+        found = self._sent.get((peer, tag))
+        if found is None:
+            found = self._sent[peer, tag] = [0, deque(maxlen=_SITES)]
+        found[0] += 1
+        found[1].append(place)
+
+    def entries(self) -> Summary:
+        """Return the messages sent, the messages received, and the requests started and not waited for."""
+        # `copy` is one step. A loop over the items may be interrupted by garbage collection, and the program adds more.
+        label, rank = self.label, self.members
+        sent = [Entry(label, rank[peer], tag, n, tuple(sites)) for (peer, tag), (n, sites) in self._sent.copy().items()]
+        received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
+        channel = self.owner()
+        started = () if channel is None else tuple(channel.started.values())
+        requests = [request for kind, held, _ in started if not kind.startswith("blocking") for request in held]
+        return sent, received, [(label, *request.caller) for request in requests if hasattr(request, "caller")]
+
+    def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
+        """Expect no headers for messages whose send or receive was started before debug mode; collective.
+
+        `sent`, `received`: the numbers of messages that this rank has sent to, or begun to receive from, each (rank, tag).
+        """
+        counts = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
+                for peer in range(self.size)]  # fmt: skip
+        for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(counts)):
+            self.skipped |= _ahead(there_sent, counts[peer][1], peer)
+            self.unannounced |= _ahead(there_received, counts[peer][0], peer)
+
+    def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
+        """Start to send a header and the array."""
+        return HeadedSend(self, array, dest, tag)
+
+    def Irecv(self, buffer: Buffer, source: int, tag: int) -> HeadedReceive:
+        """Start to receive a header and the array."""
+        return HeadedReceive(self, buffer, source, tag)
+
+    def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
+        """Wait for a message and match it; its header is compared when it is received."""
+        status = MPI.Status() if status is None else status
+        message = super().Mprobe(source, tag, status)
+        return _Matched(self, message, status.source, status.tag)
+
+    def expect(self, source: int, tag: int) -> Expected | None:
+        """Start to receive the next header; None if the message has none."""
+        if _counted_down(self.skipped, source, tag):
+            return None
+        header = bytearray(_BYTES)
+        make = partial(Letter, self, False, source, tag)
+        return GuardedRequest(self, make, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
+
+    def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
+        """Raise an error if a received message differs from the array that it was received into."""
+        self._received[source, tag] = self._received.get((source, tag), 0) + 1
+        if expected is None:
+            return
+        request, header = expected
+        request.Wait()
+        if not header.startswith(_form(buffer)):
+            form, _, sender = header.decode(errors="replace").rstrip().partition("|")
+            name, place = by
+            raise MessageMismatchError(
+                f"{name}: rank {source} sent {form} with tag {tag}, but the array it is received into has shape "
+                f"{buffer.shape} and dtype {buffer.dtype}: {buffer.nbytes} bytes. It was sent by {sender}, and received by "
+                f"{name} at {place}. Give a template (`like`) with the shape and dtype of what is sent.",
+                ranks=(self.members[source], self.members[self.rank]),
+            )
+
+    def Free(self) -> None:
+        """Free both communicators; collective."""
+        channel = self.owner()
+        drain(self.parts[1], 0 if channel is None else channel.tag_limit)
+        self.post.Free()
+        self.bare.Free()
+
+
+def _ahead(there: dict[int, int], here: dict[int, int], peer: int) -> dict[tuple[int, int], int]:
+    return {(peer, tag): count - here.get(tag, 0) for tag, count in there.items() if count > here.get(tag, 0)}
+
+
+def _counted_down(counts: dict[tuple[int, int], int], peer: int, tag: int) -> bool:
+    if not counts or counts.get((peer, tag), 0) == 0:
+        return False
+    counts[peer, tag] -= 1
+    return True
+
+
+class HeadedSend(GuardedRequest):
+    """A send of a header and an array."""
+
+    def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
+        header, *self.caller = _header(array)
+        make, self._ahead = partial(Letter, comm, True, dest, tag), None
+        # The header is sent first, so a rank with the message can wait for the header.
+        if not _counted_down(comm.unannounced, dest, tag):
+            self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
+        comm.count_send(dest, tag, self.caller[1])
+        super().__init__(comm, make, comm.bare.Isend, array, dest, tag)
+
+    def Test(self, status: Status = None) -> bool:
+        """Return whether MPI has completed it."""
+        return super().Test(status) and (self._ahead is None or self._ahead.Test())
+
+
+class HeadedReceive(GuardedRequest):
+    """A receive of a header and an array."""
+
+    def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int):
+        make = partial(Letter, comm, False, source, tag)
+        super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
+        self._buffer, self.caller = buffer, name_and_place()
+        self._cancelled = False
+        # Both receives are posted together, since receives may be waited for in another order.
+        self._known = source >= 0 and tag >= 0
+        self._expected = comm.expect(source, tag) if self._known else None
+
+    def Wait(self, status: Status = None) -> None:
+        """Wait for the array and compare its header."""
+        if self._cancelled:
+            self._requests[0].Wait()
+            return
+        status = MPI.Status() if status is None else status
+        try:
+            super().Wait(status)
+        except MPI.Exception as error:
+            # MPI reports only that the message was too long; the header contains its size and sender.
+            if error.Get_error_class() == MPI.ERR_TRUNCATE:
+                self._compare(status)
+            raise
+        self._compare(status)
+
+    def _compare(self, status: Status) -> None:
+        if not watch_settings.debug():  # the sender may have turned debug mode off, too
+            self._take_back_header()
+            return
+        source, tag = status.source, status.tag
+        expected = self._expected if self._known else self.owner.expect(source, tag)
+        self.owner.compare(expected, self._buffer, source, tag, self.caller)
+
+    def Cancel(self) -> None:
+        """Cancel the receive."""
+        self._cancelled = True
+        super().Cancel()
+        self._take_back_header()
+
+    def _take_back_header(self) -> None:
+        if self._expected is not None:
+            self._expected[0].Cancel()
+
+
+class _Matched:
+    def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
+        self._comm, self._message, self._source, self._tag = comm, message, source, tag
+        self._caller = name_and_place()
+
+    def Recv(self, buffer: np.ndarray) -> None:
+        self.refuse(buffer, buffer)
+
+    def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
+        """Receive the message into `dropped`, since it may not fit into `wanted`, and compare its header with `wanted`."""
+        self._message.Recv(dropped)
+        self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)

@@ -1,0 +1,179 @@
+"""Turning the watch on and off: the communicators of all channels are replaced, and wrapped in later ones."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad import environment_variables
+from mpiad._typing import Comm
+from mpiad.transport.core import calls, channels
+from mpiad.transport.core.channels import Channel, Watch, drain, make_communicator
+from mpiad.transport.watch import watch_settings
+from mpiad.transport.watch.call_agreement import Agreement
+from mpiad.transport.watch.communicator import Guarded
+from mpiad.transport.watch.message_headers import HeadedMessages
+from mpiad.transport.watch.status import Responder
+from mpiad.transport.watch.timed_waits import cancel_receives
+from mpiad.transport.watch.watch_settings import Settings
+
+_OWNER = "guard"
+_agreements: dict[tuple[int, ...], Agreement] = {}
+_responder: Responder | None = None
+_meeting: Guarded | None = None
+
+
+def start() -> None:
+    """Turn on the watch if the environment of any rank requests it; collective over the world."""
+    wrong, wanted = None, Settings()
+    try:
+        environment_variables.check()
+        wanted = watch_settings.from_environment()
+    except ValueError as error:
+        wrong = error
+    # A request on one rank applies to all, since a rank without the watch wouldn't answer the others.
+    never = np.inf
+    limit = never if wanted.timeout is None else wanted.timeout
+    mine = np.array([wrong is None, not wanted.debug, wanted.call_sites, limit], dtype=float)
+    # The minima: 0 for `not debug` if any rank requests debug mode, and the shortest limit.
+    every = np.empty_like(mine)
+    MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
+    if wrong is not None or not every[0]:
+        raise wrong or ValueError("an environment variable of mpiad has an invalid value on another rank.")
+    timeout = None if every[3] == never else float(every[3])
+    found = Settings(not every[1], timeout, bool(every[2]))
+    if found.watches:
+        apply(found)
+
+
+def apply(wanted: Settings) -> None:
+    """Put settings into effect; collective over the world."""
+    global _responder, _meeting
+    before = watch_settings.put(wanted)
+    if _responder is None:
+        # Created once and kept: `restore` can neither create nor free communicators.
+        comm = MPI.COMM_WORLD.Dup()
+        _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
+        # If the user calls MPI.Finalize, this attribute's deletion drops pending requests first.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
+    elif not before.watches:
+        _responder.start()
+    calls.note(_OWNER)
+    live, epochs = _in_common_order()
+    channels.set_watch(Watch(_duplicate, _put_on, _start_anew))
+    if wanted.debug != before.debug or not before.watches:
+        # An exception may have left the previous settings in the middle of an agreement.
+        for key, agreement in _agreements.items():
+            agreement.renew(epochs[key] + 1)
+        for channel in live:
+            _take_off(channel)
+            _put_on(channel)
+            if isinstance(channel.data, HeadedMessages):
+                channel.data.skip(channel.sent, channel.received)
+
+
+def restore(before: Settings) -> None:
+    """Restore the settings before `apply`; not collective, since an exception may have kept other ranks from this call.
+
+    So no communicator is created. None is needed: if debug mode changes and the watch stays on, it ends, so messages need
+    no headers, and each channel has an agreement, which stays closed if a reset has failed.
+    """
+    now = watch_settings.put(before)
+    if not before.watches:
+        channels.set_watch(None)
+        calls.forget(_OWNER)
+        stop_answering()
+    if now.debug != before.debug or not before.watches:
+        for channel in channels.live_channels():
+            _take_off(channel)
+            if before.watches:
+                _guard(channel, _agreements[_ranks(channel)])
+
+
+def stop_answering(all_have_left: bool = False) -> None:
+    """End the thread that answers other ranks, before MPI ends."""
+    if _responder is not None:
+        _responder.stop()
+        if all_have_left:
+            _responder.hear_departures()
+
+
+def announce(how: str, place: str) -> None:
+    """Notify all ranks that this one has left the program, by the call `how`."""
+    if _responder is not None:
+        _responder.announce(how, place, any(channel.sends() for channel in channels.live_channels()))
+
+
+def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
+    """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement; collective."""
+    mine = {(channel.members, channel.number): channel for channel in channels.live_channels()}
+    here = {key: agreement.epoch for key, agreement in _agreements.items()}
+    every = _meeting.allgather((list(mine), here))  # type: ignore[union-attr]
+    keys = sorted({key for found, _ in every for key in found})
+    epochs = {key: max(known.get(key, 0) for _, known in every) for key in here}
+    return [mine[key] for key in keys if key in mine], epochs
+
+
+def _put_on(channel: Channel) -> None:
+    _guard(channel, _agreement(channel), _post(channel) if watch_settings.debug() else None)
+
+
+def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None:
+    common = (channel.label, channel.members, agreement, channel, channel.number)
+    if headers is None:
+        channel.data = Guarded(channel.data, *common)
+    else:
+        channel.data = HeadedMessages(channel.data, headers, *common)
+    label = f"{channel.label}, backwards"
+    channel.reverse = Guarded(channel.reverse, label, *common[1:], reverse=True)
+
+
+def _post(channel: Channel) -> Comm:
+    """Return a communicator for headers without pending messages; collective over the channel's ranks."""
+    found = channel.headers
+    if found is None or found == MPI.COMM_NULL:
+        found = channel.headers = make_communicator(channel.data.Dup)
+    else:
+        drain(found, channel.tag_limit)
+    return found
+
+
+def _take_off(channel: Channel) -> None:
+    for name in ("data", "reverse", "_backwards"):
+        comm = getattr(channel, name)
+        if isinstance(comm, Guarded):
+            comm.retire()  # a request may still refer to it, but its counts don't matter
+            setattr(channel, name, comm.bare)
+
+
+def _agreement(channel: Channel) -> Agreement:
+    key = _ranks(channel)
+    found = _agreements.get(key)
+    if found is None:
+        label = f"agreement of {len(key)} ranks, {hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
+        found = _agreements[key] = Agreement(make_communicator(channel.data.Dup), channel.members, label)
+    found.open()
+    return found
+
+
+def _ranks(channel: Channel) -> tuple[int, ...]:
+    """Return the key of a channel's agreement: its sorted ranks, since channels may order them differently."""
+    return tuple(sorted(channel.members))
+
+
+def _duplicate(channel: Channel) -> Comm:
+    # MPI creates communicators in blocking calls, so the guarded communicator first waits for all ranks.
+    return Guarded(channel.user, f"{channel.label}, prepared", channel.members).Dup().bare
+
+
+def _start_anew(channel: Channel) -> None:
+    channel.headers = None
+    for comm in (channel.data, channel.reverse):
+        if isinstance(comm, Guarded):
+            comm.retire()
+            cancel_receives(comm)
+    agreement = _agreements.get(_ranks(channel))
+    if agreement is not None:
+        agreement.renew()

@@ -1,0 +1,231 @@
+"""Waiting by polling up to a deadline: briefly at full speed, then with pauses.
+
+If a wait takes longer than a moment, a `Waiting` describes it. `status` sends it to ranks that ask, and stores an exception
+(`verdict`) in it if another rank has found that the wait will never end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import starmap
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+from mpi4py import MPI
+
+from mpiad._typing import Request, Status
+from mpiad.transport.core.channels import cancel
+from mpiad.transport.core.polling import Backoff
+from mpiad.transport.watch import watch_settings
+
+_SPINS = 150
+_YIELDS_FOR = 1e-3
+_IN_FLIGHT = 0.5  # seconds
+
+
+class Departure(NamedTuple):
+    """Another rank's end of the program, after which waits for it are given up."""
+
+    counts: dict[str, int]  # the numbers of collectives that it had begun
+    sends: bool  # whether messages from it were still in flight
+    how: str
+    place: str
+    heard: float  # when this rank received the notice of it
+
+
+departed: dict[int, Departure] = {}  # by rank in the world
+
+
+class Awaited(Protocol):
+    """Describes a wait."""
+
+    def give_up(self, reason: str) -> None:
+        """Mark as unusable the object whose operation is abandoned."""
+
+    def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
+        """Return whether the wait needs ranks that left the program before that time."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Return the entries for this wait in a deadlock report."""
+        ...
+
+
+class Waiting:
+    """A thread's wait. If `endless`, it is shown, but has no deadline and takes no verdict."""
+
+    __slots__ = ("began", "endless", "number", "verdict", "what")
+
+    _last = 0
+
+    def __init__(self, what: Awaited, endless: bool = False):
+        Waiting._last += 1
+        self.what, self.number, self.began, self.endless = what, Waiting._last, perf_counter(), endless
+        self.verdict: Exception | None = None
+
+
+class _Lift(threading.local):
+    deep = 0
+
+
+waits_by_thread: dict[int, Waiting] = {}  # the current wait of each thread
+_lift = _Lift()
+# Installed by the module that makes deadlock reports.
+_expire: Callable[[Waiting], Exception] | None = None
+_answer: Callable[[], None] | None = None
+
+
+def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], None] | None) -> None:
+    """Set the function that makes the error at the deadline, and one that answers other ranks if no thread does."""
+    global _expire, _answer
+    _expire, _answer = expire, answer
+
+
+class deadline_lifted:
+    """A context without deadlines, since a rank may reach the end of the program long before the others."""
+
+    def __enter__(self) -> None:
+        _lift.deep += 1
+
+    def __exit__(self, *_: object) -> None:
+        _lift.deep -= 1
+
+
+def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = False) -> None:
+    """Return when `test` is true; `make` describes the wait if it takes longer than a moment.
+
+    Unless `endless`, raises a DeadlockError at the deadline, or if another rank has found that this wait doesn't end.
+    """
+    for _ in range(_SPINS):
+        if test():
+            return
+    _wait(test, Waiting(make(), endless))
+
+
+def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
+    """Return the result of `find` when it isn't None; for `make` and the exceptions see `poll`."""
+    found = None
+
+    def is_found() -> bool:
+        nonlocal found
+        found = find()
+        return found is not None
+
+    poll(is_found, make)
+    return found
+
+
+def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
+    thread = threading.get_ident()
+    # Waits may be nested: if no thread answers other ranks, a wait does so, and may have to wait itself.
+    before = waits_by_thread.get(thread)
+    try:
+        try:
+            waits_by_thread[thread] = waiting
+            _nap_until(test, waiting)
+        finally:
+            _wait_again(thread, before)
+    finally:  # repeated, since an interrupt may prevent the first call
+        _wait_again(thread, before)
+
+
+def _wait_again(thread: int, before: Waiting | None) -> None:
+    if before is None:
+        waits_by_thread.pop(thread, None)
+    else:
+        waits_by_thread[thread] = before
+
+
+def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
+    patience = Backoff(_YIELDS_FOR)
+    while not test():
+        # Most messages arrive soon, so nothing else is tested before the first pause.
+        if patience.nap:
+            if waiting.verdict is not None:
+                waiting.what.give_up(str(waiting.verdict))
+                raise waiting.verdict
+            if _answer is not None:
+                _answer()
+            if not (_lift.deep or waiting.endless) and _expire is not None and _is_over(waiting):
+                waiting.verdict = _expire(waiting)
+                continue
+        patience.pause()
+
+
+def _is_over(waiting: Waiting) -> bool:
+    limit, elapsed = watch_settings.present().timeout, perf_counter() - waiting.began
+    if limit is not None and elapsed > limit:
+        return True
+    # Earlier messages of a rank that has left may still be in flight.
+    return bool(departed) and elapsed > _IN_FLIGHT and waiting.what.in_vain(departed, perf_counter() - _IN_FLIGHT)
+
+
+def tell(number: int, verdict: Exception) -> None:
+    """Raise an exception in the wait with this number, if it still runs."""
+    for waiting in waits_by_thread.copy().values():
+        if waiting.number == number and not waiting.endless:
+            waiting.verdict = verdict
+
+
+class GuardedRequest:
+    """An operation of MPI, ``call(*args)``, which is started here and then polled.
+
+    `owner`: the object on whose communicator it is; see `cancel_receives`. `make`: describes the wait.
+
+    As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request. An abandoned operation is
+    kept, since MPI may still use its buffers.
+    """
+
+    def __init__(
+        self, owner: Any, make: Callable[[], Awaited], call: Callable[..., Request], *args: Any, receives: bool = False
+    ):
+        self.owner, self.receives, self.arguments, self._make = owner, receives, args, make
+        self._requests: list[Request] = []
+        pending[id(self)] = self
+        try:
+            self._requests.extend(starmap(call, (args,)))
+        except Exception:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Release the buffers, since the operation has ended."""
+        pending.pop(id(self), None)
+
+    def Test(self, status: Status = None) -> bool:
+        """Return whether it is complete."""
+        ended = self._requests[0].Test(status)
+        if ended:
+            self.release()
+        return ended
+
+    def Wait(self, status: Status = None) -> None:
+        """Wait until it is complete."""
+        try:
+            poll(partial(self.Test, status), self._make)
+        except MPI.Exception:  # the request is complete
+            self.release()
+            raise
+        except BaseException:  # the deadline, or an interrupt
+            # A later message mustn't be received into the buffers, which the caller drops.
+            if self.receives:
+                self.Cancel()
+            raise
+
+    def Cancel(self) -> None:
+        """Cancel a receive, and wait for its end."""
+        for request in self._requests:  # none if an interrupt came before its start
+            cancel(request)
+        self.release()
+
+
+pending: dict[int, GuardedRequest] = {}  # operations that haven't ended, by id
+
+
+def cancel_receives(owner: object) -> None:
+    """Cancel the receives of an object's communicator, including those that an interrupt has left behind."""
+    for found in list(pending.values()):
+        if found.owner is owner and found.receives:
+            GuardedRequest.Cancel(found)

@@ -1,0 +1,189 @@
+"""What is asked of CuPy, on a module of its name: NumPy's arrays behind the names and signatures that its sources have.
+
+That the names are right, and that they do this on a GPU, only `make test-gpu` can tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpiad.device.boxes import DeviceBox
+from mpiad.transport.devices import device_arrays
+
+pytestmark = pytest.mark.serial
+
+
+class Stream:
+    current: list[Stream] = []
+
+    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+        self.waited_for: list[object] = []
+        self.synchronized = 0
+        self.device = Device.current[-1]
+
+    def __enter__(self):
+        if self.device != Device.current[-1]:
+            raise RuntimeError("The device that the stream is created on does not match with the current device")
+        Stream.current.append(self)
+        return self
+
+    def __exit__(self, *args):
+        Stream.current.pop()
+
+    def synchronize(self):
+        self.synchronized += 1
+
+    def wait_event(self, event):
+        self.waited_for.append(event)
+
+
+class Event:
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        self.stream = None
+
+    def record(self, stream=None):
+        self.stream = stream or Stream.current[-1]
+
+    def synchronize(self):
+        assert self.stream is not None
+        self.stream.synchronize()
+
+
+class Device:
+    current = [0]
+
+    def __init__(self, device=None):
+        self.id = device
+
+    def __enter__(self):
+        Device.current.append(self.id)
+        return self
+
+    def __exit__(self, *args):
+        Device.current.pop()
+
+
+class Memory:
+    def __init__(self, values):
+        self.ptr = values.ctypes.data
+
+    def copy_to_host_async(self, mem, size, stream=None):
+        ctypes.memmove(mem, self.ptr, size)
+
+    def copy_from_host_async(self, mem, size, stream=None):
+        ctypes.memmove(self.ptr, mem, size)
+
+
+class Array:
+    __cuda_array_interface__: dict = {}
+
+    def __init__(self, values):
+        self.values = values
+        self.device = Device(Device.current[-1])
+
+    shape = property(lambda self: self.values.shape)
+    dtype = property(lambda self: self.values.dtype)
+    size = property(lambda self: self.values.size)
+    nbytes = property(lambda self: self.values.nbytes)
+    flags = property(lambda self: self.values.flags)
+    data = property(lambda self: Memory(self.values))
+
+    def copy(self, order="C"):
+        return Array(self.values.copy(order))
+
+    def get(self, stream=None, order="C", out=None, blocking=True):
+        # CuPy waits for the stream that is current on the current device, whichever the array's is.
+        assert self.device.id == Device.current[-1]
+        return self.values.copy()
+
+
+@pytest.fixture
+def arrays(monkeypatch):
+    """The array module of device 1 of that CuPy."""
+    made = ModuleType("cupy")
+    kind = type("ndarray", (Array,), {"__module__": "cupy"})
+    monkeypatch.setattr(sys.modules[__name__], "Array", kind)
+    made.ndarray = kind
+    made.empty = lambda shape, dtype=float, order="C": kind(np.empty(shape, dtype))
+    made.full = lambda shape, fill_value, dtype=None, order="C": kind(np.full(shape, fill_value, dtype))
+    made.arange = lambda start, stop=None, step=1, dtype=None: kind(np.arange(start, dtype=dtype))
+    made.asarray = lambda a, dtype=None, order=None: kind(np.array(a, order=order))
+    made.add = SimpleNamespace(at=lambda a, indices, b=None: np.add.at(a.values, indices, b.values))
+    made.cuda = SimpleNamespace(
+        Device=Device, Stream=Stream, Event=Event, get_current_stream=lambda: Stream.current[-1],
+        alloc_pinned_memory=lambda size: memoryview(bytearray(size + 100)), runtime=SimpleNamespace(getDevice=lambda: 1),
+    )  # fmt: skip
+    monkeypatch.setattr(Stream, "current", [Stream()])
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.delitem(sys.modules, "mpiad.transport.devices.cupy_arrays", raising=False)
+    monkeypatch.setattr(device_arrays, "_makers", dict(device_arrays._makers))
+    with Device(1):
+        x = kind(np.arange(3.0))
+    yield device_arrays.arrays_of(x)
+    # The next test, or a program, loads the one that fits.
+    sys.modules.pop("mpiad.transport.devices.cupy_arrays", None)
+
+
+def test_an_array_is_known_by_the_module_of_its_type(arrays):
+    assert (arrays.name, arrays.device, arrays.kind) == ("CuPy", 1, Array)
+    assert arrays is device_arrays.arrays_of(arrays.full((2,), 1, float))
+
+
+def test_a_trace_knows_it_once_the_program_has_loaded_cupy(arrays):
+    from autograd.tracer import Box
+
+    assert Box.type_mappings[Array] is DeviceBox
+    device_arrays._makers.pop(Array)
+    device_arrays.discover()
+    assert Array in device_arrays._makers
+
+
+def test_arrays_are_made_on_the_device(arrays):
+    for x, expected in [
+        (arrays.full((2, 1), 3, np.float32), [[3], [3]]), (arrays.arange(3), [0, 1, 2]),
+        (arrays.to_device(np.array([1.0, 2.0])), [1.0, 2.0]),
+    ]:  # fmt: skip
+        assert x.device.id == 1
+        np.testing.assert_array_equal(x.values, expected)
+    assert arrays.empty((2, 3), "c8").dtype == np.complex64 and Device.current == [0]
+
+
+def test_copies_go_both_ways(arrays):
+    x, out = arrays.to_device(np.arange(4.0)), np.zeros(4)
+    arrays.copy_to_host(x, out)
+    np.testing.assert_array_equal(out, np.arange(4.0))
+    pinned = arrays.pinned(32)
+    assert pinned.nbytes == 32 and pinned.dtype == np.uint8 and pinned.flags.writeable
+    pinned.view(np.float64)[:] = 7.0
+    arrays.copy_to_device(pinned.view(np.float64), x)
+    np.testing.assert_array_equal(arrays.to_host(x), [7.0] * 4)
+    arrays.add_at(x, np.array([1, 1]), arrays.full((2,), 1, float))
+    np.testing.assert_array_equal(x.values, [7.0, 9.0, 7.0, 7.0])
+
+
+def test_contiguous_arrays_are_passed_through(arrays):
+    x = arrays.to_device(np.ones((2, 3)))
+    assert arrays.contiguous(x) is x and arrays.copy(x) is not x
+    x.values = x.values.T
+    assert arrays.contiguous(x).flags.c_contiguous
+    assert arrays.message(x) is x and arrays.pointer(x) == x.values.ctypes.data
+    assert arrays.pointer(arrays.empty((0,), float)) == 0
+
+
+def test_streams_wait_for_each_other(arrays):
+    first = Stream.current[0]
+    event = arrays.record()
+    with arrays.copying_stream() as copying:
+        arrays.wait_on_device(event)
+        assert copying.waited_for == [event] and event.stream is first
+        arrays.synchronize()
+    assert copying.synchronized == 1 and copying.device == arrays.device and Device.current == [0]
+    with arrays.copying_stream() as again:
+        assert again is copying
+    arrays.wait(event)
+    assert first.synchronized == 1

@@ -1,0 +1,129 @@
+"""The variables that say how device arrays travel."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mpiad.transport.devices import device_settings
+from mpiad.transport.devices.device_settings import DeviceSettings, from_environment, may_bring_arrays
+
+NAMES = ("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")
+SHOW = """
+import os, sys
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+for k, name in enumerate(("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")):
+    value = sys.argv[1 + 3 * rank + k]
+    os.environ.pop(name, None)
+    if value != "-":
+        os.environ[name] = value
+try:
+    import mpiad
+    mpiad.mpi_init()
+    from mpiad.transport.devices.device_settings import present
+    found = present()
+    mpiad.mpi_print(found.cuda_aware, found.chunk, found.pinned)
+except ValueError as error:
+    sys.stdout.write(f"rank {rank}: {error}\\n")
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.serial
+def test_defaults(environment):
+    assert from_environment() == DeviceSettings(None, 4 << 20, 256 << 20)
+
+
+@pytest.mark.serial
+def test_what_is_asked_for(environment):
+    for name, value in zip(NAMES, ("0", "64", "0")):
+        environment.setenv(name, value)
+    assert from_environment() == DeviceSettings(False, 64, 0)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("MPIAD_DEVICE_CHUNK", "63", "a number of bytes, 64 or more, but got '63'"),
+        ("MPIAD_DEVICE_CHUNK", "4M", "a number of bytes, 64 or more, but got '4M'"),
+        ("MPIAD_DEVICE_CHUNK", "-100", "a number of bytes, 64 or more, but got '-100'"),
+        ("MPIAD_DEVICE_PINNED", "1e9", "a number of bytes, 0 or more, but got '1e9'"),
+        ("MPIAD_DEVICE_PINNED", "9" * 30, "a number of bytes, 0 or more"),
+    ],
+)
+def test_other_values_are_refused(environment, name, value, expected):
+    environment.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} must be {expected}"):
+        from_environment()
+
+
+@pytest.mark.parametrize(
+    "variables, brings, kinds, divides, exchanges",
+    [
+        ({}, False, [], False, False),
+        ({}, True, [], True, False),
+        ({}, True, None, True, False),
+        ({}, True, ["CUDA"], False, True),
+        ({"MPIAD_CUDA_AWARE": "0"}, True, ["CUDA"], True, False),
+        ({"MPIAD_CUDA_AWARE": "1"}, True, [], False, True),
+        ({"MPIAD_DEVICE_CHUNK": "4194304"}, False, [], True, False),
+        ({}, False, ["CUDA"], False, False),
+    ],
+)
+def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
+    environment, rank, size, variables, brings, kinds, divides, exchanges
+):
+    here = rank == size - 1
+    environment.setattr(device_settings, "may_bring_arrays", lambda: brings and here)
+    environment.setattr(device_settings, "device_kinds", lambda: kinds)
+    for name, value in variables.items() if here else ():
+        environment.setenv(name, value)
+    before = device_settings.present()
+    try:
+        device_settings.start()
+        assert device_settings.divides((4 << 20) + 1) is divides and not device_settings.divides(4 << 20)
+        assert device_settings.exchanges((4 << 20) + 1) is exchanges and not device_settings.exchanges(4 << 20)
+    finally:
+        device_settings.put(before)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("installed, gpu, expected", [(True, True, True), (True, False, False), (False, True, False)])
+def test_arrays_may_come_where_cupy_and_a_gpu_are(monkeypatch, installed, gpu, expected):
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(device_settings, "may_be_used", lambda: gpu)
+    assert may_bring_arrays() is expected
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "asked, expected",
+    [
+        ("- - - - - -", "None 4194304 268435456"),
+        ("1 - - - 1024 -", "True 1024 268435456"),
+        ("1 8000000 100 0 9000000 -", "False 8000000 100"),
+    ],
+)
+def test_ranks_agree(mpirun, asked, expected):
+    done = mpirun(2, SHOW, *asked.split())
+    assert done.stdout.splitlines() == [expected] * 2, done.stdout + done.stderr
+
+
+@pytest.mark.launches
+def test_a_wrong_value_of_one_rank_is_refused_on_all(mpirun):
+    done = mpirun(2, SHOW, *"- - - - 4M -".split())
+    assert sorted(line.partition(" has")[0] for line in done.stdout.splitlines()) == [
+        "rank 0: MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED",
+        "rank 1: MPIAD_DEVICE_CHUNK must be a number of bytes, 64 or more, but got '4M'.",
+    ]

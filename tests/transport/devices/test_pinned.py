@@ -1,0 +1,178 @@
+"""Page-locked memory: it is used again, it is bounded, and it comes back whatever happens."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from device_double import double, on_device
+from device_ways import travelling
+from mpi4py import MPI
+
+import mpiad
+from mpiad.transport.core import lookup
+from mpiad.transport.devices import device_settings, staging
+from mpiad.transport.devices.device_settings import DeviceSettings
+from mpiad.transport.devices.staging import Pool, pool_of
+
+serial = pytest.mark.serial
+each_staged_way = pytest.mark.parametrize(
+    "way", [DeviceSettings(cuda_aware=False), DeviceSettings(cuda_aware=False, chunk=1024)], ids=["staged", "pieces"]
+)
+
+
+def counting(monkeypatch):
+    """Return a list of the sizes that are locked from now on."""
+    made = []
+    lock = double.pinned
+    monkeypatch.setattr(double, "pinned", lambda nbytes: made.append(nbytes) or lock(nbytes))
+    return made
+
+
+@serial
+def test_memory_is_used_again(monkeypatch):
+    made, pool = counting(monkeypatch), Pool(double)
+    for nbytes in (5000, 4990, 5100, 5120):
+        array = pool.lend(nbytes).array((nbytes,), np.uint8)
+        assert array.nbytes == nbytes and pool.in_use == 5120
+        del array
+    assert made == [5120] and (pool.in_use, pool.kept) == (0, 5120)
+
+
+@serial
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 65536, 65537, 100_000, 64 << 20, (64 << 20) + 1])
+def test_at_most_a_quarter_too_much_is_lent(nbytes):
+    size = staging._size_class(nbytes)
+    assert max(nbytes, 4096) <= size <= max(4096, 1.25 * nbytes + 8)
+    assert staging._size_class(size) == size
+
+
+@serial
+def test_a_view_keeps_the_memory():
+    pool = Pool(double)
+    view = pool.lend(8000).array((10, 100), "f8")[3:, ::2].T
+    assert pool.in_use > 0
+    assert pool.lend(8000).array((1000,), "f8").ctypes.data != view.ctypes.data
+    del view
+    assert pool.in_use == 0
+
+
+@serial
+def test_what_is_kept_is_bounded():
+    before = device_settings.put(DeviceSettings(pinned=20_000))
+    try:
+        pool = Pool(double)
+        loans = [pool.lend(8192) for _ in range(5)]
+        assert pool.in_use == 5 * 8192
+        loans.clear()
+        assert (pool.in_use, pool.kept) == (0, 2 * 8192)
+    finally:
+        device_settings.put(before)
+
+
+@serial
+def test_the_next_borrower_waits_for_the_last_copy():
+    pool, x = Pool(double), double.empty((512,), "f8")
+    host = np.arange(512.0)
+    loan = pool.lend(host.nbytes)
+    loan.array((512,), "f8")[:] = host
+    double.copy_to_device(loan.array((512,), "f8").copy(), x)
+    loan.read = double.record()
+    waited = []
+    pool._arrays = type("Counting", (), {"wait": lambda self, event: waited.append(event) or double.wait(event)})()
+    event = loan.read
+    del loan
+    pool.lend(4096)
+    assert waited == [event]
+    double.synchronize()
+
+
+@serial
+def test_nothing_is_kept_after_the_end():
+    pool = Pool(double)
+    kept, out = pool.lend(5000), pool.lend(5000)
+    del kept
+    pool.close()
+    assert pool.kept == 0
+    del out
+    assert (pool.in_use, pool.kept) == (0, 0)
+
+
+@serial
+def test_memory_that_cannot_be_locked_is_not_counted(monkeypatch):
+    def fail(nbytes):
+        raise MemoryError(f"no {nbytes} bytes")
+
+    pool = Pool(double)
+    monkeypatch.setattr(double, "pinned", fail)
+    with pytest.raises(MemoryError):
+        pool.lend(100)
+    assert (pool.in_use, pool.kept) == (0, 0)
+
+
+def settle(comm=None):
+    """Take back what sends have finished with, and what the stand-in still looks at."""
+    mpiad.mpi_barrier()
+    double.synchronize()
+    channel = lookup.channel(comm, "test")
+    for request, _ in channel.pending:
+        request.Wait()
+    channel.pending.clear()
+    gc.collect()
+
+
+def program(x, rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    mpiad.mpi_send(x, right)
+    request = mpiad.mpi_iallreduce(x)
+    y = mpiad.mpi_recv(x, left) * mpiad.mpi_exchange(x, left, right)
+    going, coming = mpiad.mpi_isend(y, left, 2), mpiad.mpi_irecv(y, right, 2)
+    mpiad.mpi_barrier()
+    z = mpiad.mpi_wait(coming) + mpiad.mpi_wait(going) + mpiad.mpi_wait(request)
+    return mpiad.device.to_host(np.sum(mpiad.mpi_bcast(mpiad.mpi_allreduce(z), size - 1)))
+
+
+@each_staged_way
+def test_programs_give_all_memory_back_and_lock_no_more(rank, size, way, monkeypatch):
+    pool_of(double)
+    x = on_device(np.linspace(-1.0, 1.0, 700) + rank)
+    with travelling(way):
+        for _ in range(3):
+            mpiad.grad(lambda x: program(x, rank, size), objective="sum")(x)
+        settle()
+        made = counting(monkeypatch)
+        # Tests before this one may still hold what they received.
+        pool, kept, in_use = pool_of(double), pool_of(double).kept, pool_of(double).in_use
+        for _ in range(3):
+            mpiad.grad(lambda x: program(x, rank, size), objective="sum")(x)
+            settle()
+        # Sends end when the receiver is there, so how many are under way at once differs from run to run.
+        assert pool.in_use == in_use and pool.kept == kept + sum(made) and len(made) <= 6
+
+
+@each_staged_way
+def test_an_exception_leaves_nothing_lent(rank, size, way):
+    """Messages and a reduction are under way when it leaves the trace."""
+    x = on_device(np.arange(500.0))
+    comm = MPI.COMM_WORLD.Dup()
+
+    def interrupted(x):
+        mpiad.mpi_send(x, (rank + 1) % size, comm=comm)
+        mpiad.mpi_irecv(x, (rank - 1) % size, 7, comm)
+        raise KeyError("interrupted")
+
+    with travelling(way):
+        mpiad.mpi_init(comm)
+        settle()
+        before = pool_of(double).in_use
+        with pytest.raises(KeyError):
+            mpiad.grad(interrupted)(x)
+        with pytest.raises(mpiad.errors.UnfinishedMessagesError):
+            mpiad.mpi_allreduce(x, comm=comm)
+        mpiad.reset(comm)
+        settle(comm)
+        assert pool_of(double).in_use == before
+        total = mpiad.mpi_allreduce(x, comm=comm)
+        np.testing.assert_array_equal(double.to_host(total), size * np.arange(500.0))
+    comm.Free()

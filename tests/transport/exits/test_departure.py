@@ -1,0 +1,139 @@
+"""A rank that leaves with an error doesn't leave the others waiting, and one that leaves in good order is let go."""
+
+import re
+
+import pytest
+
+START = """
+import atexit, os, sys, threading, time
+import mpiad
+
+rank = mpiad.mpi_rank()
+mpiad.mpi_barrier()
+"""
+
+
+@pytest.mark.launches
+def test_all_may_leave_with_a_code_of_their_own(mpirun):
+    done = mpirun(2, START + "time.sleep(0.5 * rank)\nsys.exit(3 * rank)")
+    assert done.returncode == 3 and "mpiad" not in done.stderr
+
+
+@pytest.mark.launches
+def test_all_may_leave_at_once(mpirun):
+    done = mpirun(2, START + "print('done', flush=True)\ntime.sleep(0.5 * rank)\nos._exit(5)")
+    assert done.returncode == 5 and "mpiad" not in done.stderr
+    assert done.stdout.count("done") == 2
+
+
+@pytest.mark.launches
+def test_leaving_at_once_isn_t_leaving_in_good_order(mpirun):
+    done = mpirun(2, START + "if rank == 1:\n    os._exit(0)")
+    assert done.returncode != 0
+    assert "mpiad: rank 1 left the program by os._exit(0) at program_0.py:8, while other ranks leave in" in done.stderr
+
+
+NOT_LEFT = """
+departure = sys.modules["mpiad.transport.exits.departure"]
+departure._GRACE = 0.3
+if rank == 1:
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        assert type(error).__name__ == "SystemExit" and error.code == 3
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+else:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.launches
+def test_what_is_caught_and_what_ends_a_thread_is_no_exit(mpirun):
+    done = mpirun(2, START + NOT_LEFT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("leave", ["sys.exit('no input file')", "os._exit(1)"])
+def test_the_job_ends_where_others_stay(leave, mpirun):
+    patient = "sys.modules['mpiad.transport.exits.departure']._GRACE = 0.5\n"
+    done = mpirun(2, START + patient + f"if rank == 1:\n    {leave}\nmpiad.mpi_recv(0.0, 1)")
+    assert done.returncode != 0
+    assert f"mpiad: rank 1 left the program by {leave} at program_0.py:9, 0.5 s ago, and other ranks" in done.stderr
+
+
+@pytest.mark.launches
+def test_one_that_leaves_in_good_order_waits(mpirun):
+    patient = "sys.modules['mpiad.transport.exits.departure']._GRACE = 0.3\n"
+    done = mpirun(2, START + patient + "if rank == 0:\n    time.sleep(1)\n    sys.exit(4)\nsys.exit()")
+    assert done.returncode == 4 and "mpiad" not in done.stderr
+
+
+@pytest.mark.launches
+def test_a_fork_leaves_alone(mpirun):
+    forks = "if os.fork() == 0:\n    os._exit(0)\nprint(os.wait()[1], flush=True)\n"
+    done = mpirun(2, START + forks + "mpiad.mpi_barrier()")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
+
+
+IN_A_CALL = """
+import autograd.numpy as anp
+import numpy as np
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
+from mpiad.linalg import newton
+from mpiad.optimize import minimize
+from mpiad.timestepping import scan
+
+sys.modules["mpiad.transport.exits.departure"]._GRACE = 0.5
+
+def leave(u, *args):
+    if rank == 1:
+        sys.exit(3)
+    return -u
+
+def loss(u):
+    leave(u)
+    return mpiad.mpi_allreduce(anp.sum(u**2))
+
+calls = {
+    "scan": lambda: mpiad.value_and_grad(lambda u: loss(scan(leave, u, 3)))(np.ones(2)),
+    "newton": lambda: newton(lambda u: u**3 + leave(u), np.ones(3)),
+    "ensemble": lambda: solve(
+        EnsembleProblem(ODEProblem(leave, np.ones(1), (0.0, 1.0))), ensemblealg=EnsembleMPI(), trajectories=4,
+        compile=False,
+    ),
+    "minimize": lambda: minimize(lambda x: anp.sum(leave(x)**2), np.ones(3), objective="sum"),
+}
+with mpiad.debug.checked(timeout=20) if sys.argv[1] == "newton" else np.errstate():
+    calls[sys.argv[1]]()
+mpiad.mpi_barrier()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("call", ["scan", "newton", "ensemble", "minimize"])
+def test_an_exit_in_a_call_ends_the_job_with_its_code(call, mpirun):
+    done = mpirun(2, START + IN_A_CALL, call)
+    assert done.returncode == 3, done.stderr
+    assert "SystemExit: 3" in done.stderr if call == "minimize" else "rank 1 left the program by sys.exit(3)" in done.stderr
+    assert re.search(r"program_0.py(\", line |:)19\b", done.stderr)
+
+
+WAITING_THREAD = """
+from concurrent.futures import ThreadPoolExecutor
+
+sys.modules["mpiad.transport.exits.departure"]._GRACE = 0.5
+if rank == 1:
+    ThreadPoolExecutor(thread_name_prefix="work").submit(mpiad.mpi_recv, 1.0, 0)
+    exit(3)
+mpiad.mpi_recv(1.0, 1)
+"""
+
+
+@pytest.mark.launches
+def test_a_thread_that_python_joins_may_wait_for_others_only_so_long(mpirun):
+    done = mpirun(2, START + WAITING_THREAD)
+    assert done.returncode == 3
+    assert "by sys.exit(3) at program_0.py:13, 0.5 s ago, but its thread work_0 waits in a communication" in done.stderr
