@@ -175,7 +175,7 @@ def run_selftest(comm: Comm = None) -> SelfTest:
         mpi_wait(sent)
         return mpi_sum(mixed, comm=comm) + squares * anp.sum(last)
 
-    xs = [_input(r) for r in range(size)]
+    xs = [0.5 + np.sin(1.0 + r + np.arange(_SELFTEST_LENGTH) ** 2) / 3 for r in range(size)]
     value, gradient = value_and_grad(loss, comm=comm)(xs[rank])
     expected_value, expected = _closed_form(xs, rank)
     value_error, gradient_error = abs(value - expected_value) / abs(expected_value), np.abs(gradient - expected)
@@ -183,10 +183,6 @@ def run_selftest(comm: Comm = None) -> SelfTest:
     errors = mpi_allreduce(np.where(np.arange(size) == rank, error, 0.0), comm=comm)
     worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
     return SelfTest(float(errors[worst]), worst)
-
-
-def _input(rank: int) -> np.ndarray:
-    return 0.5 + np.sin(1.0 + rank + np.arange(_SELFTEST_LENGTH) ** 2) / 3
 
 
 def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:

@@ -192,14 +192,11 @@ class Points:
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value
-            self._update_best(point)
-
-    def _update_best(self, point: Point) -> None:
-        if not math.isfinite(point.value):  # type: ignore[arg-type]
-            return
-        violation = 0.0 if self.violation is None else self.violation(point.x)
-        if self.best is None or (violation, point.value) < (self._least_violation, self.best.value):
-            self.best, self._least_violation = point, violation
+            if not math.isfinite(value):
+                return
+            violation = 0.0 if self.violation is None else self.violation(point.x)
+            if self.best is None or (violation, value) < (self._least_violation, self.best.value):
+                self.best, self._least_violation = point, violation
 
     def best_improves_on(self, x: np.ndarray, value: float) -> bool:
         """Return whether the best point has a smaller violation than x, or the same violation and a lower value."""

@@ -3,7 +3,8 @@
 The root makes every decision (another trial, stop, a limit, an error) and sends it to all ranks. `root_driven` begins and
 ends a solve, `root_protocol` sends the root's instructions, `objective_evaluation` executes them,
 `transport.exits.user_failures` raises a failure on one rank on all ranks, `evaluated_points` stores evaluated points, and
-`scipy_methods` runs the method and corrects its result. The package `sharded` contains the methods for distributed variables.
+`scipy_methods` runs the method and corrects its result. The package `sharded` contains the methods for distributed
+variables.
 """
 
 from __future__ import annotations
