@@ -189,7 +189,7 @@ def _computing(totals: Totals, computations: Sequence[Computation]) -> Iterator[
     if share >= _COMPUTING and computations:
         longest = max(computations, key=lambda each: each.seconds.mean())
         part = longest.seconds.mean() / totals.elapsed.mean()
-        yield f"computing takes {share:.0%} of the time, {part:.0%} {_site(longest)}. If it isn't compiled, use `mpiad.jit`."
+        yield f"computing takes {share:.0%} of the time, {part:.0%} {_site(longest)}. If it isn't compiled: `mpiad.jit`."
     forward, backward = (seconds[phase] for phase in _PHASES)
     if backward > _BACKWARD * forward and backward > 0.1 * totals.elapsed.mean():
         yield (
