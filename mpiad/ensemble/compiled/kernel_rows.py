@@ -35,7 +35,7 @@ class Tape(NamedTuple):
     previous: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
-        """Return the steps, sorted into sweeps; `last`, for the whole batch: the rows of last steps, or negative numbers."""
+        """Return the steps, sorted into sweeps; `last`, for the whole batch: the rows of last steps, or negative."""
         d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
         steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
