@@ -64,7 +64,7 @@ def rank_info(rank: Rank, local_rank: Rank) -> RankInfo:
     gpus = gpus_of_node() if local_rank == 0 else []
     quota = float("inf")
     with contextlib.suppress(OSError, ValueError):
-        time, period = _QUOTA.read_text().split()  # microseconds of all cores per period: "200000 100000" for two cores
+        time, period = _QUOTA.read_text().split()  # CPU time per period, and the period: "200000 100000" for two cores
         quota = float("inf") if time == "max" else int(time) / int(period)
     threads: dict[str, int] = {}
     for pool in threadpoolctl.threadpool_info():
@@ -313,7 +313,7 @@ def _node_mistake(ranks: list[RankInfo]) -> str:
     bound_cores = [place.cores for place in ranks if len(place.cores) < cores]
     if len(bound_cores) != len(set(bound_cores)):
         return (
-            "several ranks are bound to the same cores. Let the launcher distribute them: "
+            "several ranks are bound to the same cores. Let the launcher bind each rank to its own core: "
             "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
         )
     return ""
@@ -347,7 +347,7 @@ class Environment(NamedTuple):
     speed : Speed or None
         Latency and bandwidth of messages; None for a single rank.
     selftest : SelfTest
-        The errors of a value and gradient compared with closed forms.
+        The largest error of a value and gradient compared with closed forms.
     mistakes : list of Mistake
         Mistakes that cause errors or slowness, with remedies.
     """

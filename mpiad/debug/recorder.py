@@ -89,8 +89,8 @@ class Event(NamedTuple):
     called: str  # like `name`, but of the library function that the user called: "adjoint of exchange"
     operation: str  # the executed operation, which in an adjoint may be another operation; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
-    innermost: bool  # whether no other communication ran inside this event
-    outermost: bool  # whether this event didn't run inside another communication
+    innermost: bool  # whether no other communication ran inside this event; False for a phase
+    outermost: bool  # whether this event didn't run inside another communication; True for a phase
     site: str  # the line of the user's program
     forward_site: str  # for an adjoint, the line of the forward call; else ""
     arguments: Arguments

@@ -142,7 +142,7 @@ def advice(totals: Totals, computations: Sequence[Computation]) -> list[str]:
     """Return advice on the largest costs, or one line if no cost is large."""
     found = [*_waits(totals, computations), *_transfer(totals), *_computing(totals, computations)]
     if totals.dropped:
-        found.append(f"{totals.dropped} communications were too many and weren't recorded: record fewer iterations.")
+        found.append(f"{totals.dropped} communications weren't recorded: the recording was full. Record fewer iterations.")
     return found or ["nothing stands out: the ranks compute for equal times, and neither wait nor communicate for long."]
 
 
@@ -189,7 +189,7 @@ def _computing(totals: Totals, computations: Sequence[Computation]) -> Iterator[
     if share >= _COMPUTING and computations:
         longest = max(computations, key=lambda each: each.seconds.mean())
         part = longest.seconds.mean() / totals.elapsed.mean()
-        yield f"computing takes {share:.0%} of the time, {part:.0%} {_site(longest)}. If not compiled yet: `mpiad.jit`."
+        yield f"computing takes {share:.0%} of the time, {part:.0%} {_site(longest)}. If it isn't compiled: `mpiad.jit`."
     forward, backward = (seconds[phase] for phase in _PHASES)
     if backward > _BACKWARD * forward and backward > 0.1 * totals.elapsed.mean():
         yield (
@@ -224,7 +224,7 @@ _NO_RECORDING = (
 
 
 class Row(NamedTuple):
-    """The communication of one call at one line of the program; arrays have an entry per rank.
+    """The communication of one function that one line of the program calls; arrays have an entry per rank.
 
     Attributes
     ----------

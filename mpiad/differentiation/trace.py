@@ -1,4 +1,4 @@
-"""Runs of functions under one of our tapes, which return the results and their positions on the tape."""
+"""Traced runs of functions: in reverse mode on an `OrderedTape`, in forward mode on a `TangentTape`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def trace_backwards(
             # Variables are the first nodes of the record: the reverse pass stops at them.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.on_tape(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-            # Before the tape is closed, which turns its values into constants; exceptions raised here also end the trace.
+            # Leaves are unboxed before the tape closes, since closing makes them constants. Errors here end the trace, too.
             leaves, build = flatten(out)
             found = [unboxed(leaf, tape) for leaf in leaves]
             places = [-1 if node is None else node.index for _, node in found]

@@ -35,13 +35,13 @@ class Acting(NamedTuple):
         return tuple(e for e, event in enumerate(self.events) if event.times is None)
 
     def due(self, slot: Array, ids: Array) -> Array:
-        """Return the given times with the indices `slot` of some trajectories."""
+        """Return a given time of each of the trajectories `ids`; `slot` contains the indices of these times."""
         return self.times[slot, ids]
 
     def until(self, end: Array, slots: Array, ids: Array, signs: Array) -> Array:
         """Return upper bounds on the ends of the next steps of some trajectories: the next given time or the end of tspan.
 
-        Bounds and `end` are in the direction of the solve; `slots`, shape (N,), is for all trajectories.
+        Bounds and `end` are in the direction of the solve (see `initialization`); `slots`, (N,), is for all trajectories.
         """
         return np.minimum(end, self.due(slots[ids], ids) * signs)
 
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
     ends: bool = False  # whether only initial and final states are saved; then `saveat` is empty
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
     gradient: str | None = None  # {"tangent", "adjoint"}; if None, chosen from the number of directions
-    acting: Acting | None = None  # of a solve with events that act
+    acting: Acting | None = None  # None unless events act
 
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""

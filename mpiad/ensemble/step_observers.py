@@ -33,7 +33,7 @@ NONE = np.empty(0, np.int64)
 
 
 class Resumed(NamedTuple):
-    """n columns in which events have acted; times are in the direction of the solve."""
+    """n columns in which events have acted; times are in the direction of the solve (see `initialization`)."""
 
     columns: Array
     codes: Array  # return codes of columns that have ended, else MOVING
@@ -144,7 +144,7 @@ class ActingEvents:
         signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
         assigned = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
-        if found is None:  # the events of conditions that changed their signs have been stored
+        if found is None:  # events of changed signs are stored, and mustn't be found again
             assigned = np.where(kept.crossed, -LEAST * signs, assigned)
         else:
             happened = self._happened(columns, kept, found, reached, unresolved & resting)
@@ -237,7 +237,7 @@ class ActingEvents:
     def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, assigned: Array) -> None:
         """Store the values and signs of conditions in the states from which some rows continue.
 
-        If events haven't changed a value `reached` of a condition, it is replaced by `assigned`, unless that is NaN.
+        A value that events haven't changed, so that it equals `reached`, is replaced by `assigned`, unless that is NaN.
         """
         own = columns[rows]
         self._resumed[at_event.ids[rows]] += 1

@@ -1,9 +1,10 @@
 """Products with a sparse matrix A whose rows are distributed over the ranks, differentiable to any order.
 
-They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: A
-x with respect to y, Aᵀ y with respect to x, and the products x_col(k) y_row(k) with respect to the values v. Since T is
-linear in each argument, the derivatives of each operator, of any order, are the other two. No factor is conjugated. SciPy
-computes the sums on the host, `SegmentSums` on devices.
+They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: the
+derivative with respect to y is A x, that with respect to x is Aᵀ y, and that with respect to the values v consists of the
+products x_col(k) y_row(k). Since T is linear in each argument, the adjoints of each of these operators are the other two,
+so that derivatives of any order consist of the three operators. No factor is conjugated. SciPy computes the sums on the
+host, `SegmentSums` on devices.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def total_workers(comm: Comm = None) -> int:
 
 
 class DistributedDataContainer:
-    """Divide a data set that all ranks hold or can read among the ranks.
+    """Divide a data set among the ranks; each rank holds the whole data set, or can read it.
 
     Without `batch_size` an item is one sample, and the numbers of items of two ranks may differ by one. A loop that
     communicates for each item would then hang. With `batch_size` an item is this rank's part of a batch of all ranks, all

@@ -40,7 +40,8 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
         on devices), numbers, strings, None and `numpy.random.Generator` in dicts, lists and tuples. The root's state is
         written, without pickling.
     own : pytree, optional
-        State that differs between ranks: generators, or with ``accumulate=k`` the optimizer's state between two updates.
+        State that differs between ranks: generators, or the state of a `DistributedOptimizer` with ``accumulate=k`` between
+        two updates.
     root : int
     comm : mpi4py intracommunicator, optional
 

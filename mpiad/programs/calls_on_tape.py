@@ -1,8 +1,8 @@
 """Calls of compiled functions in a derivative: each call is one node of the tape.
 
 The program has two parts. The first part computes the function in the forward pass. The second part runs when the reverse
-pass reaches the node. It is a transformation of the function's program (see `transforms`). If this program can't be traced
-from the shapes of the arguments, the function is traced while it runs, and its reverse pass in the first reverse pass.
+pass reaches the node. It is a transformation of the function's program (see `transforms`). If the function can't be traced
+from the shapes of its arguments alone, it is traced while it runs, and its reverse pass is traced while it first runs.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Allocation(NamedTuple):
 class Scratch:
     """Scratch memory for the runs of a program."""
 
-    # The free scratch memory of all programs. The references are weak, and replays keep the memory that they have used
+    # The free scratch memory of all programs. The references are weak: replays that have used a piece of memory keep it
     # alive.
     _free: ClassVar[list[ReferenceType[Array]]] = []
 
@@ -75,7 +75,7 @@ class Scratch:
                     return memory
                 others += [reference] * (memory is not None)
         except IndexError:
-            # Twice the required size, so that larger programs can use this memory, too; unused pages aren't in memory.
+            # Twice the required size, so that larger programs can use this memory, too; unused pages take no memory.
             return aligned(2 * self._size)
         finally:
             self._free.extend(others[::-1])

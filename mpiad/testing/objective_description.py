@@ -24,7 +24,8 @@ class ObjectiveReport(NamedTuple):
     Attributes
     ----------
     kind : {"same", "root", "share"}
-        "same" if all ranks return one value, "root" if only the root returns a value, "share" if each rank returns a share.
+        "root" if all other ranks return None or zero; otherwise "same" if all ranks return one value; otherwise "share",
+        a share per rank. A single rank is "same".
     objective : str
         The value of the argument `objective` that fits, "root" or "sum".
     values : list
@@ -102,7 +103,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
-    # Ranks without variables also run the function, since other ranks wait for the adjoints of their messages.
+    # Ranks without variables also run a reverse pass, since other ranks wait for the adjoints of their messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
     kind, objective, factors, text = _classify(values, root)

@@ -51,7 +51,7 @@ class _Line:
         def fun_of_x(x: Array) -> Any:
             return fun(*arguments_with(args, argnum, x))
 
-        self.gradient, self.product, self.slope = (make(fun_of_x, **options) for make in (value_and_grad, hvp, grad))
+        self.value_and_grad, self.hvp, self.grad = (make(fun_of_x, **options) for make in (value_and_grad, hvp, grad))
         # A shared argument is one variable, so its direction is the same on all ranks.
         rng = np.random.default_rng((seed, 0 if shared else self.used.rank))
         self.v = map_leaves(lambda leaf: noise_like(leaf, rng) if is_variable(leaf) else leaf, self.x)
@@ -139,15 +139,15 @@ def check_grads(
             f"order={order!r}, modes={modes!r}."
         )
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
-    value, gradient = line.gradient(line.x)
+    value, gradient = line.value_and_grad(line.x)
     steps = [step / 2**k for k in range(_HALVINGS)]
-    values = [line.gradient(line.point(h))[0] for h in steps]
+    values = [line.value_and_grad(line.point(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:
         if mode == "rev":
             first = line.inner_product(gradient)
         else:
-            first = float(jvp(lambda x: line.gradient(x)[0], line.x, line.v)[1])
+            first = float(jvp(lambda x: line.value_and_grad(x)[0], line.x, line.v)[1])
         remainders = [abs(shifted - value - h * first) for h, shifted in zip(steps, values)]
         rates[f"{mode} 1"] = _rate(remainders, values, line, 1, mode)
         if order == 2:
@@ -159,13 +159,13 @@ def check_grads(
 
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
-        return line.inner_product(line.product(line.x, line.v))
+        return line.inner_product(line.hvp(line.x, line.v))
     # Reverse over reverse: the gradient of the sum of g·v over the ranks. If g is shared, every rank has the same g·v, so
     # each rank's term has the weight 1 / size.
     weight = 1.0 / line.used.size if line.shared else 1.0
 
     def slope(x: Array) -> Any:
-        parts = zip(flatten(line.slope(x))[0], flatten(line.v)[0])
+        parts = zip(flatten(line.grad(x))[0], flatten(line.v)[0])
         return sum(anp.sum(anp.real(g * v)) for g, v in parts if is_variable(v)) * weight
 
     return line.inner_product(grad(slope, objective="sum", shared=line.shared, comm=line.comm)(line.x))

@@ -54,7 +54,7 @@ class _Gaussian:
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
-    """Return log densities of draws, given the scaled noise: log N(ε; 0, I) minus the log determinant of L."""
+    """Return the log densities of draws from their noise ε (`scaled`): log N(ε; 0, I) minus the log determinant of L."""
     return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 
 
@@ -64,7 +64,7 @@ class MeanFieldGaussian(_Gaussian):
     Parameters
     ----------
     dim : int
-        The number of parameters.
+        The number of model parameters θ.
     mean, sd : float or array of shape (dim,)
         The initial mean and standard deviation of each parameter.
 
@@ -101,7 +101,7 @@ class FullRankGaussian(_Gaussian):
     Parameters
     ----------
     dim : int
-        The number of parameters.
+        The number of model parameters θ.
     mean, sd : float or array of shape (dim,)
         The initial mean and standard deviation of each parameter; the initial correlations are zero.
 

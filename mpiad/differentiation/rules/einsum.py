@@ -42,14 +42,14 @@ def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Arr
     return fitted(part if stretched == anp.shape(part) else expand(part, stretched, full), operands[k])
 
 
-def letters_of(subscripts: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+def letters_of(subscripts: str, ndims: Sequence[int]) -> tuple[list[str], str]:
     """Return a letter for each axis of each operand, and the letters of the result's axes."""
     left, arrow, right = subscripts.replace(" ", "").partition("->")
     unused = [letter for letter in ascii_letters if letter not in subscripts]
-    dots = "".join(unused[: max(ranks, default=0)])
+    dots = "".join(unused[: max(ndims, default=0)])
     inputs, longest = [], ""
-    for part, rank in zip(left.split(","), ranks):
-        count = rank - len(part.replace("...", ""))
+    for part, ndim in zip(left.split(","), ndims):
+        count = ndim - len(part.replace("...", ""))
         those = dots[len(dots) - count :] if "..." in part else ""
         longest = max(longest, those, key=len)
         inputs.append(part.replace("...", those))

@@ -35,7 +35,7 @@ class Tape(NamedTuple):
     previous: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
-        """Return the steps, sorted. For each trajectory of the batch, `last` is the row of its last step, or negative."""
+        """Return the steps, sorted into sweeps; `last`, for the whole batch: the rows of last steps, or negative."""
         d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
         steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
@@ -60,8 +60,9 @@ def jumps_of(
 ) -> list[Jump]:
     """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed.
 
-    `numbers`, shape (N, slots): the numbers of steps before given times, or -1. `before`, shape (N, slots, d): the states
-    at given times before events acted. `at_conditions`, shape (m, d): the states at roots before events acted.
+    `numbers`, shape (N, slots): the number of steps before each given time, or -1 if it wasn't reached. `before`, shape
+    (N, slots, d): the states at given times before events acted. `at_conditions`, shape (m, d): the states at roots before
+    events acted.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
     rows = slice(None) if (numbers >= 0).all() else np.flatnonzero(numbers >= 0)

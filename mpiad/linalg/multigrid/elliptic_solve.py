@@ -54,7 +54,7 @@ def solve_elliptic(
         This rank's block of the right-hand side. Several right-hand sides, along leading axes, are solved together, each to
         its own tolerance.
     c : array of shape local_shape, or number
-        Zero or positive. All arrays are on the host, or all on one device.
+        The coefficient c, zero or positive. All arrays are on the host, or all on one device.
     spacing, boundary, centred
         As in `Elliptic`. For a nonzero value on a side, add κ times the value, divided by the square of the spacing, to `b`
         at the points next to the side (twice this term if `centred`).

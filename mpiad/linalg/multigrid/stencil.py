@@ -234,7 +234,7 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
             # Restriction is the transpose of interpolation, so its offsets have opposite signs.
             entries = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
-                # Rows of AP are relative to the coarse point of their own entry, targets to that of the restriction.
+                # Offsets in `at` are relative to the product's entry; `target` is relative to the result's coarse point.
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, entries]
@@ -244,14 +244,14 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
 
 
 def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
-    """Return AP for a color, one row per neighboring coarse point, and the row of each coarse point's offset in entries."""
+    """Return AP for a color, one row per neighboring coarse point; and these points' rows by their offsets in entries."""
     layout, number = stencil.layout, stencil.layout.row[color]
     coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in color])
     at = {steps: k for k, steps in enumerate(coarse)}
     rows = np.zeros((len(at), layout.size))
     inner = rows[:, layout.inner]
     zero = (0,) * len(color)
-    # These are the rows of A, in which each neighbor's value is replaced by its interpolation.
+    # In the rows of A, each neighbor's value is replaced by its interpolation from coarse points.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
         neighbor, steps = neighbor_color(color, offset)

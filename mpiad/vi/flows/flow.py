@@ -35,7 +35,7 @@ class Flow:
     Parameters
     ----------
     dim : int
-        The number of parameters of the posterior.
+        The number of model parameters θ, whose posterior is approximated.
     layers : sequence of Layer
         `Planar`, `AffineCoupling`, `SplineCoupling`, `SplineAutoregressive`, `LULinear`, or objects with `initial`,
         `forward` and `inverse`.
@@ -160,7 +160,7 @@ class Planar:
         """Return the images, and log |det ∂x/∂z| at each point."""
         u, wu = _invertible(params)
         bend = np.tanh(z @ params["w"] + params["b"])
-        # The matrix determinant lemma: det (I + û h wᵀ) = 1 + h wᵀû, which is positive since wᵀû > -1.
+        # The matrix determinant lemma, with 0 < h = tanh' ≤ 1: det (I + h û wᵀ) = 1 + h wᵀû, positive since wᵀû > -1.
         return z + bend[:, None] * u, np.log1p(wu * (1 - bend**2))
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
