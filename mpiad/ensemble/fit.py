@@ -184,11 +184,11 @@ class Residuals:
                 raise TypeError(f"fit: the residuals can't be differentiated ({error}). {advice}") from error
             found = [bundle.parts(part) for part in parts]
         values = [_rows(value) for value, _ in found]
-        along = []
+        columns = []
         for j in range(len(x)):
             parts = [None if gs is None else gs[j] for _, gs in found]
-            along.append(np.concatenate([np.zeros_like(v) if g is None else _rows(g) for v, g in zip(values, parts)]))
-        return np.concatenate(values), along
+            columns.append(np.concatenate([np.zeros_like(v) if g is None else _rows(g) for v, g in zip(values, parts)]))
+        return np.concatenate(values), columns
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
         """Check that columns don't depend on each other, by a call with all columns and a call with copies of the first."""
@@ -463,15 +463,15 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     compiler, count = _compiler(plan, together=True), len(plan.start)
     bounds = mpi.bounds(count, used.size)
     with raising_together(used, Exception):
-        mine = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-    warnings, parts = zip(*used.data.allgather((compiler.warnings, mine)))
+        share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+    warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
     compiler.log_warnings(warnings, used.rank)
     every = joined_fits(parts)
     # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
     mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)
     if used.rank == 0:
         report("fit", "fits", every.retcode)
-    return every if mpi.gather else mine
+    return every if mpi.gather else share
 
 
 def _share(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:

@@ -163,8 +163,8 @@ class Jumps:
     def before_steps(self) -> Jumps:
         """Return the jumps before the first step."""
         mask = self.number == 0
-        own = Jump(self.ids, self.number, self.event, self.slot, self.time, self.before, self.after).chosen(mask)
-        return Jumps([own], np.ones(int(own.ids.max(initial=-1)) + 1, bool))
+        first = Jump(self.ids, self.number, self.event, self.slot, self.time, self.before, self.after).chosen(mask)
+        return Jumps([first], np.ones(int(first.ids.max(initial=-1)) + 1, bool))
 
     def at_start(self) -> list[Array]:
         """Return the indices of the jumps before the first step, at most one per trajectory in each array."""

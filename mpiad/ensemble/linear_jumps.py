@@ -6,7 +6,7 @@ The nonzero entries of the Jacobians are computed for all events of a run before
 
 If τ changes, all later steps are shifted; σ⁺ is the cotangent of this shift. The cotangent of a given time is σ⁺ + A_τ·λ⁺,
 plus the cotangent of the size of the step that ends there. The cotangent of the time of a root is propagated to the inputs
-of the condition (`pull_event`). If a given time coincides with an earlier event, changing this time by δ changes u⁻ by u' δ.
+of the condition (`pull_event`). If a given time coincides with an earlier event, its change δ changes u⁻ by u' δ.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Tracing:
     ) -> Callable[[Array, Array, Array], None]:
         """Return a function ``write(out, u, t)`` that writes f and its tangents to `out`.
 
-        u and `out`, shape (1 + directions, d, n), contain values and then tangents. `tangents`: the tangents of each leaf at
-        `places`; None means zeros. `bundle`: an open trace.
+        u and `out`, shape (1 + directions, d, n), contain values and then tangents. `tangents`: for each leaf in `places`
+        its tangents, or None for zeros. `bundle`: an open trace.
         """
         variable, parts = bundle.variable, bundle.parts
         # Parameters are the same for all stages.
