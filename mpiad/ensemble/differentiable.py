@@ -170,9 +170,8 @@ class _SolvedRun:
         settings, run = self._settings, self._run
         if settings.gradient is not None:
             return settings.gradient == "tangent"
-        # If the times of steps depend on the inputs, tangents need a replay per direction, which is slow. The choice
-        # doesn't depend on whether events have occurred, since the results of a trajectory must not depend on other
-        # trajectories.
+        # If the times of steps depend on the inputs, tangents need a replay per direction, which is slow. The choice must
+        # not depend on whether events have occurred, since then a trajectory's results would depend on other trajectories.
         if timed or run.settings.events:
             return False
         if run.outcome.solver is not None:
@@ -180,7 +179,7 @@ class _SolvedRun:
         return len(numbers_of(run, by_u0, places)) <= run.few
 
     def _carried(self, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return the same as `pushed`, from tangents that a kernel has propagated; None if no kernel has done so."""
+        """Return the same as `pushed`, from tangents that a kernel has propagated; None if no kernel did this."""
         run, solver = self._run, self._run.outcome.solver
         found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
         if found is None:

@@ -156,8 +156,8 @@ def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
 def _sum_of_products(a: Array, b: Array) -> Array:
     """Return the real part of the sum of products over the second to last axis.
 
-    Rows are added one after the other, so that the sum of a column doesn't depend on other columns, and temporary arrays
-    are small enough for the cache.
+    Rows are added one after the other, so that a column's sum doesn't depend on other columns, and temporary arrays fit in
+    the cache.
     """
     if type(b) is not np.ndarray:  # on a device each operation has a large overhead
         return np.sum((a * b).real, axis=-2)

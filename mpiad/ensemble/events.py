@@ -20,7 +20,8 @@ from mpiad.ensemble.step_sweep import LocatedEvent
 RESOLUTION, EVALUATIONS = 2.0**-48, 50
 # The ITP method evaluates at this distance from the root of the secant, relative to the squared width of the bracket.
 TRUNCATION = 0.2
-# Number of columns for which events that end no step are located together, to amortize the overhead of NumPy's calls.
+# Events that end no step are located together when more than this number of columns have been collected, to amortize the
+# overhead of NumPy's calls.
 _MANY = 2048
 
 
@@ -28,14 +29,14 @@ class StepEvents(NamedTuple):
     """The events of one step of several columns."""
 
     located: list[LocatedEvent]
-    ended: Array | None  # bool, shape (n,); whether an event ended the step; None if none did in any column
-    part: Array  # shape (n,); the fraction of the step at which an event ended it, otherwise infinity
+    ended: Array | None  # bool, shape (n,); whether an event ended the step; None if events ended the step in no column
+    part: Array  # shape (n,); the fraction of the step at which an event ended the step, otherwise infinity
     states: Array  # shape (d, n); the states at the ends of the steps
     found: list[tuple[int, Array, Array]]  # per event: its index, its columns, and the fractions of the step
 
 
 class CrossedSteps(NamedTuple):
-    """Steps in which conditions have changed their signs, stored until the events are located."""
+    """Steps in which conditions may have changed their signs, stored until the events are located."""
 
     crossed: Array  # bool, shape (events, n); whether each condition has changed its sign
     before: Array  # shape (events, n); the values of the conditions before the step
@@ -58,8 +59,8 @@ class CrossedSteps(NamedTuple):
 class EventWatch:
     """The detection and location of the events of a working set, and their table.
 
-    The rows of the table: the trajectory, the event, the index of the step, the fraction of the step (infinite if the
-    trajectory has ended before), and the time. ``select(ids)`` returns the parameters of some trajectories.
+    The rows of the table: the trajectory, the event, the index of the step, the fraction of the step (infinite if another
+    event has ended the step before), and the time. ``select(ids)`` returns the parameters of some trajectories.
     """
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
@@ -87,13 +88,13 @@ class EventWatch:
         return [step.accepted & mask for mask in changed]
 
     def extracted(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
-        """Return the step of some columns, or with `end` only its end, and the sign changes of conditions."""
+        """Return the step of some columns, or only its end if `end` is true, and the sign changes of conditions."""
         before, after = zip(*self.pairs)
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
         return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
 
     def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
-        """Store the step of some columns, which no event ends, to locate the events of many columns together."""
+        """Store the step of some columns that no event ends, to locate the events of many columns together."""
         self._postponed.append(self.extracted(step, columns, crossed))
         self._postponed_count += len(columns)
         if self._postponed_count > _MANY:
@@ -104,10 +105,10 @@ class EventWatch:
             self.cut(CrossedSteps.joined(self._postponed))
             self._postponed, self._postponed_count = [], 0
 
-    def cut(self, kept: CrossedSteps) -> StepEvents:
-        """Locate and store the events of steps, and end the steps at terminal events."""
-        step, crossed = kept.step, [np.flatnonzero(row) for row in kept.crossed]
-        pairs = list(zip(kept.before, kept.after))
+    def cut(self, steps: CrossedSteps) -> StepEvents:
+        """Locate and store the events of steps, and end the steps at events that are terminal or act."""
+        step, crossed = steps.step, [np.flatnonzero(row) for row in steps.crossed]
+        pairs = list(zip(steps.before, steps.after))
         found = self.located(step, [rows if rows.size else None for rows in crossed], pairs)
         if found.ended is not None:
             ended = np.flatnonzero(found.ended)
@@ -127,13 +128,13 @@ class EventWatch:
             found.append((e, columns, x))
             if event.stops:
                 states = states.copy() if states is step.new else states
-                earlier = x <= last[columns]  # if two coincide, the last in the list counts
+                earlier = x <= last[columns]  # if two events coincide, the later one in the list ends the step
                 last[columns] = np.where(earlier, x, last[columns])
                 ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
         located = [self._entered(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
         ended = None if states is step.new else last < np.inf
-        return StepEvents([one for one in located if one], ended, last, states, found)
+        return StepEvents([event for event in located if event], ended, last, states, found)
 
     def _located(self, event: Event, step: Step, before: Array, after: Array) -> tuple[Array, Array]:
         """Return the fractions of the step at which a condition vanishes, and the states there.
@@ -168,17 +169,17 @@ class EventWatch:
     def _entered(
         self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
     ) -> LocatedEvent | None:
-        """Write an event to the table; return it without the columns in which another event ended the step before."""
+        """Write an event to the table; return it without the columns in which another event ended the step earlier."""
         # Rounding mustn't move an event beyond the end of the step.
         time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
-        known, terminal = x <= last[columns], self._events[e].stops
-        part = np.where(known, x, np.inf)
+        occurred, terminal = x <= last[columns], self._events[e].stops
+        part = np.where(occurred, x, np.inf)
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
         self.note(step, e, columns, part, time)
         if several:
-            kept = np.flatnonzero((ender[columns] == e) if terminal else known)
-            columns, x, time, row = columns[kept], x[kept], time[kept], row[kept]
+            chosen = np.flatnonzero((ender[columns] == e) if terminal else occurred)
+            columns, x, time, row = columns[chosen], x[chosen], time[chosen], row[chosen]
         return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
 
     def note(self, step: Step, e: int, columns: Array, part: Array, time: Array) -> None:
@@ -194,22 +195,25 @@ class EventWatch:
         return np.concatenate(self._rows, axis=1) if self._rows else None
 
 
-def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:
-    """Return the next point of the method ITP (interpolate, truncate, project); `reach`: 1, halved with each evaluation.
+def _projected(low: Array, high: Array, before: Array, after: Array, radius: float) -> Array:
+    """Return the next point of the method ITP (interpolate, truncate, project); `radius`: 1, halved with each evaluation.
 
-    It is the root of the secant, moved towards the middle of the bracket, and limited to an allowed distance from it. The
-    method takes about as few evaluations as the secant method, and at most one more than bisection.
+    The point is the root of the secant, moved towards the middle of the bracket, and limited to an allowed distance from
+    the middle. The method takes about as few evaluations as the secant method, and at most one more than bisection.
     """
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)
-    away, allowed = middle - x, reach - 0.5 * width
+    distance, allowed = middle - x, radius - 0.5 * width
     shift = np.maximum(TRUNCATION * width * width, 0.5 * RESOLUTION)
-    x = np.where(np.abs(away) <= shift, middle, np.where(away > 0, x + shift, x - shift))
-    return np.where(np.abs(x - middle) <= allowed, x, np.where(away > 0, middle - allowed, middle + allowed))
+    x = np.where(np.abs(distance) <= shift, middle, np.where(distance > 0, x + shift, x - shift))
+    return np.where(np.abs(x - middle) <= allowed, x, np.where(distance > 0, middle - allowed, middle + allowed))
 
 
 def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
-    """Return the (event, time) pairs of each trajectory, given the sorted events of all; times may be traced."""
+    """Return the (event, time) pairs of each trajectory, given the sorted events of all trajectories.
+
+    `times` may be traced.
+    """
     found: dict[int, list[tuple[int, Any]]] = {}
     every = times if isbox(times) else times.tolist()
     for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):
@@ -221,7 +225,7 @@ def in_order(rows: np.ndarray) -> np.ndarray:
     """Return the indices of events that occurred, sorted by trajectory and time, given the rows of a table."""
     ids, event, number, part = rows[:4]
     step = ids * (number.max(initial=0.0) + 1.0) + number
-    order = np.argsort(step, kind="stable")  # fast for sorted events, as those of kernels
+    order = np.argsort(step, kind="stable")  # fast for sorted events, such as those of kernels
     step = step[order]
     if (step[1:] == step[:-1]).any():
         order = np.lexsort((event, part, number, ids))
@@ -231,9 +235,9 @@ def in_order(rows: np.ndarray) -> np.ndarray:
 def traced_times(
     ids: np.ndarray, times: np.ndarray, places: np.ndarray, live: np.ndarray, reached: Array, crossed: Array
 ) -> Array:
-    """Return the times of events, shape (m,), with derivatives; for failed trajectories (not `live`) the plain times.
+    """Return the times of events, shape (m,), with derivatives, and plain times for failed trajectories (not in `live`).
 
-    `places`: the index of each time in `crossed`, or -1 for events that ended trajectories, whose times are in `reached`,
+    `places`: the index of each time in `crossed`; -1 if the event ended its trajectory, whose final time is in `reached`,
     shape (N,).
     """
     place = np.where(places < 0, ids, len(live) + places) + len(ids)

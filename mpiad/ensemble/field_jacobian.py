@@ -1,9 +1,9 @@
-"""The exact Jacobian of f for many trajectories: by a program if f can be traced, otherwise by tangents.
+"""The exact Jacobian of f for many trajectories, computed by a program if f can be traced, otherwise by tangents.
 
 The program (`jacobian_program`) computes only the entries that aren't structurally zero, so a sparse Jacobian costs little
 more than f. Tangents need one direction per component of the state.
 
-The derivatives of this program, for tangents and adjoints of Rosenbrock methods, are also in this file.
+Tangents and adjoints of Rosenbrock methods need second derivatives of f; their programs are also derived in this file.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class JacobianProgram(NamedTuple):
 
 @lru_cache(_MOST_PROGRAMS)
 def jacobian_program(program: Program) -> JacobianProgram:
-    """Return the derivatives of f with respect to state and time."""
+    """Return the program that computes the derivatives of f with respect to state and time."""
     d, builder = program.groups["state"], Builder()
     outputs = derivatives_by_inputs(builder, program, {"state": None, "time": None})
-    kept = {place: number for place, number in outputs.items() if builder.value(number) != 0}
-    places, slopes = ([place for place in kept if (place[1] == d) is timed] for timed in (False, True))
-    made = builder.program(program.groups, [kept[place] for place in places + slopes])
-    return JacobianProgram(made, tuple(places), tuple(i for i, _ in slopes))
+    nonzero = {place: number for place, number in outputs.items() if builder.value(number) != 0}
+    places, slopes = ([place for place in nonzero if (place[1] == d) is timed] for timed in (False, True))
+    derived_program = builder.program(program.groups, [nonzero[place] for place in places + slopes])
+    return JacobianProgram(derived_program, tuple(places), tuple(i for i, _ in slopes))
 
 
 def second_tangent_program(program: Program) -> Program:
@@ -58,8 +58,8 @@ def second_tangent_program(program: Program) -> Program:
     Its additional groups of inputs are "direction" (components of the state, then time) and "tangent" (components of the
     state, then parameters). It has one output per component of f.
     """
-    along = simplify(jvp(program, {"state": None, "time": None}, seeds="direction"))
-    return simplify(jvp(along, {"state": None, "parameter": None}, seeds="tangent"))
+    derivative = simplify(jvp(program, {"state": None, "time": None}, seeds="direction"))
+    return simplify(jvp(derivative, {"state": None, "parameter": None}, seeds="tangent"))
 
 
 def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Program:
@@ -73,7 +73,7 @@ def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Pr
 
 
 _Derived = TypeVar("_Derived")
-# Number of trajectories for which a program is compared with f if the arrays are on a device.
+# Number of trajectories for which the values of a program and of f are compared if the arrays are on a device.
 _COMPARED_TRAJECTORIES = 3
 
 
@@ -96,7 +96,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
     if is_on_device(batch):
         raise TypeError(
             f"solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed ({found}). Write "
-            "it with functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
+            "f with functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
         )
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:
@@ -108,7 +108,7 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
     """Return `derivative` of the program of f, or the reason why f can't be traced; the result is cached."""
     batch = _on_host(batch)
 
-    def made(_: bool) -> _Derived | str:
+    def derive(_: bool) -> _Derived | str:
         try:
             program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
             verify(program, batch)
@@ -116,12 +116,12 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
         except (Untraceable, Refusal) as error:
             return str(error)  # as text, since the exception holds references to f's frames
 
-    found: Any = remembered(made, batch, (), derivative.__name__)
+    found: Any = remembered(derive, batch, (), derivative.__name__)
     return found
 
 
 def _on_host(batch: Batch) -> Batch:
-    """Return a few trajectories of a batch on a device, as host arrays; a batch on the host is returned unchanged."""
+    """Return a batch on the host unchanged; for a batch on a device, return a few of its trajectories as host arrays."""
     if not is_on_device(batch):
         return batch
     few = batch.share(slice(0, _COMPARED_TRAJECTORIES))
@@ -143,15 +143,15 @@ def _check_differentiable(jacobian: Jacobian, batch: Batch, untraced: str) -> No
 
 
 class _ProgramJacobian:
-    """The Jacobian by a program, whose operations are computed one after the other for all columns."""
+    """The Jacobian computed by a program, one operation after the other for all columns."""
 
-    def __init__(self, found: JacobianProgram, packing: ParameterPacking):
-        self._program, self._places, self._slopes = found
-        self._layout, self._p, self._rows = packing, None, {}
+    def __init__(self, jacobian: JacobianProgram, packing: ParameterPacking):
+        self._program, self._places, self._slopes = jacobian
+        self._packing, self._p, self._rows = packing, None, {}
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
         if p is not self._p:  # p is a new object if the trajectories have changed
-            self._p, self._rows = p, self._layout.numbers(_leaves(p), u.shape[1], u.dtype)
+            self._p, self._rows = p, self._packing.numbers(_leaves(p), u.shape[1], u.dtype)
         values = evaluated(self._program, u, self._rows, [t])
         for (i, j), value in zip(self._places, values):
             out[i, j] = value
@@ -164,7 +164,7 @@ class _ProgramJacobian:
 
 
 class _TangentJacobian:
-    """The Jacobian by tangents of f: one per component of the state, and one for time."""
+    """The Jacobian computed by tangents of f, one per component of the state, and one for time."""
 
     def __init__(self, field: Field, d: int):
         self._field, self._d = field, d

@@ -1,4 +1,4 @@
-"""`fit`: independent least-squares fits of all trajectories of an ensemble, which run together."""
+"""`fit`: independent least-squares fits of all trajectories of an ensemble, computed together."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ class FitResult:
         free = self.active_mask == 0
         columns, norms = scaled_factor(self._factor, free)
         _, values, rows = np.linalg.svd(columns, full_matrices=False)
-        place = np.arange(values.shape[1]) < np.count_nonzero(free, axis=1)[:, None]
+        used = np.arange(values.shape[1]) < np.count_nonzero(free, axis=1)[:, None]
         with np.errstate(all="ignore"):
-            root = np.where(place[..., None], rows / values[..., None], 0.0) / norms[:, None]
+            root = np.where(used[..., None], rows / values[..., None], 0.0) / norms[:, None]
             found = np.swapaxes(root, 1, 2) @ root
             if not absolute_sigma:
                 excess = self._residuals - np.count_nonzero(free, axis=1)
@@ -118,7 +118,7 @@ class FitResult:
 
 
 def joined_fits(parts: Sequence[FitResult]) -> FitResult:
-    """Return one result that concatenates several."""
+    """Return the concatenation of several results."""
     if len(parts) == 1:
         return parts[0]
     names = [field.name for field in fields(FitResult)]
@@ -132,7 +132,10 @@ _CALLED = (
 
 
 class Residuals:
-    """The residuals ``fun(u, p, data)`` of some trajectories; `shape`: of a state; `count`: residuals per trajectory."""
+    """The residuals ``fun(u, p, data)`` of some trajectories.
+
+    `shape`: the shape of a state. `count`: the number of residuals per trajectory, or 0 before the first call.
+    """
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):
         self._fun, self._shape, self.count = fun, shape, 0
@@ -150,17 +153,17 @@ class Residuals:
                 self._check(x, u, ids, columns)
             r, jacobian = self._linearized(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
             cost = 0.5 * np.add.reduce(r * r, axis=0)[:count]
-        table = np.empty((count, len(r), m + 1))
-        table[:, :, m] = r.T[:count]
+        matrices = np.empty((count, len(r), m + 1))
+        matrices[:, :, m] = r.T[:count]
         for j, column in enumerate(jacobian):
-            table[:, :, j] = column.T[:count]
+            matrices[:, :, j] = column.T[:count]
         # If the solve failed, the cost is infinite, and the step is rejected. LAPACK needs finite numbers.
-        good = np.isfinite(cost) & np.isfinite(table).all(axis=(1, 2))
-        table[~good] = 0.0
+        finite = np.isfinite(cost) & np.isfinite(matrices).all(axis=(1, 2))
+        matrices[~finite] = 0.0
         factor = np.zeros((count, m + 1, m + 1))
         # QR instead of JᵀJ, whose condition number is the square of the condition number of J.
-        factor[:, : min(len(r), m + 1)] = np.linalg.qr(table, mode="r")
-        return Evaluation(np.where(good, cost, np.inf), factor)
+        factor[:, : min(len(r), m + 1)] = np.linalg.qr(matrices, mode="r")
+        return Evaluation(np.where(finite, cost, np.inf), factor)
 
     def _by_columns(self, u: Array) -> Array:
         """Return saved states, (n, n_saved, d), with states in the shape of u0, and trajectories along the last axis."""
@@ -181,22 +184,22 @@ class Residuals:
                 raise TypeError(f"fit: the residuals can't be differentiated ({error}). {advice}") from error
             found = [bundle.parts(part) for part in parts]
         values = [_rows(value) for value, _ in found]
-        along = []
+        columns = []
         for j in range(len(x)):
             parts = [None if gs is None else gs[j] for _, gs in found]
-            along.append(np.concatenate([np.zeros_like(v) if g is None else _rows(g) for v, g in zip(values, parts)]))
-        return np.concatenate(values), along
+            columns.append(np.concatenate([np.zeros_like(v) if g is None else _rows(g) for v, g in zip(values, parts)]))
+        return np.concatenate(values), columns
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
-        """Check that columns don't depend on each other, by calls with all columns, and with copies of the first."""
-        # The two calls have different numbers of columns: otherwise, if all columns are equal, they would always agree.
+        """Check that columns don't depend on each other, by a call with all columns and a call with copies of the first."""
+        # The numbers of columns of the two calls differ; otherwise the calls would always agree if all columns are equal.
         copies = np.zeros(3 if len(columns) == 2 else 2, int)
         first = self._plain(x[columns], u, ids[columns])[:, 0]
-        alone = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
-        if len(first) != len(alone) or not np.allclose(first, alone, rtol=1e-9, atol=1e-12, equal_nan=True):
+        copied = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
+        if len(first) != len(copied) or not np.allclose(first, copied, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
-                f"fit: the residuals of a trajectory depend on the others: the first has {first[:4]} among {len(columns)} "
-                f"columns, but {alone[:4]} alone. {_CALLED}"
+                f"fit: the residuals of a trajectory depend on the others: those of the first are {first[:4]} in a call "
+                f"with all {len(columns)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
             )
         self.count = len(first)
 
@@ -381,11 +384,12 @@ def fit(
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
-        How to run the solves. With `EnsembleMPI` each rank fits its share, and nothing is communicated until all are done.
+        The backend of the solves. With `EnsembleMPI` each rank fits its share; ranks communicate only before the fits, to
+        compare their arguments, and after the fits, to exchange the results.
     data : pytree of arrays, optional
         Data of the residuals, each array with one row per trajectory.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
-        Times of u, as for `solve`.
+        Times at which u is saved, as for `solve`.
     prob_generator : callable, optional
         ``prob_generator(problem, x)`` returns the problem with the variables x, for example ``remake(problem, u0=x[:2],
         p=x[2:])``; written for one trajectory with the functions of autograd.numpy, and called with columns. By default x
@@ -394,10 +398,11 @@ def fit(
         Lower and upper bounds, each a number or an array of shape (m,) or (N, m).
     ftol, xtol, gtol : float
         Tolerances for termination. A fit ends if the actual and the predicted change of the cost are at most
-        ``ftol * cost``. It also ends if the scaled step is shorter than `xtol` times the scaled x, or if all entries of the
-        gradient, except for variables held by a bound, are at most `gtol`.
+        ``ftol * cost``. It also ends if the scaled step is shorter than `xtol` times the scaled x, or if no entry of the
+        gradient, except for variables held by a bound, has an absolute value greater than `gtol`.
     x_scale : array or "jac"
-        Scales of the variables: a number or an array of shape (m,) or (N, m); by default, norms of the Jacobian's columns.
+        Scales of the variables: a number or an array of shape (m,) or (N, m). By default, the inverse of the largest norm
+        so far of each column of the Jacobian.
     max_nfev : int, optional
         Maximum number of solves per trajectory; 100 m by default.
     rtol, atol, dt, dtmax, max_steps
@@ -422,7 +427,7 @@ def fit(
     Notes
     -----
     The derivatives are those of the accepted steps of the solves, exact up to rounding. A step of a fit minimizes the
-    damped quadratic model within the bounds. If the solve fails at the new point, the step is rejected and the next one is
+    damped quadratic model within the bounds. If the solve fails at the new point, the step is rejected, and the next one is
     shorter. If f computes each column independently, the results of a fit don't depend on other fits or ranks, bit for bit.
 
     Examples
@@ -449,7 +454,7 @@ def fit(
 
 def _compiler(plan: FitPlan, together: bool = False) -> Compiler:
     count, m = plan.start.shape
-    # "auto" compiles if the number of columns, of states and their m tangents, is large enough.
+    # "auto" compiles if the number of states and of their tangents, m per trajectory, is large enough.
     return Compiler(plan.options, count * (1 + m), together)
 
 
@@ -458,19 +463,19 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     compiler, count = _compiler(plan, together=True), len(plan.start)
     bounds = mpi.bounds(count, used.size)
     with raising_together(used, Exception):
-        mine = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-    warnings, parts = zip(*used.data.allgather((compiler.warnings, mine)))
+        share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+    warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
     compiler.log_warnings(warnings, used.rank)
     every = joined_fits(parts)
     # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
     mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)
     if used.rank == 0:
         report("fit", "fits", every.retcode)
-    return every if mpi.gather else mine
+    return every if mpi.gather else share
 
 
 def _share(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
-    """Fit some trajectories, numbered from 0, batch by batch."""
+    """Fit the trajectories with the indices `numbers`, batch by batch."""
     size = max(1, given.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
     return joined_fits([_fitted(given, plan, compiler, numbers) for numbers in batches])

@@ -4,7 +4,8 @@ Events at the start act before the first step. Later events act during the solve
 (`compiled.jump_text`): a step ends at an event, and the trajectory continues from the state after it. For derivatives all
 steps form one record, with jumps between steps (`jumps`). It is differentiated like the record of any solve
 (`differentiable`), also with respect to given times. The time at which a condition vanishes depends on the trajectory, and
-so do all later times (the saltation term). Trajectories that fail contribute no derivatives, not even before an event.
+so do all later times (the saltation term). Trajectories that fail contribute no derivatives, not even of states before an
+event.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from mpiad.ensemble.solution import EnsembleSolution
 
 
 class GivenTimes:
-    """The given times of a batch of plain arrays.
+    """The given times of events, for a batch of plain arrays.
 
-    - `signs`: shape (N,); -1 for trajectories that go backwards.
-    - `times`: shape (m + 1, N); sorted in the direction of the solve; the last is infinite.
+    - `signs`: shape (N,); -1 for trajectories integrated backwards in time, otherwise 1.
+    - `times`: shape (m + 1, N); sorted in the direction of the solve; the times in the last row are infinite.
     - `event`: int, shape (m + 1, N); the event at each time.
     - `first`: int, shape (N,); the index of the first time that isn't before the start.
     """
@@ -46,19 +47,19 @@ class GivenTimes:
         shape = len(given) + 1, batch.size
         # One column is enough if all trajectories have the same times and direction.
         same_times = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
-        own = signs[:1] if same_times else signs
-        ahead = np.stack([np.full(len(own), np.inf), *(own * time for _, time in given)])
+        directions = signs[:1] if same_times else signs
+        signed = np.stack([np.full(len(directions), np.inf), *(directions * time for _, time in given)])
         event = np.array([[-1], *([e] for e, _ in given)])
         # At equal times, earlier events in the list come first.
-        order = np.lexsort((np.broadcast_to(event, ahead.shape), ahead), axis=0)
-        ahead = np.take_along_axis(ahead, order, axis=0)
+        order = np.lexsort((np.broadcast_to(event, signed.shape), signed), axis=0)
+        signed = np.take_along_axis(signed, order, axis=0)
         self._order = np.broadcast_to(order, shape)
         self.event = np.broadcast_to(event[order, 0], shape)
-        self.first = np.count_nonzero(ahead < signs * batch.start, axis=0)
-        self.times = np.broadcast_to(own * ahead, shape)
+        self.first = np.count_nonzero(signed < signs * batch.start, axis=0)
+        self.times = np.broadcast_to(directions * signed, shape)
 
     def _of(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Return events and their times, each a number or of shape (N,); parameters may be traced."""
+        """Return the indices of events and their given times, each a number or of shape (N,); parameters may be traced."""
         found = []
         for e, event in self._events:
             for time in event.due(batch.p.build(batch.p.leaves)):
@@ -74,9 +75,9 @@ class GivenTimes:
             )
 
     def passed(self, stop: Array) -> Array:
-        """Return the given times that have passed; `stop`, int, shape (N,): the indices of the next times.
+        """Return the given times that have passed, one per column; `stop`, int, shape (N,): the indices of the next times.
 
-        The rows are the trajectories, the events, the times, and -1 minus the index among the given times.
+        The rows are the trajectories, the events, the times, and -1 minus the indices of the times in `times`.
         """
         slot = np.arange(len(self.times))
         ids, slot = np.nonzero((self.first[:, None] <= slot) & (slot < stop[:, None]))
@@ -135,22 +136,22 @@ def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings:
 
 
 class _HappenedEvents:
-    """All events of a solve, sorted: trajectories `ids`, indices `event`, and `times`, each of shape (m,)."""
+    """All events of a solve, sorted; `ids`, `event`, `times`: trajectories, indices of events and times, of shape (m,)."""
 
     def __init__(self, outcome: Outcome, given: GivenTimes):
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         ids, event, _, _, times = table
-        # The last row: the column of the table for conditions, -1 minus the index for given times.
+        # The last row: for conditions the column of the table, for given times -1 minus their index.
         found = np.stack([ids, event, times, np.arange(len(ids))])
         passed = given.passed(outcome.slots)
         if passed.size:
             found = np.concatenate([found, passed], axis=1)
-            # At equal times conditions come first.
+            # At equal times, roots of conditions come first.
             found = found[:, np.lexsort((given.signs[found[0].astype(int)] * found[2], found[0]))]
         (self.ids, self.event, self._source), self.times = found[[0, 1, 3]].astype(int), found[2]
 
     def traced(self, run: Run, due: Array, reached: Array, crossed: Array) -> Array:
-        """Return the times of events with derivatives, from given times `due`, (slots, N), end times, and `Run.crossed`."""
+        """Return the times of events with derivatives, from given times `due`, final times `reached` and `Run.crossed`."""
         ids, source = self.ids, self._source
         given = len(crossed) + (-1 - source) * due.shape[1] + ids
         places = np.where(source < 0, given, np.append(run.crossed_row, -1)[np.maximum(source, 0)])

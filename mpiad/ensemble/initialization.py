@@ -18,7 +18,7 @@ from mpiad.ensemble.settings import Settings
 
 
 def least_step(t: Array) -> Array:
-    """Return the smallest steps at times t: ten times the resolution of time there, as in SciPy."""
+    """Return the sizes of the smallest steps at times t: ten times the spacing of floating-point numbers, as in SciPy."""
     return 10 * (np.nextafter(t, np.inf) - t)
 
 
@@ -38,14 +38,14 @@ Joint: TypeAlias = Callable[[Array, Array], Array]
 
 
 class Initialization:
-    """The waiting trajectories of a batch."""
+    """The queue of the trajectories that haven't entered the working set, and properties of all trajectories."""
 
     def __init__(self, batch: Batch, settings: Settings):
         self._batch, self._settings = batch, settings
         self.derivative: Derivative = derivative_of(batch.f, batch.shape)
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._backward = bool((self.signs < 0).any())
-        # Trajectories with an empty tspan keep their initial states.
+        # Trajectories with an empty tspan take no steps.
         self._queue = np.flatnonzero(batch.end != batch.start)
         real = batch.u0.real.dtype
         self.rtol, self.atol = np.array(settings.rtol, real), np.array(settings.atol, real)

@@ -20,21 +20,23 @@ from mpiad.ensemble.step_sweep import Columns
 # The departure of a condition from its root after an affect: its next sign, and the time until it vanishes again.
 #
 # After the affect the condition may still be zero, up to rounding: a bouncing ball, for example, is still on the ground.
-# Its next sign is determined from its values a little later, after one step of Euler's and one of Heun's method. The three
-# values define a parabola, whose second root is the time at which the condition vanishes again.
+# The next sign is determined from values of the condition a little later, after one step of Euler's and one of Heun's
+# method. The three values define a parabola, whose second root is the time at which the condition vanishes again.
 
 # A condition is considered to be at its root if its absolute value is at most AT_ROOT times its absolute value before the
-# affect, or at most OF_WAY times its change along the trajectory since the event last acted.
+# affect, or at most OF_WAY times its estimated change along the trajectory since the event last acted.
 AT_ROOT, OF_WAY = 1e3, 1e-12
-# Bounds on the step of both methods: AHEAD and AHEAD_OF_SHORT times the time since the last event, LEAST_AHEAD times tspan.
+# Bounds on the step of both methods: AHEAD and AHEAD_OF_SHORT times the time since the event last acted, and LEAST_AHEAD
+# times the length of tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
-# A condition is expected to vanish again and again if it returns within the fraction AT_ONCE of tspan, and the event last
-# acted within the fraction SHORT_PIECE of tspan before.
+# A condition is expected to vanish again and again if it returns within the fraction AT_ONCE of tspan, and either the event
+# last acted within the fraction SHORT_PIECE of tspan before, or the slope of the condition is zero.
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
 # In steps shorter than this fraction of tspan, rounding errors may determine the sign of a condition near its root.
 UNRESOLVED = 1e-9
 LEAST = 1e-300  # absolute value assigned to a condition of which only the sign is known
-# More successive events than this number, each within this fraction of tspan, are considered an infinite sequence.
+# At least MOST_SHORT successive intervals between events, each of at most the fraction SHORT of tspan, are considered to be
+# the beginning of an infinite sequence.
 SHORT, MOST_SHORT = 1e-6, 10
 
 
@@ -43,7 +45,7 @@ class Departure(NamedTuple):
 
     side: Array  # shape (n,); the next sign of the condition; 0 if it isn't at its root
     back: Array  # shape (n,); the time until the condition vanishes again in the event's direction, or infinity
-    endless: Array  # bool, shape (n,); whether it would vanish again and again
+    endless: Array  # bool, shape (n,); whether the condition is expected to vanish again and again
 
 
 def distance_ahead(elapsed: Array, span: Array) -> Array:
@@ -61,7 +63,7 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
     before, now, euler, heun = values
     ahead, change, curvature = distance_ahead(elapsed, span), euler - now, heun - euler
     at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(change * elapsed / ahead))
-    # If the slope is zero, the sign is that of the curvature.
+    # If the slope is zero, the sign is opposite to that of the curvature, and the parabola returns to zero at once.
     side = np.where(change != 0, np.sign(change), -np.sign(curvature))
     returns = at_root & (side * curvature < 0) & ((direction == 0) | (side * direction < 0))
     back = np.where(returns, -ahead * change / curvature, np.inf)
@@ -74,12 +76,13 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
 #
 # If M is singular, with the null vectors N of M and L of Mᵀ, f determines u' only up to a vector N z. The algebraic
 # equations Lᵀ f = 0 hold along a trajectory, so Lᵀ (f_u u' + f_t) = 0. One Newton step with N A⁻¹ Lᵀ (see
-# `consistent_start`) gives N z. If values are traced, a second step gives first derivatives, and a third one second ones.
+# `consistent_start`) gives N z. If values are traced, the second step gives first derivatives, and the third step gives
+# second derivatives.
 _STEPS = 3
 
 
 def mass_matrix_rhs(batch: Batch, mass: Array | None, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-    """Return u' for at least two columns, shape (d, n); `u`, `leaves` and `t` may be traced."""
+    """Return u' of solutions of M u' = f, shape (d, n), for at least two columns; `u`, `leaves` and `t` may be traced."""
     field = Field(batch)
     rate = field.array(u, leaves, t)
     if mass is None:
@@ -105,11 +108,11 @@ class Jump(NamedTuple):
 
     ids: Array  # int, shape (n,); the trajectories
     number: Array  # int, shape (n,); the number of steps before the jump
-    event: int | Array
+    event: int | Array  # the index of the event, or int, shape (n,)
     slot: Array  # int, shape (n,); the index of the given time; FOUND if the event was at a root of its condition
     time: Array  # shape (n,)
-    before: Array  # shape (d, n)
-    after: Array  # shape (d, n)
+    before: Array  # shape (d, n); the states before the event
+    after: Array  # shape (d, n); the states after the event
 
     def chosen(self, mask: Array) -> Jump:
         """Return the jumps of the trajectories in a mask."""
@@ -145,12 +148,12 @@ class Jumps:
 
     @cached_property
     def still(self) -> Array:
-        """Per jump, whether no step ends there, since the start or another jump precedes it at the same time."""
+        """Per jump, whether no step ends at it, since it occurs at the start or directly after another jump."""
         return (self.turn > 0) | (self.number == 0)
 
     @cached_property
     def lengthens(self) -> Array:
-        """Per jump, whether it is at a given time at which a step ends. This time determines the size of the step."""
+        """Per jump, whether it occurs at a given time at which a step ends; this time determines the size of the step."""
         return ~self.still & (self.slot != FOUND)
 
     def bounds(self, count: int) -> Array:
@@ -160,8 +163,8 @@ class Jumps:
     def before_steps(self) -> Jumps:
         """Return the jumps before the first step."""
         mask = self.number == 0
-        own = Jump(self.ids, self.number, self.event, self.slot, self.time, self.before, self.after).chosen(mask)
-        return Jumps([own], np.ones(int(own.ids.max(initial=-1)) + 1, bool))
+        first = Jump(self.ids, self.number, self.event, self.slot, self.time, self.before, self.after).chosen(mask)
+        return Jumps([first], np.ones(int(first.ids.max(initial=-1)) + 1, bool))
 
     def at_start(self) -> list[Array]:
         """Return the indices of the jumps before the first step, at most one per trajectory in each array."""

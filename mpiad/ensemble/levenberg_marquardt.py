@@ -2,9 +2,9 @@
 
 In each round every active problem tries one step, and these steps are evaluated together. A problem is represented by the
 triangular factor R of [J r], with the Jacobian J of the residuals r. Steps are computed from R, so their cost doesn't
-depend on the number of residuals. J'J isn't formed, since its condition number is the square of J's. A step minimizes the
-damped quadratic model within the bounds, by an active-set method. All operations treat problems separately, so the results
-of a problem don't depend on other problems.
+depend on the number of residuals. J'J isn't formed, since its condition number is the square of the condition number of J.
+A step minimizes the damped quadratic model within the bounds, by an active-set method. All operations treat problems
+separately, so the results of a problem don't depend on other problems.
 
 References
 ----------
@@ -23,18 +23,19 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.outcome import ConvergenceCode
 
-_START_DAMPING = 1e-2
+_START_DAMPING = 1e-2  # the initial damping, relative to the largest squared norm of the columns of the scaled Jacobian
 # The smallest factor by which the damping is multiplied after a step for which the model was accurate.
 _LEAST_SHRINKAGE = 0.1
 _LEAST_RATIO = 1e-4  # smallest ratio of the actual to the predicted decrease for which a step is accepted
 # Columns are linearly dependent if the ratio of their smallest to their largest singular value is at most this number.
 _SINGULAR = 1e-12
-# A short step means convergence only if its damping is below this fraction of that of the last step to undefined residuals.
+# A short step means convergence only if its damping is less than this fraction of the damping of the last step to a point
+# at which the residuals were undefined.
 _NEAR_FAILURE = 0.01
 # Maximum number of active sets that are tried per step and variable; usually two or three are enough.
 _ACTIVE_SETS = 10
 
-_ACTIVE = -1
+_ACTIVE = -1  # the code of problems that haven't ended
 
 
 class Evaluation(NamedTuple):
@@ -111,7 +112,7 @@ class _Problems:
         self._rescale(np.arange(count), first=True)
         norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._scale
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
-        # The damping of the last step to a point without a finite value.
+        # The damping of the last step to a point at which the residuals were undefined.
         self._failed_damping = np.full(count, np.inf)
         self._set_code(self.active, self._optimality(self.active) <= stopping.gtol)
         self._set_code(self.active, self._nfev[self.active] >= stopping.max_nfev, ConvergenceCode.MaxIters)
@@ -137,7 +138,7 @@ class _Problems:
         failed = ~np.isfinite(found.cost)
         self._failed_damping[ids[failed]] = self._damping[ids[failed]]
         near_failure = self._damping[ids] >= _NEAR_FAILURE * self._failed_damping[ids]
-        self._take(ids[better], trial[better], found.rows(better))
+        self._accept(ids[better], trial[better], found.rows(better))
         shrinkage = np.maximum(_LEAST_SHRINKAGE, 1 - (2 * np.minimum(ratio, 1.0) - 1) ** 3)
         self._damping[ids] *= np.where(better, shrinkage, self._growth[ids])
         self._growth[ids] = np.where(better, 2.0, 2 * self._growth[ids])
@@ -156,7 +157,7 @@ class _Problems:
         every = np.arange(len(self._x))
         held, succeeded = self._held(every), self._codes == ConvergenceCode.Success.code
         columns, _ = scaled_factor(self._factor[succeeded], ~held[succeeded])
-        # Variables that are held at a bound add singular values of zero, which come last.
+        # Variables that are held by a bound add singular values of zero, which come last.
         values, free = np.linalg.svd(columns, compute_uv=False), np.count_nonzero(~held[succeeded], axis=1)
         least = np.take_along_axis(values, np.maximum(free - 1, 0)[:, None], axis=1)[:, 0]
         codes = self._codes.copy()
@@ -167,14 +168,14 @@ class _Problems:
         return Minima(self._x, cost, optimality, side, self._nfev, self._njev, codes, self._factor)
 
     def _held(self, ids: Array) -> Array:
-        """Return which variables are at a bound that a descent step would violate, shape (n, m)."""
+        """Return a mask, shape (n, m), of the variables at a bound that a descent step would violate."""
         x, g = self._x[ids], self._gradient[ids]
         return ((x <= self._lower[ids]) & (g >= 0)) | ((x >= self._upper[ids]) & (g <= 0))
 
     def _optimality(self, ids: Array) -> Array:
         return np.abs(np.where(self._held(ids), 0.0, self._gradient[ids])).max(axis=1, initial=0.0)
 
-    def _take(self, ids: Array, x: Array, found: Evaluation) -> None:
+    def _accept(self, ids: Array, x: Array, found: Evaluation) -> None:
         self._x[ids], self._cost[ids], self._factor[ids] = x, found.cost, found.factor
         self._gradient[ids] = _gradient(found.factor)
         self._njev[ids] += 1
@@ -197,7 +198,8 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
     """Return the steps that minimize the damped models within the bounds, and their end points, by an active-set method.
 
     An iteration moves towards the minimum over the free variables, up to the first bound; the variable at this bound is
-    then fixed. At a minimum the fixed variable whose Lagrange multiplier has the wrong sign, and is largest, is freed.
+    then fixed. At a minimum one fixed variable is freed: the variable with the largest Lagrange multiplier of the wrong
+    sign, if any.
     `damping`: shape (n, m); the square roots of the numbers that are added to the diagonal of J'J.
     """
     fixed, end, todo = held.copy(), x.copy(), np.arange(len(x))

@@ -1,12 +1,12 @@
 """The adjoint of events that change the state: of their affects, and of their times.
 
 The affect A of an event at the time τ maps u⁻, the state at the end of a step or after the previous event, to the state
-u⁺ = A(u⁻, p, τ), a jump. The transpose of the Jacobian of A maps the cotangent λ⁺ of u⁺ to the cotangent λ⁻ of u⁻. The
-nonzero entries of the Jacobians are computed for all events of a run before the backward sweep.
+u⁺ = A(u⁻, p, τ). This is a jump. The transpose of the Jacobian of A maps the cotangent λ⁺ of u⁺ to the cotangent λ⁻ of u⁻.
+The nonzero entries of the Jacobians are computed for all events of a run before the backward sweep.
 
 If τ changes, all later steps are shifted; σ⁺ is the cotangent of this shift. The cotangent of a given time is σ⁺ + A_τ·λ⁺,
 plus the cotangent of the size of the step that ends there. The cotangent of the time of a root is propagated to the inputs
-of the condition (`pull_event`). If a given time coincides with an earlier event, its change by δ changes u⁻ by u' δ.
+of the condition (`pull_event`). If a given time coincides with an earlier event, its change δ changes u⁻ by u' δ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpiad.ensemble.step_sweep import Columns
 
 
 class LinearJumps:
-    """Jumps of a run in the backward sweep: all, or the jumps before the first steps if a kernel processes the others.
+    """Linearized jumps for the backward sweep: all jumps, or those before the first steps if a kernel processes the others.
 
     - `places`: the indices of the differentiated leaves of the parameters. `timed`: whether times are differentiated.
     - `due`: shape (times, N); cotangents of the given times of events.
@@ -39,7 +39,7 @@ class LinearJumps:
         # The last row is for jumps that aren't at a given time.
         self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
-        # Nonzero entries of the Jacobians: 0 (real) or 1 (imaginary part of u⁺), row, column, and the values for all jumps.
+        # Nonzero entries of the Jacobians: 0 or 1 for the real or imaginary part of u⁺, row, column, values for all jumps.
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
         self._rates: Array = None
@@ -71,41 +71,41 @@ class LinearJumps:
         field = affect_field(run.settings.events[event], run.batch)
         return transposed_columns(field, places, timed, np.empty_like(u), u, leaves, t)
 
-    def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
+    def pull(self, rows: Array, cotangent: Array, time_bar: Array) -> tuple[Array, Array]:
         """Propagate cotangents back over some jumps, at most one per trajectory; add those of given times to `due`.
 
-        `cotangent`, `since`: the cotangents of the states after the jumps, shape (d, n), and of the times at which later
-        steps begin, (n,). Returns the cotangents of the states before jumps, and of the times at which earlier steps end.
+        `cotangent`: shape (d, n); of the states after the jumps. `time_bar`: shape (n,); of the times at which later steps
+        begin. Returns the cotangents of the states before the jumps, and of the times at which earlier steps end.
         """
         self._after[:, rows] = cotangent
         before, parts = np.zeros_like(cotangent), (cotangent.real, cotangent.imag)
         for part, c, i, factor in self._terms:
             before[i] += factor[rows] * parts[part][c]
         if self._rates is None:
-            return before, since
+            return before, time_bar
         for part, c, factor in self._by_time:
-            since = since + factor[rows] * parts[part][c]
+            time_bar = time_bar + factor[rows] * parts[part][c]
         jumps, drift = self._jumps, (before * self._rates[:, rows]).real.sum(axis=0)
         given = jumps.slot[rows] != FOUND
-        self.due[jumps.slot[rows], jumps.ids[rows]] += np.where(given, since + drift, 0.0)
-        return before, np.where(given, -drift, since)
+        self.due[jumps.slot[rows], jumps.ids[rows]] += np.where(given, time_bar + drift, 0.0)
+        return before, np.where(given, -drift, time_bar)
 
     def lengthened(self, rows: Array, by_size: Array) -> Array:
         """Add cotangents of step sizes to those of the given times at which these steps end; return the added numbers."""
         jumps = self._jumps
-        gained = np.where(jumps.lengthens[rows], by_size, 0.0)
-        self.due[jumps.slot[rows], jumps.ids[rows]] += gained
-        return gained
+        added = np.where(jumps.lengthens[rows], by_size, 0.0)
+        self.due[jumps.slot[rows], jumps.ids[rows]] += added
+        return added
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
-        """Add the contributions to the cotangents of the leaves, after all jumps have been processed."""
+        """Add the contributions of all jumps to the cotangents of the leaves, after `pull` has processed all jumps."""
         for e, rows in self._jumps.kinds if self._places else ():
             _, *parts, _ = self._traced(e, rows, self._places, False)(self._after[:, rows])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._jumps.ids[rows])
 
 
 def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: Array) -> None:
-    """Add the contributions of the trajectories `ids`, in ascending order, to the cotangents of leaves."""
+    """Add the contributions `parts` of the trajectories `ids`, in ascending order, to the cotangents of leaves."""
     for place, part in parts.items():
         if part is None:
             continue

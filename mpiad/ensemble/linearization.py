@@ -52,7 +52,7 @@ class Tracing:
             for i, value in enumerate(values):
                 out[i] = value
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
-        # The memory is released before the reverse pass, which needs only the specs.
+        # Release the memory of the values before the reverse pass, which needs only the specs.
         del values
 
         def pull(g: Array) -> list[Any]:
@@ -68,8 +68,8 @@ class Tracing:
     ) -> Callable[[Array, Array, Array], None]:
         """Return a function ``write(out, u, t)`` that writes f and its tangents to `out`.
 
-        u and `out`, shape (1 + directions, d, n), hold the values and then the tangents. `tangents`: the tangents of each
-        leaf, where None means zeros; `bundle`: an open trace.
+        u and `out`, shape (1 + directions, d, n), contain values and then tangents. `tangents`: for each leaf in `places`
+        its tangents, or None for zeros. `bundle`: an open trace.
         """
         variable, parts = bundle.variable, bundle.parts
         # Parameters are the same for all stages.
@@ -110,12 +110,12 @@ def transposed_columns(
 ) -> Callable[[Array], list[Any]]:
     """Return the transposed derivative of a function of columns (see `Tracing.transposed`); it may be called repeatedly.
 
-    A single column is duplicated, and its copy gets a zero cotangent. The cotangent of t is zero if not `timed`.
+    A single column is duplicated, and the copy gets a zero cotangent. Without `timed` the cotangent of t is zero.
     """
     count, varies = len(t), field.varies
     if count == 1:
         out, u, t = (np.concatenate([x, x], axis=-1) for x in (out, u, t))
-        leaves = [np.concatenate([x, x], axis=-1) if own else x for x, own in zip(leaves, varies)]
+        leaves = [np.concatenate([x, x], axis=-1) if vary else x for x, vary in zip(leaves, varies)]
     pull = Tracing(field, places, timed).transposed(out, u, leaves, t, keep=True)
 
     def pulled(g: Array) -> list[Any]:
@@ -145,7 +145,7 @@ def _seed(part: Array, spec: Spec) -> Any:
 
 
 class Field:
-    """The function f of a batch, called with columns that may be traced."""
+    """The function f of a batch, called with columns that may be traced; `one_by_one`: whether with one at a time."""
 
     def __init__(self, batch: Batch):
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
@@ -181,8 +181,8 @@ class Field:
         """Return the derivatives of flattened states, by one call of f per trajectory."""
         columns = []
         for j in range(u.shape[1]):
-            own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
-            value = self._f(anp.reshape(u[:, j], self._shape), self._build(own), t[j])
+            p = self._build([leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self.varies)])
+            value = self._f(anp.reshape(u[:, j], self._shape), p, t[j])
             columns.append(anp.reshape(array(value) if isinstance(value, (list, tuple)) else value, (-1, 1)))
         return columns[0] if len(columns) == 1 else concatenate(columns, axis=1)
 

@@ -17,6 +17,7 @@ class BS3(Algorithm):
     Parameters
     ----------
     controller : PIController, optional
+        Step size controller; SciPy's by default.
 
     References
     ----------

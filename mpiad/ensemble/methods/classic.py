@@ -1,4 +1,4 @@
-"""Kutta's method of order 4, with fixed steps."""
+"""Kutta's classical method of order 4, with fixed steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
 @dataclass(frozen=True)
 class RK4(Algorithm):
-    """The classical method of order 4, with fixed steps: `solve` takes their size as `dt`.
+    """The classical method of order 4, with steps of a fixed size, the argument `dt` of `solve`.
 
     States between steps are computed by cubic Hermite interpolation.
 

@@ -17,6 +17,7 @@ class RK45(Algorithm):
     Parameters
     ----------
     controller : PIController, optional
+        Step size controller; SciPy's by default.
 
     References
     ----------

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad.ensemble.tableaus import Algorithm, RosenbrockTableau, rosenbrock
 
-# d and e32 of the paper.
+# d and e32 in the paper by Shampine and Reichelt.
 _D, _E32 = 1 / (2 + sqrt(2)), 6 + sqrt(2)
 
 
@@ -21,10 +21,11 @@ class Rosenbrock23(Algorithm):
     Parameters
     ----------
     controller : PIController, optional
+        Step size controller; SciPy's by default.
 
     Notes
     -----
-    Each step takes one exact Jacobian of f (by automatic differentiation), one factorization, and three solves.
+    Each step takes one exact Jacobian of f (by automatic differentiation), one factorization, and three linear solves.
 
     References
     ----------

@@ -28,15 +28,16 @@ _H4 = np.array([
 
 @dataclass(frozen=True)
 class Rodas5P(Algorithm):
-    """Steinebach's stiffly accurate, L-stable pair of order 5(4) for stiff systems, the first choice below rtol=1e-3.
+    """Steinebach's stiffly accurate, L-stable pair of order 5(4) for stiff systems, the first choice for rtol < 1e-3.
 
     Parameters
     ----------
     controller : PIController, optional
+        Step size controller; SciPy's by default.
 
     Notes
     -----
-    Each step takes one exact Jacobian of f (by automatic differentiation), one factorization, and eight solves.
+    Each step takes one exact Jacobian of f (by automatic differentiation), one factorization, and eight linear solves.
 
     References
     ----------

@@ -17,12 +17,14 @@ class Vern7(Algorithm):
     Parameters
     ----------
     controller : PIController, optional
+        Step size controller; SciPy's by default.
 
     Notes
     -----
-    Verner's own interpolants need three and six additional stages. The interpolant used here has order 5 and needs none. Of
-    all polynomials of degree 5 that satisfy the conditions of order 5, and match value and derivative at both ends of the
-    step, it has the smallest error terms of order 6 (mean square over the step) and, if several have, the smallest norm.
+    Verner's interpolants need three or six additional stages. The interpolant used here has order 5 and needs none. It is
+    a polynomial of degree 5 that satisfies the conditions of order 5, and matches the states and their derivatives at both
+    ends of the step. Among these polynomials, it has the smallest error terms of order 6 (in mean square over the step);
+    among several polynomials with equal error terms, it has the smallest norm.
 
     References
     ----------
