@@ -989,7 +989,7 @@ def state():
         "thread": dict(tracing.tracing.__dict__), "open traces": dict(tape._open), "counter": trace_stack.top,
         "recorders": set(trace_run._recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
         "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
-        "alone": used.alone, "looking": used._looking.locked(), "started": len(used.started),
+        "alone": used.alone, "looking": used._test_lock.locked(), "started": len(used.started),
         "deadline": timed_waits._lift.deep, "derived": len(used.derived),
     }  # fmt: skip
 

@@ -94,7 +94,7 @@ def stop_answering(all_have_left: bool = False) -> None:
     if _responder is not None:
         _responder.stop()
         if all_have_left:
-            _responder.hear_departures()
+            _responder.receive_departures()
 
 
 def announce(how: str, place: str) -> None:
