@@ -986,12 +986,12 @@ def lines_of(make, alone=None):
 def state():
     """Return what an interrupt must leave as it was, with what it must be."""
     used = channel(None, "state")
-    waits = timed_waits._by_thread
+    waits = timed_waits.waits_by_thread
     return {
         "thread": dict(tracing.tracing.__dict__), "open traces": dict(tape._open), "counter": trace_stack.top,
         "recorders": set(trace_run._recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
         "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
-        "alone": used.alone, "looking": used._looking.locked(), "started": len(used.started),
+        "alone": used.alone, "looking": used._test_lock.locked(), "started": len(used.started),
         "deadline": timed_waits._lift.deep, "derived": len(used.derived),
     }  # fmt: skip
 

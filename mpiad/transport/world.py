@@ -36,7 +36,7 @@ from mpiad.transport.exits.departure import (
     await_departures,
     await_others,
     code_at_end,
-    farewell,
+    end_of_program,
     note_departure,
     note_finalize,
 )
@@ -299,7 +299,7 @@ def _close() -> None:
         _end_world()
         return
     # Ranks that wait for this one learn at once that it won't come.
-    switch.announce(*farewell())
+    switch.announce(*end_of_program())
     # This rank may be done long before the others, so only after an error its wait has a limit.
     faulted = any(channel.fault is not None for channel in live_channels())
     given_up = await_others((watch.timeout or _GRACE) if faulted else None)

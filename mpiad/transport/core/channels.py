@@ -49,22 +49,22 @@ def drain(comm: Comm, tag: int, drained: Drained | None = None) -> None:
     it.
     """
     for part in getattr(comm, "parts", (comm,)):  # in debug mode, communicators for messages and for headers
-        sending, come = ({} if drained is None else drained).setdefault(id(part), ([], {}))
+        sending, latest = ({} if drained is None else drained).setdefault(id(part), ([], {}))
         # `extend` with `map` can't be interrupted between a send and its registration, so none is sent twice.
         sending.extend(map(part.Isend, repeat(_LAST), range(len(sending), part.size), repeat(tag)))
         for peer in range(part.size):
-            _receive_until_last(part, peer, tag, come)
+            _receive_until_last(part, peer, tag, latest)
         for request in sending:
             request.Wait()
 
 
-def _receive_until_last(comm: Comm, peer: int, tag: int, come: dict[int, tuple[int, np.ndarray]]) -> None:
+def _receive_until_last(comm: Comm, peer: int, tag: int, latest: dict[int, tuple[int, np.ndarray]]) -> None:
     status = MPI.Status()
-    while peer not in come or come[peer][0] != tag or not np.array_equal(come[peer][1], _LAST):
+    while peer not in latest or latest[peer][0] != tag or not np.array_equal(latest[peer][1], _LAST):
         comm.Probe(peer, MPI.ANY_TAG, status)
         # Registered before it is received, so that it is recognized by its content even after an interrupt.
-        come[peer] = status.tag, np.zeros(status.Get_count(MPI.BYTE), dtype=np.uint8)
-        comm.Recv(come[peer][1], peer, status.tag, status)
+        latest[peer] = status.tag, np.zeros(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        comm.Recv(latest[peer][1], peer, status.tag, status)
 
 
 def has_ended(reduction: Request) -> bool:
@@ -153,7 +153,7 @@ class Channel:
         self.pairs_compared = False
         self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         self._order = next(_numbers)
-        self._looking = threading.Lock()
+        self._test_lock = threading.Lock()
         self._open(make_communicator(self._duplicate))
         _live.add(self)
 
@@ -178,7 +178,7 @@ class Channel:
         self.pending: list[tuple[Any, np.ndarray]] = []
         self.started: dict[int, tuple[str, list[Any], Any]] = {}
         self.unended = False  # whether a collective was abandoned before its end
-        self._next_look = 1
+        self._next_test = 1
         self._drained: Drained = {}
         self._backwards: Comm | None = None
         self._separate: tuple[Comm, Comm] | None = None
@@ -229,12 +229,12 @@ class Channel:
         """Hold the buffer of a send until MPI has finished with it."""
         self.pending.append((request, array))
         # Only one thread tests the requests, since two mustn't test the same one.
-        if len(self.pending) >= self._next_look:
+        if len(self.pending) >= self._next_test:
             held: list[bool] = []
             try:
                 try:
                     # `extend` with `map` can't be interrupted between acquiring the lock and recording this.
-                    held.extend(map(self._looking.acquire, (False,)))
+                    held.extend(map(self._test_lock.acquire, (False,)))
                     if held[0]:
                         self._drop_sent()
                 finally:
@@ -244,14 +244,14 @@ class Channel:
 
     def _release(self, held: list[bool]) -> None:
         if held and held.pop():
-            self._looking.release()
+            self._test_lock.release()
 
     def _drop_sent(self) -> None:
-        looked = len(self.pending)
+        tested = len(self.pending)
         # In place, and only the sends counted above, since other threads may append in the meantime.
-        self.pending[:looked] = [held for held in self.pending[:looked] if not held[0].Test()]
+        self.pending[:tested] = [held for held in self.pending[:tested] if not held[0].Test()]
         # The number of tests stays linear in the number of sends if the next test waits until twice as many are pending.
-        self._next_look = 2 * len(self.pending) + 1
+        self._next_test = 2 * len(self.pending) + 1
 
     def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
         """Start an MPI operation, ``call(x, y, z)``; return a list with its request, to be passed to `release`.
@@ -313,7 +313,7 @@ class Channel:
 
         Programs without pending messages then don't need `end`, in which every rank sends a message to every other.
         """
-        with self._looking:
+        with self._test_lock:
             self._drop_sent()
         here = bool(self.pending or self.started or self.fault)
         # The sum over all ranks is the number of unreceived messages.

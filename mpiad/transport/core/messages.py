@@ -340,7 +340,7 @@ def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, de
         return result(destination)
     # Chunks are staged even with a CUDA-aware MPI, since the sender has sent chunks.
     pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
-    incoming = incoming_transfer(spec, pieces, getattr(destination, "loan", None))
+    incoming = incoming_transfer(spec, pieces, getattr(destination, "pinned_block", None))
     for number, _ in enumerate(_received(incoming.memory.view(np.uint8), envelope, chunk)):
         incoming.take(number)
     return incoming.received()

@@ -20,7 +20,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import ArrayModule, Spec, arrays_of, result
-from mpiad.transport.devices.staging import Loan, pool_of
+from mpiad.transport.devices.staging import PinnedBlock, pool_of
 
 
 def outgoing_transfer(array: Array, pieces: list[Ranges]) -> ChunkedTransfer:
@@ -31,11 +31,11 @@ def outgoing_transfer(array: Array, pieces: list[Ranges]) -> ChunkedTransfer:
     return _Staged(Spec(array.shape, array.dtype, arrays), pieces).loaded(array)
 
 
-def incoming_transfer(spec: Spec, pieces: list[Ranges], loan: Loan | None = None) -> ChunkedTransfer:
-    """Begin the transfer of an array that MPI writes; `loan`: page-locked memory, if already allocated."""
+def incoming_transfer(spec: Spec, pieces: list[Ranges], pinned_block: PinnedBlock | None = None) -> ChunkedTransfer:
+    """Begin the transfer of an array that MPI writes; `pinned_block`: page-locked memory, if already allocated."""
     if spec.arrays is None:
         return _OnHost(spec.empty(), pieces)
-    return _Staged(spec, pieces, loan)
+    return _Staged(spec, pieces, pinned_block)
 
 
 def in_place_transfer(array: Array, pieces: list[Ranges], private: bool = False) -> ChunkedTransfer:
@@ -79,13 +79,13 @@ class _OnHost:
 class _Staged:
     """A device array, staged through host memory; the result is a new array."""
 
-    def __init__(self, spec: Spec, pieces: list[Ranges], loan: Loan | None = None):
+    def __init__(self, spec: Spec, pieces: list[Ranges], pinned_block: PinnedBlock | None = None):
         self._spec, self._pieces = spec, pieces
         self._arrays: ArrayModule = spec.arrays  # type: ignore[assignment]
         self._counts = [[end - start for start, end in ranges] for ranges in pieces]
         self._starts = [0, *accumulate(map(sum, self._counts))]
-        self._loan = loan or pool_of(self._arrays).lend(spec.nbytes)
-        self.memory = self._loan.array((self._starts[-1],), spec.dtype)
+        self._pinned_block = pinned_block or pool_of(self._arrays).allocate(spec.nbytes)
+        self.memory = self._pinned_block.array((self._starts[-1],), spec.dtype)
         self._events: list[Any] = []
         self._array: Array = None
 
@@ -98,7 +98,7 @@ class _Staged:
                     arrays.copy_to_host(flat[start:end], host)
                 self._events.append(arrays.record())
             # The memory is reused only after the last copy, even if an exception prevents the wait for all pieces.
-            self._loan.written = self._events[-1]
+            self._pinned_block.written = self._events[-1]
         return self
 
     def _places(self, number: int) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
@@ -125,7 +125,7 @@ class _Staged:
         flat = self._array.reshape(-1)
         for (start, end), host in self._places(number):
             self._arrays.copy_to_device(host, flat[start:end])
-        self._loan.read = self._arrays.record()
+        self._pinned_block.read = self._arrays.record()
 
     def received(self) -> Array:
         return self._array

@@ -14,8 +14,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mpi4py
 import numpy as np
@@ -161,8 +163,10 @@ def _asked(path: str) -> dict[str, bool]:
     return {kind: bool(getattr(loaded, name)()) for kind, name in _QUERIES.items() if hasattr(loaded, name)}
 
 
+T = TypeVar("T")
+
 LEAST_CHUNK = 64
-_UNSET = np.iinfo(np.int64).max
+_MOST = np.iinfo(np.int64).max
 
 
 class DeviceSettings(NamedTuple):
@@ -214,38 +218,47 @@ def _bytes(name: str, least: int, default: int) -> int:
     given = os.environ.get(name, "")
     if given == "":
         return default
-    if not given.isascii() or not given.isdecimal() or not least <= int(given) < _UNSET:
+    if not given.isascii() or not given.isdecimal() or not least <= int(given) < _MOST:
         raise ValueError(f"{name} must be a number of bytes, {least} or more, but got {given!r}.")
     return int(given)
 
 
 def start() -> None:
     """Agree on the settings in all ranks' environments; a ValueError on all ranks if a value is invalid; collective."""
-    wrong, wanted = None, DeviceSettings()
-    try:
-        wanted = from_environment()
-    except ValueError as error:
-        wrong = error
-    asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
-    sizes = [size if given else _UNSET for size, given in zip((wanted.chunk, wanted.pinned), asked)]
-    expects = wrong is None and (asked[0] or may_bring_arrays())
-    direct = bool(device_kinds())
-    # Minima over the ranks of truth values (no error, not "0", not "1", no device arrays, none that are copied to the host,
-    # none that MPI accesses directly) and of sizes.
-    asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
-    switches = [wrong is None, *asks, not expects, not expects or direct, not expects or not direct]
-    mine = np.array([*switches, *sizes], np.int64)
-    least = np.empty_like(mine)
-    MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
-    if wrong is not None or not least[0]:
-        raise wrong or ValueError("MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has an invalid value on another rank.")
-    cuda_aware = None if least[1] and least[2] else bool(least[1])  # if ranks request both 0 and 1: 0, which always works
-    default = DeviceSettings()
-    chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))
-    brought, copied, taken = (not flag for flag in least[3:6].tolist())
+
+    def numbers(wanted: DeviceSettings) -> list[float]:
+        asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
+        sizes = [size if given else inf for size, given in zip((wanted.chunk, wanted.pinned), asked)]
+        expects, direct = asked[0] or may_bring_arrays(), bool(device_kinds())
+        # Truth values (not "0", not "1", no device arrays, none that are copied to the host, none that MPI accesses
+        # directly) and sizes.
+        asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
+        return [*asks, not expects, not expects or direct, not expects or not direct, *sizes]
+
+    least = least_of_all(from_environment, numbers, "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED")
+    cuda_aware = None if least[0] and least[1] else bool(least[0])  # if ranks request both 0 and 1: 0, which always works
+    chunk, pinned = (usual if size == inf else int(size) for size, usual in zip(least[5:], DeviceSettings()[1:]))
+    brought, copied, taken = (not flag for flag in least[2:5])
     if cuda_aware is not None:
         copied, taken = brought, brought and cuda_aware
     put(DeviceSettings(cuda_aware, chunk, pinned, copied, taken))
+
+
+def least_of_all(read: Callable[[], T], numbers: Callable[[T], list[float]], variables: str) -> list[float]:
+    """Return the minima over all ranks of ``numbers(read())``; collective over the world.
+
+    Raises a ValueError on all ranks if `read` raises one on any rank; `variables`: those that it reads, for the message.
+    """
+    wrong, mine = None, list[float]()
+    try:
+        mine = numbers(read())
+    except ValueError as error:
+        wrong = error
+    if MPI.COMM_WORLD.allreduce(wrong is not None, MPI.LOR):
+        raise wrong or ValueError(f"{variables} has an invalid value on another rank.")
+    least = np.empty(len(mine))
+    MPI.COMM_WORLD.Allreduce(np.array(mine, float), least, MPI.MIN)
+    return least.tolist()
 
 
 def may_bring_arrays() -> bool:

@@ -118,7 +118,7 @@ def _passes(arrays: ArrayModule) -> bool:
 _LEAST = 4096
 
 
-class Loan:
+class PinnedBlock:
     """Memory of a pool in use. `written`, `read`: events after the last queued copy to or from it, or None."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory", "_pool", "read", "written")
@@ -134,7 +134,7 @@ class Loan:
         return np.asarray(self)[: dtype.itemsize * int(np.prod(shape))].view(dtype).reshape(shape)
 
     def __del__(self) -> None:
-        self._pool.take_back(self._memory, (self.written, self.read))
+        self._pool.release(self._memory, (self.written, self.read))
 
 
 class Pool:
@@ -148,7 +148,7 @@ class Pool:
         self.in_use = self.kept = 0
         self._closed = False
 
-    def lend(self, nbytes: int) -> Loan:
+    def allocate(self, nbytes: int) -> PinnedBlock:
         """Return memory of at least `nbytes` bytes."""
         size = _size_class(nbytes)
         with self._lock:
@@ -163,9 +163,9 @@ class Pool:
             except BaseException:
                 self.in_use -= size
                 raise
-        return Loan(self, memory)
+        return PinnedBlock(self, memory)
 
-    def take_back(self, memory: np.ndarray, after: tuple) -> None:
+    def release(self, memory: np.ndarray, after: tuple) -> None:
         """Keep memory for its next use, or free it if enough is kept; `after`: events to wait for."""
         with self._lock:
             self.in_use -= memory.size
@@ -274,7 +274,7 @@ class Direct:
 class StagedDestination(NamedTuple):
     """Host memory for a received array, which is then copied to a device."""
 
-    loan: Loan
+    pinned_block: PinnedBlock
     array: np.ndarray
 
 
@@ -286,7 +286,7 @@ class Staged:
 
     def send_copy(self, array: Array) -> np.ndarray:
         """Return a complete copy on the host."""
-        host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
+        host = self._pool.allocate(array.nbytes).array(array.shape, array.dtype)
         self.arrays.copy_to_host(array, host)
         self.arrays.wait(self.arrays.record())  # since MPI ignores streams
         return host
@@ -295,8 +295,8 @@ class Staged:
 
     def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
         """Allocate memory on the host, from a pool."""
-        loan = self._pool.lend(np.dtype(dtype).itemsize * int(np.prod(shape)))
-        return StagedDestination(loan, loan.array(shape, dtype))
+        pinned_block = self._pool.allocate(np.dtype(dtype).itemsize * int(np.prod(shape)))
+        return StagedDestination(pinned_block, pinned_block.array(shape, dtype))
 
     def recv_buffer(self, destination: StagedDestination) -> np.ndarray:
         """Return the host memory."""
@@ -306,7 +306,7 @@ class Staged:
         """Queue the copy to the device, and return the array there."""
         out = self.arrays.empty(destination.array.shape, destination.array.dtype)
         self.arrays.copy_to_device(destination.array, out)
-        destination.loan.read = self.arrays.record()  # the memory is reused after this copy
+        destination.pinned_block.read = self.arrays.record()  # the memory is reused after this copy
         return out
 
 

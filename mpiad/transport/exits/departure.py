@@ -33,11 +33,11 @@ _POLL_SECONDS = 0.1
 
 _log = logging.getLogger("mpiad")
 _comm: Any = None
-_farewell: _Farewell | None = None
+_ending: _Ending | None = None
 _has_arrived = False
 
 
-class _Farewell(NamedTuple):
+class _Ending(NamedTuple):
     call: str
     code: int
     where: str
@@ -60,23 +60,23 @@ def await_departures() -> None:
 
 
 def _note_exit(code: object, trace: TracebackType | None) -> None:
-    global _farewell
+    global _ending
     if not is_rank():  # a fork, or after the end of MPI
         return
     text = repr(code)
     shown = text if len(text) <= 200 else f"{text[:197]}..."
-    _farewell = _Farewell(f"sys.exit({shown})", exit_code(code), at_trace(trace))
-    if _farewell.code:
-        threading.Thread(target=_end_if_stuck, args=(_farewell,), name="mpiad-departure", daemon=True).start()
+    _ending = _Ending(f"sys.exit({shown})", exit_code(code), at_trace(trace))
+    if _ending.code:
+        threading.Thread(target=_end_if_stuck, args=(_ending,), name="mpiad-departure", daemon=True).start()
 
 
-def _end_if_stuck(farewell: _Farewell) -> None:
+def _end_if_stuck(ending: _Ending) -> None:
     """End the job if this rank doesn't reach `await_others`, before which Python joins threads and runs exit functions."""
     left = time.monotonic()
     while not _has_arrived:
         # Threads and exit functions may compute for any time. If they communicate, the ranks may wait for each other.
         if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
-            _end(farewell, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
+            _end(ending, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
         time.sleep(_POLL_SECONDS)
 
 
@@ -92,7 +92,7 @@ def _waiting_thread() -> str:
 
 def _leave_at_once(status: int) -> None:
     if is_rank() and threads_may_communicate():
-        leaving = _Farewell(f"os._exit({status})", status & 0xFF, at_place(sys._getframe(1)))
+        leaving = _Ending(f"os._exit({status})", status & 0xFF, at_place(sys._getframe(1)))
         if is_reporting():
             _end(leaving, "in the hook for an exception that nobody caught")
         if _comm is not None:
@@ -100,23 +100,23 @@ def _leave_at_once(status: int) -> None:
     exit_process(status)
 
 
-def farewell() -> tuple[str, str]:
+def end_of_program() -> tuple[str, str]:
     """Return the call that ended the program on this rank, and its line."""
-    if _farewell is not None:
-        return _farewell.call, _farewell.where.removeprefix(" at ") or "-"
+    if _ending is not None:
+        return _ending.call, _ending.where.removeprefix(" at ") or "-"
     error = getattr(sys, "last_value", None)
     return "the end of the program" if error is None else f"ended by {type(error).__name__}", "-"
 
 
 def code_at_end() -> int:
     """Return the exit code of this rank."""
-    return 0 if _farewell is None else _farewell.code
+    return 0 if _ending is None else _ending.code
 
 
 def note_finalize() -> None:
     """Record that this rank ends MPI before the end of the program."""
-    global _farewell
-    _farewell = _Farewell("mpi_finalize()", 0, at_place(sys._getframe(1)))
+    global _ending
+    _ending = _Ending("mpi_finalize()", 0, at_place(sys._getframe(1)))
 
 
 def await_others(patience: float | None = None) -> bool:
@@ -130,36 +130,36 @@ def await_others(patience: float | None = None) -> bool:
     if _comm is None:
         forget_exit()
         return False
-    gave_up = _Farewell("its end, after communication was given up", 1, "")
-    given_up = _await(_farewell if patience is None or _farewell is not None else gave_up, False, patience)
+    gave_up = _Ending("its end, after communication was given up", 1, "")
+    given_up = _await(_ending if patience is None or _ending is not None else gave_up, False, patience)
     _comm.Free()
     _comm = None
     forget_exit()
     return given_up
 
 
-def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> bool:
+def _await(ending: _Ending | None, at_once: bool, patience: float | None = None) -> bool:
     # Maxima over the ranks: leaves by os._exit, leaves in good order, has given up communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
-    hurried = at_once or (farewell is not None and farewell.code != 0)
+    hurried = at_once or (ending is not None and ending.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience
     try:
         request = _comm.Iallreduce(mine, every, MPI.MAX)
         while not request.Test():
             if hurried and wait.seconds > grace:
-                _end(farewell, f"{grace:g} s ago, and other ranks have not left since")
+                _end(ending, f"{grace:g} s ago, and other ranks have not left since")
             if world_is_given_up():
                 return False
             wait.pause()
     except MPI.Exception:  # a rank has died, and MPI still works: don't wait for the others
         return False
     if at_once and every[:2].all():
-        _end(farewell, "while other ranks leave in good order, for which MPI needs all ranks")
+        _end(ending, "while other ranks leave in good order, for which MPI needs all ranks")
     return bool(every[2])
 
 
-def _end(farewell: _Farewell | None, why: str) -> None:
-    call, code, where = farewell  # type: ignore[misc]
+def _end(ending: _Ending | None, why: str) -> None:
+    call, code, where = ending  # type: ignore[misc]
     end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{where}, {why}. The job ends.\n", code or 1)
 
 

@@ -42,7 +42,7 @@ class _Wait:
         self.comm.give_up(reason)
 
 
-class Gathering(_Wait):
+class CollectiveWait(_Wait):
     """A wait in a collective.
 
     `key`: the label under which collectives are counted. `number`: the count including this collective; ranks with a lower
@@ -59,7 +59,7 @@ class Gathering(_Wait):
         """Return whether a member left the program without reaching this collective."""
         return any(
             # A rank that left after reaching it isn't missing.
-            rank in gone and gone[rank].heard < before and gone[rank].counts.get(self.key, 0) < self.number
+            rank in gone and gone[rank].noticed < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
         )
 
@@ -71,7 +71,7 @@ class Gathering(_Wait):
         }  # fmt: skip
 
 
-class Letter(_Wait):
+class MessageWait(_Wait):
     """A wait at one end of a message; `peer`, `tag`: possibly wildcards."""
 
     def __init__(self, comm: Comm, sends: bool, peer: int, tag: int):
@@ -83,7 +83,7 @@ class Letter(_Wait):
         peers = self._peers()
         return bool(peers) and all(
             # A rank that has left receives nothing, but a long message from it may still be in flight.
-            rank in gone and gone[rank].heard < before and (self.sends or not gone[rank].sends)
+            rank in gone and gone[rank].noticed < before and (self.sends or not gone[rank].sends)
             for rank in peers
         )
 
@@ -131,7 +131,7 @@ class StartedReduction(GuardedRequest):
         if call is not None and call.arguments.shape is not None:
             # If an array is summed in chunks, the description has the shape of the whole array.
             described = described._replace(shape=call.arguments.shape)
-        make = partial(Gathering, comm, comm.label, number, described)
+        make = partial(CollectiveWait, comm, comm.label, number, described)
         super().__init__(comm, make, comm.bare.Iallreduce, array, out, op)
         self.caller = described.operation, described.place
         self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
@@ -139,13 +139,13 @@ class StartedReduction(GuardedRequest):
         self._mine[: packed.size] = packed
         self._unended = int(not lane)
         agreement.begun_later += self._unended
-        self._saying = GuardedRequest(comm, make, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
+        self._exchange = GuardedRequest(comm, make, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
         self._agreement = agreement
         self._group = comm if lane else agreement  # determines the order of the descriptions
 
     def Wait(self, status: Status = None) -> None:
         """Wait for the descriptions, compare them, and wait for the sum."""
-        self._saying.Wait()
+        self._exchange.Wait()
         self._agreement.ended_later += self._unended
         self._unended = 0
         described = [pickle.loads(every.tobytes()) for every in self._every]
@@ -206,7 +206,7 @@ def _given(send: Buffer, recv: Buffer) -> Buffer:
 
 def _nonblocking(name: str) -> Any:
     def method(self: Guarded, *args: Any) -> GuardedRequest:
-        make = partial(Gathering, self, self.label, self.started + 1)
+        make = partial(CollectiveWait, self, self.label, self.started + 1)
         request = GuardedRequest(self, make, getattr(self.bare, name), *args)
         self.started += 1
         return request
@@ -248,9 +248,9 @@ class Guarded:
         arguments = (self.label, step, array, op, root, watch_settings.present().compares_lines)
         lane = lane_of(self.number)
 
-        def make() -> Gathering:
+        def make() -> CollectiveWait:
             # Called only after a moment of waiting, since `describe` inspects the stack.
-            return Gathering(self, *agreement.begun(lane), describe(*arguments))
+            return CollectiveWait(self, *agreement.begun(lane), describe(*arguments))
 
         if not agreement.agree(fingerprint(*arguments), lane, make):
             mine = (describe(*arguments), agreement.starts[lane])
@@ -319,11 +319,11 @@ class Guarded:
     # ---- messages
     def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:
         """Start to send."""
-        return GuardedRequest(self, partial(Letter, self, True, dest, tag), self.bare.Isend, array, dest, tag)
+        return GuardedRequest(self, partial(MessageWait, self, True, dest, tag), self.bare.Isend, array, dest, tag)
 
     def Irecv(self, buffer: Buffer, source: int, tag: int) -> GuardedRequest:
         """Start to receive."""
-        make = partial(Letter, self, False, source, tag)
+        make = partial(MessageWait, self, False, source, tag)
         return GuardedRequest(self, make, self.bare.Irecv, buffer, source, tag, receives=True)
 
     def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
@@ -332,15 +332,15 @@ class Guarded:
 
     def Probe(self, source: int, tag: int, status: Status = None) -> None:
         """Wait for a message."""
-        poll(lambda: self.bare.Iprobe(source, tag, status), lambda: Letter(self, False, source, tag))
+        poll(lambda: self.bare.Iprobe(source, tag, status), lambda: MessageWait(self, False, source, tag))
 
     def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
         """Wait for a message and match it, so that no other receive takes it."""
-        return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: Letter(self, False, source, tag))
+        return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: MessageWait(self, False, source, tag))
 
     def until(self, found: Callable[[], bool], source: int) -> None:
         """Wait for a message without a deadline; deadlock reports show this wait."""
-        poll(found, lambda: Letter(self, False, source, MPI.ANY_TAG), endless=True)
+        poll(found, lambda: MessageWait(self, False, source, MPI.ANY_TAG), endless=True)
 
     # ---- communicators
     def Dup(self) -> Guarded:

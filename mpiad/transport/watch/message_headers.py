@@ -18,7 +18,7 @@ from mpiad.errors import MessageMismatchError
 from mpiad.transport.core.channels import drain, live_channels
 from mpiad.transport.core.lookup import open_world
 from mpiad.transport.watch import watch_settings
-from mpiad.transport.watch.communicator import Guarded, Letter, live
+from mpiad.transport.watch.communicator import Guarded, MessageWait, live
 from mpiad.transport.watch.descriptions import name_and_place
 from mpiad.transport.watch.timed_waits import GuardedRequest
 
@@ -167,7 +167,7 @@ class HeadedMessages(Guarded):
         if _counted_down(self.skipped, source, tag):
             return None
         header = bytearray(_BYTES)
-        make = partial(Letter, self, False, source, tag)
+        make = partial(MessageWait, self, False, source, tag)
         return GuardedRequest(self, make, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
 
     def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
@@ -211,7 +211,7 @@ class HeadedSend(GuardedRequest):
 
     def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
         header, *self.caller = _header(array)
-        make, self._ahead = partial(Letter, comm, True, dest, tag), None
+        make, self._ahead = partial(MessageWait, comm, True, dest, tag), None
         # The header is sent first, so a rank with the message can wait for the header.
         if not _counted_down(comm.unannounced, dest, tag):
             self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
@@ -227,7 +227,7 @@ class HeadedReceive(GuardedRequest):
     """A receive of a header and an array."""
 
     def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int):
-        make = partial(Letter, comm, False, source, tag)
+        make = partial(MessageWait, comm, False, source, tag)
         super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
         self._buffer, self.caller = buffer, name_and_place()
         self._cancelled = False

@@ -67,10 +67,10 @@ def _edges(states: list[State | None]) -> dict[int, list[int]]:
         else:
             here[state["key"], state["number"]].append(rank)
     for (key, number), ranks in here.items():
-        come = set(ranks)
+        arrived = set(ranks)
         members = states[ranks[0]]["members"]  # type: ignore[index]
         counts = {other: (states[other] or {}).get("counts", {}).get(key, 0) for other in members}
-        missing = [other for other in members if other not in come and counts[other] < number]
+        missing = [other for other in members if other not in arrived and counts[other] < number]
         edges |= dict.fromkeys(ranks, missing)
     return edges
 
@@ -197,15 +197,15 @@ class Responder:
     def answer(self) -> None:
         """Answer pending questions and notices."""
         with self._receiving:
-            while (come := self._taken(_ASK)) is not None:
-                source, (number,) = come
+            while (arrived := self._receive(_ASK)) is not None:
+                source, (number,) = arrived
                 self._post([source], _ANSWER, (number, self._state()))
-            while (come := self._taken(_LEFT)) is not None:
-                source, (counts, sends, how, place) = come
+            while (arrived := self._receive(_LEFT)) is not None:
+                source, (counts, sends, how, place) = arrived
                 departed[source] = Departure(counts, sends, how, place, perf_counter())
-            while (come := self._taken(_VERDICT)) is not None:
-                _, (waits, found) = come
-                timed_waits.tell(waits[self._comm.rank], DeadlockError(*found))
+            while (arrived := self._receive(_VERDICT)) is not None:
+                _, (waits, found) = arrived
+                timed_waits.set_verdict(waits[self._comm.rank], DeadlockError(*found))
 
     def announce(self, how: str, place: str, sends: bool) -> None:
         """Notify all other ranks that this one has left the program; `sends`: whether messages from it are in flight."""
@@ -213,7 +213,7 @@ class Responder:
         with self._receiving:
             self._post(self._others, _LEFT, (communicator.counts(), sends, how, place))
 
-    def hear_departures(self) -> None:
+    def receive_departures(self) -> None:
         """Receive the other ranks' notices, since some MPIs report unreceived messages."""
         until = perf_counter() + self._patience
         # A rank may have been killed before its notice, so the time is limited.
@@ -260,13 +260,13 @@ class Responder:
         until, missing = perf_counter() + self._patience, set(self._others)
         while perf_counter() < until and missing:
             self.answer()
-            come = self._taken(_ANSWER)
-            if come is None:
+            arrived = self._receive(_ANSWER)
+            if arrived is None:
                 time.sleep(_TICK / 10)
             # Late answers to earlier questions are ignored.
-            elif come[1][0] == self._asked:
-                states[come[0]] = come[1][1]
-                missing.discard(come[0])
+            elif arrived[1][0] == self._asked:
+                states[arrived[0]] = arrived[1][1]
+                missing.discard(arrived[0])
         for rank in missing:
             states[rank] = _departure(rank)
         return states
@@ -293,7 +293,7 @@ class Responder:
                 # `extend` with `map` can't be interrupted between the send and its registration.
                 held.extend(map(self._comm.Isend, (buffer,), (rank,), (tag,)))
 
-    def _taken(self, tag: int) -> tuple[int, Any] | None:
+    def _receive(self, tag: int) -> tuple[int, Any] | None:
         status = MPI.Status()
         message = self._comm.improbe(MPI.ANY_SOURCE, tag, status)
         return None if message is None else (status.source, message.recv())
@@ -301,7 +301,7 @@ class Responder:
 
 def _departure(rank: int) -> State | None:
     gone = departed.get(rank)
-    return gone and _left(gone.how, gone.place, gone.heard) | {"counts": gone.counts, "ledger": None}
+    return gone and _left(gone.how, gone.place, gone.noticed) | {"counts": gone.counts, "ledger": None}
 
 
 def _left(how: str, place: str, since: float) -> State:

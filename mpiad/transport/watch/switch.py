@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from math import inf
 
-import numpy as np
 from mpi4py import MPI
 
 from mpiad import environment_variables
 from mpiad._typing import Comm
 from mpiad.transport.core import calls, channels
 from mpiad.transport.core.channels import Channel, Watch, drain, make_communicator
+from mpiad.transport.devices.device_settings import least_of_all
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement
 from mpiad.transport.watch.communicator import Guarded
@@ -27,23 +28,19 @@ _meeting: Guarded | None = None
 
 def start() -> None:
     """Turn on the watch if the environment of any rank requests it; collective over the world."""
-    wrong, wanted = None, Settings()
-    try:
+
+    def read() -> Settings:
         environment_variables.check()
-        wanted = watch_settings.from_environment()
-    except ValueError as error:
-        wrong = error
-    # A request on one rank applies to all, since a rank without the watch wouldn't answer the others.
-    never = np.inf
-    limit = never if wanted.timeout is None else wanted.timeout
-    mine = np.array([wrong is None, not wanted.debug, wanted.call_sites, limit], dtype=float)
-    # The minima: 0 for `not debug` if any rank requests debug mode, and the shortest limit.
-    every = np.empty_like(mine)
-    MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
-    if wrong is not None or not every[0]:
-        raise wrong or ValueError("an environment variable of mpiad has an invalid value on another rank.")
-    timeout = None if every[3] == never else float(every[3])
-    found = Settings(not every[1], timeout, bool(every[2]))
+        return watch_settings.from_environment()
+
+    # A request on one rank applies to all, since a rank without the watch wouldn't answer the others. The minima: 0 for
+    # `not debug` if any rank requests debug mode, and the shortest limit.
+    not_debug, call_sites, limit = least_of_all(
+        read,
+        lambda wanted: [not wanted.debug, wanted.call_sites, inf if wanted.timeout is None else wanted.timeout],
+        "an environment variable of mpiad",
+    )
+    found = Settings(not not_debug, None if limit == inf else limit, bool(call_sites))
     if found.watches:
         apply(found)
 
@@ -97,7 +94,7 @@ def stop_answering(all_have_left: bool = False) -> None:
     if _responder is not None:
         _responder.stop()
         if all_have_left:
-            _responder.hear_departures()
+            _responder.receive_departures()
 
 
 def announce(how: str, place: str) -> None:

@@ -32,7 +32,7 @@ class Departure(NamedTuple):
     sends: bool  # whether messages from it were still in flight
     how: str
     place: str
-    heard: float  # when this rank received the notice of it
+    noticed: float  # when this rank received the notice of it
 
 
 departed: dict[int, Departure] = {}  # by rank in the world
@@ -162,7 +162,7 @@ def _is_over(waiting: Waiting) -> bool:
     return bool(departed) and elapsed > _IN_FLIGHT and waiting.what.in_vain(departed, perf_counter() - _IN_FLIGHT)
 
 
-def tell(number: int, verdict: Exception) -> None:
+def set_verdict(number: int, verdict: Exception) -> None:
     """Raise an exception in the wait with this number, if it still runs."""
     for waiting in waits_by_thread.copy().values():
         if waiting.number == number and not waiting.endless:

@@ -292,7 +292,7 @@ class SentMeanwhile(Unsent):
 def test_what_another_thread_sends_is_held_while_this_one_looks(monkeypatch):
     comm = channel(None, "test")
     monkeypatch.setattr(comm, "pending", [])
-    monkeypatch.setattr(comm, "_next_look", 1)
+    monkeypatch.setattr(comm, "_next_test", 1)
     looked_at = SentMeanwhile(comm)
     comm.keep(looked_at, np.ones(1))
     assert [request for request, _ in comm.pending] == [looked_at.other]
@@ -355,7 +355,7 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch, 
     for lines, run in enumerate(interrupted_before_each_line(folder)):
         bare = Bare()
         with monkeypatch.context() as patched:
-            for name, value in (("data", bare), ("pending", []), ("started", {}), ("_next_look", 9)):
+            for name, value in (("data", bare), ("pending", []), ("started", {}), ("_next_test", 9)):
                 patched.setattr(comm, name, value)
             run(lambda: program(comm))
             assert all(buffer() is not None for buffer in bare.given), lines

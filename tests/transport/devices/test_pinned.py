@@ -34,7 +34,7 @@ def counting(monkeypatch):
 def test_memory_is_used_again(monkeypatch):
     made, pool = counting(monkeypatch), Pool(double)
     for nbytes in (5000, 4990, 5100, 5120):
-        array = pool.lend(nbytes).array((nbytes,), np.uint8)
+        array = pool.allocate(nbytes).array((nbytes,), np.uint8)
         assert array.nbytes == nbytes and pool.in_use == 5120
         del array
     assert made == [5120] and (pool.in_use, pool.kept) == (0, 5120)
@@ -51,9 +51,9 @@ def test_at_most_a_quarter_too_much_is_lent(nbytes):
 @serial
 def test_a_view_keeps_the_memory():
     pool = Pool(double)
-    view = pool.lend(8000).array((10, 100), "f8")[3:, ::2].T
+    view = pool.allocate(8000).array((10, 100), "f8")[3:, ::2].T
     assert pool.in_use > 0
-    assert pool.lend(8000).array((1000,), "f8").ctypes.data != view.ctypes.data
+    assert pool.allocate(8000).array((1000,), "f8").ctypes.data != view.ctypes.data
     del view
     assert pool.in_use == 0
 
@@ -63,9 +63,9 @@ def test_what_is_kept_is_bounded():
     before = device_settings.put(DeviceSettings(pinned=20_000))
     try:
         pool = Pool(double)
-        loans = [pool.lend(8192) for _ in range(5)]
+        blocks_in_use = [pool.allocate(8192) for _ in range(5)]
         assert pool.in_use == 5 * 8192
-        loans.clear()
+        blocks_in_use.clear()
         assert (pool.in_use, pool.kept) == (0, 2 * 8192)
     finally:
         device_settings.put(before)
@@ -75,15 +75,15 @@ def test_what_is_kept_is_bounded():
 def test_the_next_borrower_waits_for_the_last_copy():
     pool, x = Pool(double), double.empty((512,), "f8")
     host = np.arange(512.0)
-    loan = pool.lend(host.nbytes)
-    loan.array((512,), "f8")[:] = host
-    double.copy_to_device(loan.array((512,), "f8").copy(), x)
-    loan.read = double.record()
+    pinned_block = pool.allocate(host.nbytes)
+    pinned_block.array((512,), "f8")[:] = host
+    double.copy_to_device(pinned_block.array((512,), "f8").copy(), x)
+    pinned_block.read = double.record()
     waited = []
     pool._arrays = type("Counting", (), {"wait": lambda self, event: waited.append(event) or double.wait(event)})()
-    event = loan.read
-    del loan
-    pool.lend(4096)
+    event = pinned_block.read
+    del pinned_block
+    pool.allocate(4096)
     assert waited == [event]
     double.synchronize()
 
@@ -91,7 +91,7 @@ def test_the_next_borrower_waits_for_the_last_copy():
 @serial
 def test_nothing_is_kept_after_the_end():
     pool = Pool(double)
-    kept, out = pool.lend(5000), pool.lend(5000)
+    kept, out = pool.allocate(5000), pool.allocate(5000)
     del kept
     pool.close()
     assert pool.kept == 0
@@ -107,7 +107,7 @@ def test_memory_that_cannot_be_locked_is_not_counted(monkeypatch):
     pool = Pool(double)
     monkeypatch.setattr(double, "pinned", fail)
     with pytest.raises(MemoryError):
-        pool.lend(100)
+        pool.allocate(100)
     assert (pool.in_use, pool.kept) == (0, 0)
 
 

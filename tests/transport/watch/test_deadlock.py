@@ -190,7 +190,7 @@ def test_a_rank_that_left_is_named_where_it_answers_no_more(monkeypatch: pytest.
 def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size: int) -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     comm = channel(None, "test")
-    receive = communicator.Letter(comm.data, False, left, 0)
+    receive = communicator.MessageWait(comm.data, False, left, 0)
     gone = {rank: Departure({}, True, "", "", 0.0) for rank in range(size)}
     assert not receive.in_vain(gone, 1.0)
     assert receive.in_vain({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)
