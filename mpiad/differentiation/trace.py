@@ -69,7 +69,8 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
     leaves = [_with_dtype(leaf) for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
     if not places:
-        kinds = ", ".join(sorted({_type_name(leaf) for leaf in leaves})) or "nothing"
+        names = {type(leaf).__name__ + (f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else "") for leaf in leaves}
+        kinds = ", ".join(sorted(names)) or "nothing"
         raise TypeError(
             f"{call}: argument {argnum!r} holds {kinds}, but only real and complex numbers and arrays have derivatives. "
             "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
@@ -89,10 +90,6 @@ def _with_dtype(leaf: Array) -> Array:
     if type(leaf) in _box_types and not hasattr(leaf, "dtype") and isinstance(getval(leaf), (float, complex)):
         return leaf * np.float64(1.0)  # a number traced by plain autograd
     return leaf
-
-
-def _type_name(leaf: Array) -> str:
-    return f"{type(leaf).__name__} of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:

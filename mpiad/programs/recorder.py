@@ -292,17 +292,14 @@ class Recorder:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} gets functions or objects that contain traced values")
-        self.channels |= self._channels_of(plain(args), operator.__name__)
-        references = self.referenced(args), self.referenced(kwargs)
-        return self._recorded("operate", operator, *references, self._operated(operator, plain(args), plain(kwargs)))
-
-    def _channels_of(self, args: tuple, call: str) -> set[Used]:
-        """Return the channels that an operator uses: those of its arguments that have a communicator."""
         tracing.recorder = None
         try:
-            return {(channel(x.comm, call, collective=False), False) for x in args if hasattr(x, "comm")}
+            used = {channel(x.comm, operator.__name__, collective=False) for x in plain(args) if hasattr(x, "comm")}
         finally:
             tracing.recorder = self
+        self.channels |= {(each, False) for each in used}
+        references = self.referenced(args), self.referenced(kwargs)
+        return self._recorded("operate", operator, *references, self._operated(operator, plain(args), plain(kwargs)))
 
     def communicated_by_itself(self) -> None:
         """End the trace in failure, since a function communicates by other means than recorded operations."""
