@@ -875,7 +875,7 @@ NAMED = {
     program_cache: "ProgramCache.entry_or_watch ProgramCache.optional_entry ProgramCache.derived_entry "
     "ProgramCache.run_again ProgramCache.interpreted",
     calls_on_tape: "_traced_on_tape",
-    transforms: "Program.__enter__ Program.__exit__ Evaluation.part Evaluation._called recorded vjp jvp",
+    transforms: "Evaluation.run Evaluation._called _Parts.run recorded vjp jvp_of_vjp vjp_of_vjp",
     entry: "Entry.called Entry.is_current entry_of count",
     recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",
