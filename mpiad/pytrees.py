@@ -185,7 +185,7 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
     fit into the cache.
 
     `columns`: for each pytree, its list of leaves. `results`: for each result, the index of the column with the same shapes
-    and dtypes. The formula is applied if the leaf of the first column is a float or an array of floats; otherwise the
+    and dtypes. The formula is applied if the leaf of the first column is a variable (see `is_variable`); otherwise the
     leaf is taken from the column of the result.
     """
     out, short = [list(columns[k]) for k in results], list[int]()

@@ -83,7 +83,7 @@ def from_parts(x: Array, dtype: DTypeLike) -> Array:
 
 
 def row_parts(x: Array) -> Array:
-    """Return an array of shape (..., d, n); a complex one as alternating real and imaginary rows, shape (..., 2 d, n)."""
+    """Return a real x unchanged; for a complex x, (..., d, n), its alternating real and imaginary rows, (..., 2 d, n)."""
     if not is_complex(x):
         return x
     return np.stack([x.real, x.imag], axis=-2).reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1])

@@ -13,9 +13,9 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 
 # Algebraic simplifications.
 #
-# They are exact, also for NaN and infinity, with two exceptions: x + 0 becomes x even if x is -0, and |z|², frequent in
-# users' functions, is computed without a square root, so rounding differs. 0 · x and x - x aren't
-# simplified, since they are NaN if x is NaN or infinite.
+# They are exact, also for NaN and infinity, with two exceptions. The sign of a zero may change: x + 0 becomes x, and 0 - x
+# becomes -x. |z|², frequent in users' functions, is computed without a square root, so rounding differs. 0 · x and x - x
+# aren't simplified, since they are NaN if x is NaN or infinite.
 
 
 def _inner(builder: Builder, x: int, operation: str) -> int | None:

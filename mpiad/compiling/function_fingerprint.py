@@ -78,7 +78,7 @@ class _ValueReader(FunctionReader):
         if len(self.found) > _MAX_VALUES:
             raise Unknown
         place = len(self.found)
-        # Other objects are recorded again, since equal objects have the same fingerprint as one object that is read twice.
+        # Other objects are recorded each time, so that one object read twice has the fingerprint of two equal ones.
         if not isinstance(value, FunctionType) or self._places.setdefault(id(value), place) == place:
             return False
         self.found.append(("again", self._places[id(value)]))

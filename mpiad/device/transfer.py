@@ -48,7 +48,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
     Ranks
     -----
-    Each rank calls it independently, without communication. Only the first use of the library in a program is collective.
+    Each rank calls it independently, unless it is the program's first call of the library, which is collective.
     """
     cupy = _import_cupy("select")
     count = _visible_gpu_count(cupy)

@@ -1,7 +1,7 @@
 """Coordinates of cells, owners of points, and interpolation at points between cells.
 
 The cells of a grid represent points with equal spacing. A user's point lies, along each dimension, between a cell and
-the next cell. The rank that owns the first of these cells (along all dimensions) also owns the point.
+the next cell. The rank that owns the surrounding cell with the smallest index along all dimensions also owns the point.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def interpolate(
     share, table = _share(domain, tables, u, points, lattice, call)
     if result == "share":
         return share
-    # The same reduction also counts the owners of each point: unless it is one, points differ between ranks.
+    # The same reduction also counts the owners of each point. If a count isn't one, the points differ between ranks.
     (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)

@@ -1,4 +1,4 @@
-"""A Matérn field whose inverse covariance is the square of an elliptic operator; samples and products require solves."""
+"""A Matérn field whose inverse covariance is a scaled square of an elliptic operator; samples require a solve."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Variances are the diagonal entries of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. They are computed without a solve, from
 the heat kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per dimension, and the diagonal
-of each factor is a sum over the cosine modes of its dimension. With t = eˢ the trapezoidal rule converges geometrically.
+of each factor is a sum over the cosine modes of its dimension (Fourier modes if it is periodic). With t = eˢ the
+trapezoidal rule converges geometrically.
 
 References
 ----------
@@ -159,7 +160,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
-    """Return this rank's block of the diagonal of A⁻ᵖ, for A = c - Σ a_i ∂²_i without flux at the sides, and `power` p."""
+    """Return this rank's block of the diagonal of A⁻ᵖ, for A = c - Σ a_i ∂²_i, without flux at the sides; p is `power`."""
     # c > 0 and p is 1 or 2. The coefficients `a`, of shape (d,), include the factors 1 / spacing².
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_FIRST_TIME / largest), math.log(_LAST_TIME / c), _STEP)
@@ -171,7 +172,7 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
     ]
     head, *rest = factors
     found = np.stack([_outer(weights * row, rest) for row in head])
-    # The second term is the integral from 0 to the first t, where the integrand is nearly tᵖ⁻¹ / Γ(p).
+    # The second term is the integral from 0 to half a step before the first t; its integrand is nearly tᵖ⁻¹ / Γ(p).
     return found + (times[0] * math.exp(-0.5 * _STEP)) ** power / math.gamma(power + 1)
 
 

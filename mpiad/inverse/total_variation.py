@@ -14,7 +14,7 @@ from mpiad.inverse.gaussian_prior import agreed_fields
 
 
 class TotalVariation:
-    """The integral of a (√(|∇m|² + ε²) - ε) for a field m.
+    """The factor a times the integral of √(|∇m|² + ε²) - ε, for a field m.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class TotalVariation:
         self._grid = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return the integral. The gradient is computed by forward differences, which are zero at the last cells.
+        """Return the penalty for m. ∇m is computed by forward differences, which are zero at the last cells.
 
         Along a periodic dimension the last cell has the first cell as its neighbor.
 
@@ -70,7 +70,7 @@ class TotalVariation:
         Returns
         -------
         scalar
-            The integral, the same on all ranks.
+            The penalty, the same on all ranks.
 
         Ranks
         -----

@@ -161,7 +161,7 @@ class ShardedIterates:
         return row
 
     def report(self, point: IterateWithStep, evaluations: int) -> bool:
-        """Add a row and call the callback; return whether it raised StopIteration. All ranks call this."""
+        """Add a row and call the callback; return whether it raised StopIteration on this rank. All ranks call this."""
         row = self.add_row(point, evaluations)
 
         def ends() -> bool:

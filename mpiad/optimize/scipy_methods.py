@@ -24,7 +24,7 @@ from mpiad.optimize.root_driven import Leader
 
 
 class MethodArguments(NamedTuple):
-    """The root's further arguments for the method."""
+    """The root's arguments for the method, besides the objective and x0."""
 
     bounds: Any
     constraints: Any
@@ -98,7 +98,7 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
 
 
 def _no_iterations(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
-    """Evaluate only the start, instead of SciPy's `minimize`, if earlier runs have made all iterations."""
+    """Evaluate only the starting point; this replaces SciPy's `minimize` if earlier runs have used all iterations."""
     value(start.copy())
     jac(start.copy())
     text = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
@@ -193,7 +193,7 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
     gradient = np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
     if best is None:
         result.success = False
-        result.message = "ABNORMAL: the objective wasn't finite at any point. Choose an x0 at which it is."
+        result.message = "ABNORMAL: the objective wasn't finite at any point. Choose an x0 at which it is finite."
         result.status = result.status or 3
     elif not math.isfinite(value):
         _set_x(result, best, f"x is the best point found, since the objective is {value} at the last point.")

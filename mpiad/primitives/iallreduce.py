@@ -52,7 +52,8 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # As for messages, the sum may be unfinished after an exception, and plain autograd isn't supported.
+    # Registered like a point-to-point call: an exception may leave the sum unfinished, and a trace of plain
+    # autograd is refused.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 

@@ -154,8 +154,8 @@ class WorkerGroup:
         self._reported: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # If no loss of a process is known yet, a loss in `derive` is found by recovery. The communicator then consists of
-        # the surviving ranks, as in all later calls.
+        # If a process dies in `derive`, and no earlier loss is known, `recoverable` raises a RemoteError for the loss.
+        # The communicator then consists of the surviving ranks, as in all later calls.
         user_channel = self._used
         if self._survives and not user_channel.lost:
             try:
@@ -244,7 +244,7 @@ class Scheduler:
                 batch = self._resend.popleft().parcel.opened() if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
-            elif self.failed is None:  # after an exception of the iteration over the items, no batch may be active
+            elif self.failed is None:  # if iterating over the items raised, there may be no batch to wait for
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
@@ -459,15 +459,15 @@ def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items:
         own_error = error
     # This uses the group's communicator, since the user's communicator doesn't work after a process has died.
     found = group.comm.allgather((settings, None if own_error is None else (type(own_error), str(own_error))))
-    for name, (other, problem) in zip(group.user_ranks, found):
+    for rank, (other, problem) in zip(group.user_ranks, found):
         if problem is not None or other != found[0][0]:
             group.close()
             if problem is not None:
                 kind, text = problem
-                raise own_error or kind(f"{text} (raised on rank {name})")
+                raise own_error or kind(f"{text} (raised on rank {rank})")
             raise own_error or ValueError(
                 "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
-                f"{group.user_ranks[0]} gave {found[0][0]} and rank {name} gave {other}."
+                f"{group.user_ranks[0]} gave {found[0][0]} and rank {rank} gave {other}."
             )
     return given
 

@@ -153,8 +153,8 @@ def sum_over(
     schedule : str
         ``"static"``: for G groups, group g evaluates the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes
         the next item when it has finished an item, which is faster if items take very different times. The result is the
-        same. The static
-        schedule is always used in a compiled function, and if MPI doesn't support calls from several threads.
+        same. The static schedule is always used in a compiled function, and if MPI doesn't support calls from several
+        threads.
     objective : str
         The value of an item, as in `value_and_grad`. "root": the number that the group's first rank returns. "sum" or
         "mean": the sum or the mean of the numbers that all ranks of the group return.
@@ -260,7 +260,7 @@ def _run(
 def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return this rank's term of its value, or the failure on all its ranks."""
+    """Evaluate an item on this rank's group; return this rank's term of the value, or the failure of any of these ranks."""
     own_error: BaseException | None = None
 
     def stage() -> Any:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 # Binomial checkpointing: the order in which steps of a loop are run, run again and reversed, and states are stored.
 #
-# With s stored states, including the first, at most β(s, r) = (s + r)! / (s! r!) steps can be reversed if no step is run
-# more than r times. For β(s, r - 1) < n ≤ β(s, r) the minimum number of steps that are run is r n - β(s + 1, r - 1):
+# The last run of each step is recorded, and isn't counted here. With s stored states, including the first, at most
+# β(s, r) = (s + r)! / (s! r!) steps can be reversed if no step is run more than r times. For β(s, r - 1) < n ≤ β(s, r)
+# the minimum total number of runs is r n - β(s + 1, r - 1):
 # Griewank and Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The stored states form a stack, whose least frequently
 # accessed levels are on disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
 

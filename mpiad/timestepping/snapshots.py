@@ -106,7 +106,7 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
         finest = step <= largest / _RANGE
         if found <= _LARGEST and (found >= _FULL or finest):
             return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
-        # The factor 0.9 is a margin for the rounding to integers, which increases differences for any step.
+        # The factor 0.9 is a margin, since the rounding to integers may increase the differences.
         step = max(step * max(found, 1) / (0.9 * _LARGEST), largest / _RANGE)
 
 

@@ -1,4 +1,4 @@
-"""Steps of a loop on lists of arrays: the user's steps with checks, and these steps with tangents.
+"""Steps of a loop on lists of arrays: the user's steps, whose results are checked, and the same steps with tangents.
 
 If the step function is compiled, several steps may run as one program. Separate programs copy fields into the buffers in
 which halos are exchanged, but within one program a field is computed directly in the memory that the next step reads. One
