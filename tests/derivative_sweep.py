@@ -528,8 +528,9 @@ def wrapped(names: list[str]) -> str:
 TEXT = """# NumPy's functions: which derivatives are available
 
 This page lists the functions of `autograd.numpy`, `autograd.numpy.linalg` and `autograd.numpy.fft`, and the derivatives that
-{{py:func}}`mpiad.value_and_grad` and its family support for each: in reverse and forward mode and to second order. Tests compare each
-derivative with finite differences, for real and complex arrays of 0 to 3 axes.
+{{py:func}}`mpiad.value_and_grad` and its family support for each: in reverse mode, in forward mode, and to second order by reverse
+over reverse and by forward over reverse. Tests compare each derivative with finite differences, for real and complex arrays of
+0 to 3 axes.
 
 - Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
 - `array`, `concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm` accept lists of traced arrays.
@@ -544,15 +545,16 @@ derivative with finite differences, for real and complex arrays of 0 to 3 axes.
 ## Some of the derivatives
 
 - *yes*: the derivative is available.
-- *in part*: the calls in the last column raise a `NotImplementedError` that names the function; for a universal function such as
-  `add` the error is a `TypeError`.
-- *no*: all calls raise such an error.
+- *in part*: the calls in the last column raise a `NotImplementedError` that names the function. In these calls, `x` is the
+  traced array, and `a`, `m` and `mask` are constant arrays. After a call, (1-D) or (2-D) means that it is refused only if
+  `x` has this number of axes.
+- *no*: all calls raise this error.
 
 {table}
 
 ## Constants
 
-The results of these functions are sizes, indices, booleans or step functions, so the derivative is zero.
+The results of these functions are sizes, indices, booleans, step functions or arrays of constants, so the derivative is zero.
 
 {constant}.
 
@@ -560,7 +562,8 @@ The results of these functions are sizes, indices, booleans or step functions, s
 
 ## Functions without a derivative
 
-Calls of these functions with a traced array raise the errors described above.
+Calls of these functions with a traced array raise a `NotImplementedError` that names the function; for a universal function
+(ufunc) such as `cbrt` the error is a `TypeError`.
 
 {refused}.
 """
