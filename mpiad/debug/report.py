@@ -21,10 +21,10 @@ from mpiad.transport.core.tracing import restoring_state
 #
 # MPI doesn't report how long a call waits, but the time at which each rank began the call is known. A receiver waits
 # until its sender begins to send. A rank that receives data from all ranks waits until the last rank begins, and a
-# rank that receives data from the root waits until the root begins. The time from the start of the
-# rank's own call until then, at most the duration of the call, counts as wait; the rest of the duration counts as
-# transfer. Sends and the starts of nonblocking operations don't wait. The completion of a nonblocking send or reduction
-# counts entirely as wait, since the rank does nothing else.
+# rank that receives data from the root waits until the root begins. The time from the start of the rank's own call until
+# then, at most the duration of the call, counts as wait; the rest of the duration counts as transfer. Sends and the starts
+# of nonblocking operations don't wait. The completion of a nonblocking send or reduction counts entirely as wait, since the
+# rank does nothing else.
 #
 # The times of different ranks are compared on one clock, whose error is a few microseconds.
 
