@@ -51,7 +51,7 @@ class RankInfo(NamedTuple):
     cores: tuple[int, ...]  # the numbers of the cores on which the process may run
     quota: float  # a container's limit of CPU time, as a number of cores; infinity if there is no limit
     threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
-    huge_pages: str  # whether the arrays of the process are in huge pages
+    huge_pages: str  # a text that says whether the arrays of the process are in huge pages
     gpus: list[str]  # names of all GPUs of the node; empty except on the first rank of the node
     gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible GPUs
     python: str  # path of the interpreter
@@ -94,7 +94,7 @@ class Speed(NamedTuple):
     """The measured speed of messages."""
 
     latency: float  # seconds for 8 bytes from rank 0 to rank 1
-    bandwidth: float  # bytes per second, for a message of 4 MB between these ranks
+    bandwidth: float  # bytes per second, for a message of 4 MiB between these ranks
     allreduce: float  # seconds for a reduction of 8 bytes over all ranks
 
     def __str__(self) -> str:

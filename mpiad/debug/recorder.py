@@ -62,7 +62,7 @@ def _switch(on: bool) -> None:
 calls.register(_switch)
 
 
-MAX_EVENTS = 500_000  # maximum number of events, of a few hundred bytes each
+MAX_EVENTS = 500_000  # maximum number of recorded events; each takes a few hundred bytes
 _NO_ARGUMENTS = Arguments()
 _WAITS = ("mpi_wait", "mpi_waitall")
 
@@ -82,7 +82,7 @@ class Message(NamedTuple):
 class Event(NamedTuple):
     """A communication call or a phase of a derivative."""
 
-    thread: int  # number of the thread; 0 is the main thread
+    thread: int  # number of the thread; 0 is the thread that started the recording
     began: float  # `began`, `ended`: times of this rank's `time.perf_counter()`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"

@@ -21,9 +21,10 @@ from mpiad.transport.core.tracing import restoring_state
 #
 # MPI doesn't report how long a call waits, but the time at which each rank began the call is known. A receiver waits
 # until its sender begins to send. A rank that receives data from all ranks waits until the last rank begins, and a
-# rank that receives data from the root waits until the root begins. This time, limited to the duration of the call,
-# counts as wait; the rest of the duration counts as transfer. Sends and the starts of nonblocking operations don't
-# wait. The completion of a nonblocking send or reduction counts entirely as wait, since the rank does nothing else.
+# rank that receives data from the root waits until the root begins. The time from the start of the rank's own call until
+# then, at most the duration of the call, counts as wait; the rest of the duration counts as transfer. Sends and the starts
+# of nonblocking operations don't wait. The completion of a nonblocking send or reduction counts entirely as wait, since the
+# rank does nothing else.
 #
 # The times of different ranks are compared on one clock, whose error is a few microseconds.
 
@@ -53,16 +54,16 @@ def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]
     """Return the seconds that this rank waited in each of these innermost communications; collective over the world."""
     sent = _sends(events, clock, comm)
     arrivals = _arrivals(events, clock, comm.rank)
-    # The first rank of each communicator compares the arrivals of this communicator, so that no rank needs memory for all.
-    latest = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
-    return [_wait(event, sent, latest.get(k), clock) for k, event in enumerate(events)]
+    # The first rank of each communicator compares its arrivals, so that no rank stores the arrivals of all communicators.
+    latest_starts = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
+    return [_wait(event, sent, latest_starts.get(k), clock) for k, event in enumerate(events)]
 
 
-def _wait(event: Event, sent: dict[Message, float], others: float | None, clock: Clock) -> float:
+def _wait(event: Event, sent: dict[Message, float], latest_start: float | None, clock: Clock) -> float:
     duration = event.ended - event.began
     awaited = [sent[message] for message in event.messages if message in sent]
-    if others is not None:
-        awaited.append(others)
+    if latest_start is not None:
+        awaited.append(latest_start)
     if awaited:
         return min(max(max(awaited) - clock(event.began), 0.0), duration)
     return duration if event.operation in _COMPLETIONS and not event.messages else 0.0
@@ -224,7 +225,7 @@ _NO_RECORDING = (
 
 
 class Row(NamedTuple):
-    """The communication of one function that one line of the program calls; arrays have an entry per rank.
+    """The communication in all calls of one function at one line of the program; arrays have an entry per rank.
 
     Attributes
     ----------

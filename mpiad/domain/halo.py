@@ -126,14 +126,14 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        # The order is the reverse of that of filling, in which local copies may read cells that messages have filled.
+        # The order of filling is reversed, since its local copies may read cells that its messages have filled.
         fold_local(total, local, sides, len(halo.shape))
         complete(total, post(total, stage.routes, True, _TAG, halo.comm), True)
 
 
 def fold_local(total: LocalArray, local: list[LocalFill], sides: Sides, ndim: int) -> None:
     """Add the halo cells that no message fills to the cells that they copy."""
-    # The order is the reverse of that of filling, in which a later side may read halo cells of an earlier side.
+    # The order of filling is reversed, since a side that is filled later may copy halo cells of an earlier side.
     for cells in reversed(local):
         if cells.copied is not None:
             side, layers = cells.side(sides), total[cells.copied]
@@ -201,7 +201,10 @@ def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
 
 
 def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return ranges of cells that messages don't change: all but ``layers(width)`` layers at sides that aren't constant."""
+    """Return the range of cells of each axis that don't change while messages are active; None without messages.
+
+    At each side ``layers(width)`` layers may change, unless the halo beyond the side is set to a constant.
+    """
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
     constant = {(cells.axis, cells.end) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}

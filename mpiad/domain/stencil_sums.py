@@ -71,7 +71,7 @@ class StencilSums:
         buffer = self._buffers.pop() if self._buffers else None
         if buffer is not None and buffer.shape == shape and buffer.dtype == u.dtype and type(buffer) is type(u):
             return buffer
-        # Zeros, because unused sums may read halo cells that aren't filled yet, and NumPy must not warn of overflow.
+        # Zeros, so that halo cells that the exchange doesn't fill (the corners, for star stencils) have finite values.
         return zeros_like(u, shape)
 
     def summed(self, u: LocalArray) -> LocalArray:

@@ -190,7 +190,7 @@ defjvp_together(solution, _tangent)
 
 
 def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
-    """Raise a ValueError on all ranks if Aᵀ λ, `transposed`, differs from g = A λ, so that A isn't symmetric."""
+    """Raise a ValueError on all ranks if Aᵀ λ, `transposed`, differs from g = A λ: A isn't symmetric."""
     gap = (np.nan if transposed is None else transposed) - g
     with restoring_state(), suspended():
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])

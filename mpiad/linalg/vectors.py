@@ -1,8 +1,8 @@
 """Operations on the vectors of several systems, and checks that all are on the host, or all on one device.
 
-The operations of an iteration work in place. *Rows* are arrays of shape (k, n), on the host or on a device, with one
-row per system. *Numbers*, one per row, are always on the host; if they are computed on a device, they are copied once per
-reduction.
+*Rows* are arrays of shape (k, n), on the host or on a device, with one row per system. *Numbers*, one per row, are always
+on the host; if they are computed on a device, they are copied once per reduction. `add_scaled` and `scale_and_add` work in
+place.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def lengths(x: LocalArray) -> np.ndarray:
     """Return the norm of this rank's part of each row, even if squares overflow or underflow."""
     if not x.shape[1]:
         return np.zeros(len(x))
-    if type(x) is np.ndarray and x.dtype.char in "fF":  # the squares of floats neither overflow nor underflow in doubles
+    if type(x) is np.ndarray and x.dtype.char in "fF":  # in double precision their squares neither overflow nor underflow
         wide = x.astype(np.result_type(x.dtype, float))
         return np.sqrt(inner((wide, wide))[0].real)
     size = np.abs(x).astype(float)
@@ -83,8 +83,8 @@ def lengths(x: LocalArray) -> np.ndarray:
     return on_host(np.where(usable, largest, 1.0) * np.sqrt(np.sum(scaled * scaled, axis=1)))
 
 
-# All arrays of a call must be on the host, or all on one device, since copies are never implicit. PETSc works on the host
-# only. For SciPy's factorizations, arrays are copied to the host, and the results to the device.
+# All arrays of a call must be on the host, or all on one device, since arguments are never copied to match each other.
+# PETSc accepts arrays on the host only. For SciPy's factorizations, `through_host` copies the arguments and results.
 
 
 def require_floats(call: str, value: Array, length: int) -> None:

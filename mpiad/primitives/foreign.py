@@ -27,8 +27,8 @@ _ADVICE = (
 
 class _Sequence(threading.local):
     def __init__(self) -> None:
-        self.last = 0
-        self.pending: dict[int, set[int]] = {}
+        self.last = 0  # number of the last collective
+        self.pending: dict[int, set[int]] = {}  # for each trace, the collectives whose adjoints haven't run
 
 
 _sequence = _Sequence()

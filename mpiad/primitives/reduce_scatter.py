@@ -39,7 +39,7 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     TypeError
         If `x` can't be sent.
     ValueError
-        If `x` can't be divided by `axis` and `counts`.
+        If `x` can't be divided along `axis` into pieces of the lengths `counts`.
 
     Ranks
     -----
@@ -58,9 +58,9 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     used = channel(comm, call)
     reduction_of(SUM, x, call)
     spec = spec_like(outgoing(getval(x), call))
-    place = axis_of(axis, len(spec.shape), call)
-    lengths = lengths_along(place, counts, spec.shape, used, call)
-    return communicate(REDUCE_SCATTER, x, Dividing(used, None, place, lengths, piece_of(spec, place, lengths[used.rank])))
+    axis = axis_of(axis, len(spec.shape), call)
+    lengths = lengths_along(axis, counts, spec.shape, used, call)
+    return communicate(REDUCE_SCATTER, x, Dividing(used, None, axis, lengths, piece_of(spec, axis, lengths[used.rank])))
 
 
 def _forward(x: Array, p: Dividing) -> Any:

@@ -31,7 +31,7 @@ def mpi_wait(request: Request) -> Array:
     RequestError
         If the request was waited for before, or was started in another trace.
     ValueError
-        If the message and its template differ in size.
+        If the received message and the template passed to `mpi_irecv` differ in size.
 
     Ranks
     -----
@@ -40,7 +40,7 @@ def mpi_wait(request: Request) -> Array:
     Adjoint
     -------
     The adjoint starts to communicate the cotangent; the adjoint of the call that started the request completes this
-    communication. For a sum, both happen in the latter adjoint.
+    communication. For `mpi_iallreduce`, the latter does both.
 
     Examples
     --------

@@ -87,10 +87,10 @@ def check_adjoint(
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
     x, y, y_bar, x_bar, twice = to_host((x, y, y_bar, x_bar, twice))
-    sides, sizes, nonlinearity = _products(used, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
+    sides, absolute_sum, nonlinearity = _products(used, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
     eps = max(used.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
-    scale = eps * max(sizes, np.finfo(float).tiny)
-    if nonlinearity > 1e3 * eps * max(1.0, sizes):
+    scale = eps * max(absolute_sum, np.finfo(float).tiny)
+    if nonlinearity > 1e3 * eps * max(1.0, absolute_sum):
         raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) has an entry of {nonlinearity:.3e}.")
     error = abs(sides[0] - sides[1]) / scale
     if error > ulps:

@@ -39,7 +39,7 @@ def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     center, inverse = prior.inverse.like(mean)
     # KL = ½ (tr(Σₚ⁻¹ Σ_q) + differenceᵀ Σₚ⁻¹ difference - dim + log det Σₚ - log det Σ_q).
     difference = mean - center
-    log_det = 2 * np.sum(params["log_sd"])  # exp(log_sd) is the diagonal of L
+    log_det = 2 * np.sum(params["log_sd"])  # exp(log_sd) is the diagonal of the Cholesky factor of Σ_q
     trace = np.sum(inverse * covariance)  # the trace of the matrix product, since both factors are symmetric
     log_det_of_prior = float(numpy.linalg.slogdet(prior.normal[1])[1])
     return 0.5 * (trace + np.dot(difference, np.dot(inverse, difference)) - len(center) + log_det_of_prior - log_det)

@@ -1,4 +1,4 @@
-"""Neural spline layers (Durkan et al., 2019): monotone splines of each coordinate, with parameters from the others.
+"""Neural spline layers (Durkan et al., 2019): monotone splines of coordinates, with parameters that depend on others.
 
 The splines are rational-quadratic (Gregory and Delbourgo, 1982). The widths and heights of the bins are softmaxes of
 unconstrained parameters, and the slopes at inner knots are softpluses. Outside of the bins the spline is the identity, and
