@@ -102,7 +102,8 @@ class ReplicationError(ValueError):
     Attributes
     ----------
     ranks : list of int
-        The ranks whose values differ from the value on most ranks, as ranks of the communicator of the check.
+        The ranks whose values differ from the value on most ranks (for the x0 of a solve, from the root's), as ranks of the
+        communicator of the check.
     path : str
         The path of the first leaf that differs, on the first rank of `ranks`.
     index : tuple of int

@@ -44,11 +44,12 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     RuntimeError
         If no GPU is visible to CUDA.
     ValueError
-        If there is no GPU with a requested number.
+        If `ids` is empty, or contains anything but indices of visible GPUs.
 
     Ranks
     -----
-    Each rank calls it independently, without communication. Only the first use of the library in a program is collective.
+    Each rank calls it independently, without communication, except if it is the first call of the library: this one is
+    collective.
     """
     cupy = _import_cupy("select")
     count = _visible_gpu_count(cupy)
@@ -66,7 +67,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
 
 def own_device() -> int:
-    """Return the number of this rank's GPU; call `select` if no GPU is selected yet."""
+    """Return the index of this rank's GPU; call `select` if no GPU is selected yet."""
     return _chosen[0] if _chosen else select()
 
 
