@@ -8,7 +8,7 @@ __all__ += ["ConvergenceError", "IntegrationError", "NotFiniteError"]
 
 
 class CommunicatorError(ValueError):
-    """Report a communicator that can't be used: freed, not prepared, an intercommunicator, or after the end of MPI.
+    """Report a communicator that can't be used: freed, not prepared by `mpi_init`, an intercommunicator, or MPI has ended.
 
     Examples
     --------

@@ -48,8 +48,8 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
     Ranks
     -----
-    Each rank calls it independently, without communication, except if it is the first call of the library: this one is
-    collective.
+    Each rank calls it independently, without communication, unless it is the first use of the library in the program, which
+    is collective.
     """
     cupy = _import_cupy("select")
     count = _visible_gpu_count(cupy)

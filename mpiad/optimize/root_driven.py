@@ -106,7 +106,7 @@ def _require_root_values(used: Channel, root: Rank, own: Leaves | None, roots: L
     every: list[Difference | None] = used.data.allgather(found)
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
-    text = f"{call}: x0 must be the same as on the root, rank {root}, but rank(s) {ranks} of {used.size} have a different x0. "
+    text = f"{call}: x0 must be the same as on the root, rank {root}, but rank(s) {ranks} of {used.size} have another x0. "
     text += f"{_ADVICE}{listed(differences)}"
     raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
 

@@ -29,7 +29,8 @@ from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
-# The products with the gradient are recomputed if its norm has decreased by this factor, as their relative errors grow by it.
+# If the gradient's norm decreases by a factor, the relative errors of its products grow by it. From this factor on, they
+# are computed again.
 _DECREASE = 100.0
 _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the attributes that are part of the state
 

@@ -106,8 +106,7 @@ def _concatenated(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...
 
 
 def sample_batch(batch: Batch) -> Batch:
-    """Return a batch of a few trajectories on the host, with the same f; states, and floats that vary or are on a device,
-    are invented."""
+    """Return a batch of a few trajectories on the host; states, and floats that vary or are on a device, are invented."""
     leaves = [_leaf(leaf, varies) for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
     times = [np.full(_COLUMNS, x[0] if len(x) else value) for x, value in ((batch.start, 0.0), (batch.end, 1.0))]
     u0 = _invented((len(batch.u0), _COLUMNS), batch.u0.dtype)
