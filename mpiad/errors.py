@@ -8,7 +8,7 @@ __all__ += ["ConvergenceError", "IntegrationError", "NotFiniteError"]
 
 
 class CommunicatorError(ValueError):
-    """Report a communicator that can't be used: freed, not prepared, an intercommunicator, or after the end of MPI.
+    """Report a communicator that can't be used: freed, not prepared by `mpi_init`, an intercommunicator, or MPI has ended.
 
     Examples
     --------
@@ -102,7 +102,8 @@ class ReplicationError(ValueError):
     Attributes
     ----------
     ranks : list of int
-        The ranks whose values differ from the value on most ranks, as ranks of the communicator of the check.
+        The ranks whose values differ from the value on most ranks (for the x0 of a solve, from the root's), as ranks of the
+        communicator of the check.
     path : str
         The path of the first leaf that differs, on the first rank of `ranks`.
     index : tuple of int

@@ -198,8 +198,8 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     operator : Communicating
         ``operator(x, *rest)``, linear in x; a TypeError is raised as in `defvjp`.
     adjoint : callable
-        ``adjoint(y, *rest)`` applies the transpose, over all ranks, without conjugation. There are no derivatives with
-        respect to `rest`.
+        ``adjoint(y, *rest)`` applies the transpose, without conjugation, of `operator` as a linear map between the arrays
+        of all ranks. There are no derivatives with respect to `rest`.
 
     Returns
     -------

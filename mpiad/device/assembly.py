@@ -1,6 +1,6 @@
 """`concatenate`, `stack` and `array` for host and device arrays.
 
-The functions of autograd.numpy with these names fail for device arrays, since they request NumPy arrays.
+The functions of autograd.numpy with these names fail for device arrays, since they convert to NumPy arrays.
 """
 
 from __future__ import annotations

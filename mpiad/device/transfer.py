@@ -44,7 +44,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     RuntimeError
         If no GPU is visible to CUDA.
     ValueError
-        If there is no GPU with a requested number.
+        If `ids` is empty, or contains anything but indices of visible GPUs.
 
     Ranks
     -----
@@ -66,7 +66,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
 
 def own_device() -> int:
-    """Return the number of this rank's GPU; call `select` if no GPU is selected yet."""
+    """Return the index of this rank's GPU; call `select` if no GPU is selected yet."""
     return _chosen[0] if _chosen else select()
 
 

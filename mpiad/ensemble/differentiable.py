@@ -35,10 +35,11 @@ from mpiad.transport.devices.device_arrays import is_device_array
 #
 # All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed on
 # plain arrays; afterwards a trace records this operator, whose value is known. Its derivatives are implemented in this file
-# for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for kernels on GPUs, and in `steady_state`.
+# for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for kernels on GPUs, and in `steady_state` for
+# searches for steady states.
 
 
-# Positions of arguments: initial states, tspan, the given times at which events act, and the leaves of the parameters.
+# Positions of arguments: initial states, start and end of tspan, the given times of events, and the parameters' leaves.
 U0, START, END, DUE, LEAVES = range(5)
 NO_TIMES = np.empty((0, 0))
 
@@ -119,8 +120,8 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
     """Return the results of a run as functions of a traced batch.
 
-    These are `saved`, (N, n_saved, d), `u_end`, (N, d), and with events the final times, (N,), and the times of events,
-    (m,). `due`, (times, N), are the given times at which events act.
+    These are `saved` of shape (N, n_saved, d), `u_end` of shape (N, d), and with events the final times of shape (N,) and
+    the times of events of shape (m,). `due` of shape (times, N) are the given times at which events act.
     """
     solved = _SolvedRun(run, saved, u_end)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
@@ -236,7 +237,7 @@ class _SolvedRun:
 
 
 def _padded(cotangents: Array, due: Array) -> Array:
-    """Return the cotangents of the given times `due`: the rows of `cotangents`, except for the last one, and zeros."""
+    """Return `cotangents` in the shape of `due`, without the last row, which belongs to events without a given time."""
     found = np.zeros_like(due)
     if len(cotangents):
         found[: len(cotangents) - 1] = cotangents[:-1]

@@ -30,7 +30,7 @@ def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
 
 
 def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return some trajectories of an ensemble of `count`; `numbers` and `repeat` are counted from 1."""
+    """Return the trajectories `numbers` of an ensemble of `count` trajectories; `numbers` and `repeat` start at 1."""
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
     fun = ensemble.prob_func
@@ -42,14 +42,14 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
 
     def others() -> list[list[Any]]:
         # Leaves shared with the first and the last trajectory are assumed to be shared by all trajectories.
-        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])  # a single one is made again
+        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])  # a single one is recreated
         return [flatten(problem_of(i).p)[0] for i in outside]
 
     return columns_of([problem_of(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and a batch of the same shapes: the same one, or trajectory 1 if the rank has none."""
+    """Return a rank's batch, and a batch with typical shapes: the same batch, or trajectory 1 if the rank has none."""
     without = not len(numbers) and count > 0
     typical = members(ensemble, range(1, 2) if without else numbers, repeat, seed, count)
     return typical.share(slice(0, 0)) if without else typical, typical
@@ -83,7 +83,7 @@ def _stack(arrays: list[Any], axis: int = 0) -> Array:
 
 
 def as_state(u0: Array) -> Array:
-    """Return an initial state as an array of floats; raise a TypeError if its entries aren't numbers."""
+    """Return an initial state as an array of real or complex floats; raise a TypeError for unsupported dtypes."""
     traced = isbox(u0) or (isinstance(u0, (list, tuple)) and any(map(isbox, u0)))
     state = anp.array(u0) if traced and not is_device_array(getval(u0)) else _array(u0)
     if state.dtype.kind in "biu":
@@ -157,10 +157,10 @@ def _stacked(
     for place in range(len(first)):
         leaves = [leaves[place] for leaves, _ in flat if len(leaves) == len(first)]
         if len(leaves) < len(flat):
-            raise ValueError(f"solve: p must have {len(first)} parts in all trajectories, as in trajectory {numbers[0]}.")
+            raise ValueError(f"solve: p must have {len(first)} leaves in all trajectories, as in trajectory {numbers[0]}.")
         shapes = {np.shape(leaf) for leaf in leaves}
         if len(shapes) > 1:
-            raise ValueError(f"solve: p must have one shape in all trajectories, but has {sorted(shapes)}.")
+            raise ValueError(f"solve: each array in p must have one shape in all trajectories, but has {sorted(shapes)}.")
         shared = all(leaf is leaves[0] for leaf in leaves)
         if shared and np.ndim(leaves[0]) and not any(leaf is leaves[0] for leaf in common):
             # A single trajectory shares all leaves with itself, but the shapes of f's arguments mustn't depend on the

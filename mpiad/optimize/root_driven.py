@@ -1,4 +1,4 @@
-"""Solves with variables on the root, from the check of x0 to the result, and the base class of all solves."""
+"""The base class of all solves, and solves whose variables are on the root, from the check of x0 to the result."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _require_root_values(used: Channel, root: Rank, own: Leaves | None, roots: L
     every: list[Difference | None] = used.data.allgather(found)
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
-    text = f"{call}: x0 must be the same as on the root, rank {root}, but rank(s) {ranks} of {used.size} have another one. "
+    text = f"{call}: x0 must be the same as on the root, rank {root}, but rank(s) {ranks} of {used.size} have another x0. "
     text += f"{_ADVICE}{listed(differences)}"
     raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
 
@@ -173,7 +173,7 @@ class Solve:
 
     @contextmanager
     def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
-        """Postpone SIGTERM if states are written; at the end free resources; after a failure renew the channel."""
+        """Postpone SIGTERM if checkpoints are written; at the end free resources; after a failure renew the channel."""
         try:
             with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
                 yield
@@ -239,7 +239,7 @@ class RootDriven(Solve):
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
             cause, outcome = error, RootFailure(error, self._call)
-        # After an exception on the root, too, the other ranks wait for an instruction; they then raise the exception.
+        # The other ranks wait for this instruction even if the root has failed; they then raise the root's exception, too.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)
 

@@ -5,7 +5,7 @@ Kinds of nodes, and in parentheses the contents of `Node.data`:
 - "input": an argument of the function (its position among the arguments).
 - "constant": an array that the function reads besides its arguments (its position among the constants).
 - "number": an array of equal entries (their value).
-- "elementwise": an elementwise function of arrays that are broadcast (its name, and the function as applied to `Symbol`s).
+- "elementwise": an elementwise function of arrays that are broadcast (its name, and a function of `Symbol`s).
 - "view": entries of one array (the `IndexMap` that selects them).
 - "reshape": the entries of one array in another shape.
 - "join": a concatenation of arrays (the axis).
@@ -15,7 +15,8 @@ Kinds of nodes, and in parentheses the contents of `Node.data`:
 - "communicate": a communication (a `Call`).
 - "item": one of several results of a call (its position).
 
-Communications are never dropped or reordered. Other nodes are dropped if no output or communication depends on them.
+Communications are never dropped or reordered. Other nodes, except inputs, are dropped if no output or communication depends
+on them.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
-    """Return the inverse of a view's map; None unless it has each entry of its source exactly once, without reversed axes.
+    """Return the inverse of a view's map; None unless the view has each source entry exactly once and reverses no axis.
 
     `shape`: of the source. `made`: of the view.
     """

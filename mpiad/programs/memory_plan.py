@@ -132,7 +132,7 @@ def aligned(nbytes: int) -> Array:
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
-    """Return layouts in which rows written by loops begin at cache lines; `first`: the buffer that each one overwrites."""
+    """Return layouts in which rows written by loops begin at cache lines; `first` maps buffers to those they overwrite."""
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
     dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}
@@ -168,7 +168,7 @@ def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
 def with_overwriting(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[LoopText | None]:
     """Return the texts of loops; loops that can overwrite a buffer that isn't used afterwards are changed to do so.
 
-    For example, the new field of a time step overwrites the field before the last, so the loop accesses one array less.
+    For example, the field at time n + 1 overwrites the field at time n - 1, so the loop accesses one array less.
     """
     spans = spans_of(schedule, texts)
     has_other_shapes = {found.data for found in schedule.buffers if found.kind == "alias"}

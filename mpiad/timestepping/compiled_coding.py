@@ -45,7 +45,10 @@ def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.nd
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write the differences, in units of `step`, of all rows with enough preceding rows; return their maximum modulus."""
+    """Write differences of rows of the field, minus `before`, in units of `step`; return the maximum modulus.
+
+    The first rows, which have too few preceding rows, are omitted.
+    """
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     width, ring = field.size // len(field), np.zeros(_RING)
@@ -56,7 +59,7 @@ def write_differences(
 def write_sums(
     differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the field with given differences; `head` contains the first rows of the field, in multiples of the step."""
+    """Write the field with given differences; `head` is the first rows, minus those of `before`, in units of `step`."""
     flat, width, ring = out.reshape(-1), out.size // len(out), np.zeros(_RING)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     _functions()[2](differences.reshape(-1), *relative, step, weights, len(head), width, head.reshape(-1), ring, flat)

@@ -208,11 +208,12 @@ class _Cotangents:
 
 # A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
 #
-# Let L(x) be the Jacobian of the loop. The adjoint L(x)ᵀ g is another operator, which runs the loop backwards from
-# stored states. The tangent T(x, w) = L(x) w is also a loop, over the state together with its tangent. L(x)ᵀ g is the
-# gradient of ⟨g, T(x, w)⟩ with respect to w. Hence the tangent of the adjoint is L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩. A cotangent
-# w of the adjoint contributes T(x, w) to the cotangent of g, and ∂ₓ⟨g, T(x, w)⟩ to the cotangent of x; both come from
-# one forward and reverse pass of the tangent loop, with the same number of stored states.
+# Let L(x) be the Jacobian of the loop. The adjoint L(x)ᵀ g is another operator, which runs the loop backwards from stored
+# states. The tangent T(x, w) = L(x) w is also a loop, over the state together with its tangent. L(x)ᵀ g is the gradient of
+# ⟨g, T(x, w)⟩ with respect to w. Since second derivatives are symmetric, the tangent of the adjoint is
+# L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩. A cotangent w of the adjoint contributes T(x, w) to the cotangent of g, and ∂ₓ⟨g, T(x, w)⟩ to
+# the cotangent of x; both come from one forward and reverse pass of the tangent loop,
+# with the same number of stored states.
 
 
 class LoopOperator:
@@ -388,7 +389,7 @@ def scan(
     Adjoint
     -------
     The derivative of the discrete steps with respect to `u0`, `inputs` and `params`, in reverse and forward mode and to any
-    order. For each order the number of stored states is that of the first order, by binomial checkpointing (Griewank and
+    order. Derivatives of all orders store the same number of states, by binomial checkpointing (Griewank and
     Walther, Algorithm 799: revolve, ACM TOMS 26, 2000).
 
     Examples

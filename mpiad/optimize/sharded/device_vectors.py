@@ -19,7 +19,7 @@ _MAX_COLUMNS = 1 << 18
 
 
 class DeviceVectors:
-    """The counterpart of `HostVectors` on a device, with the same methods; `box` is on the host."""
+    """The counterpart of `HostVectors` on a device, with the same methods; the given `box` is copied to the device."""
 
     def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
         self.height, self.size, self._xp = height, size, xp
@@ -43,7 +43,7 @@ class DeviceVectors:
         return self._xp.to_host(x)
 
     def from_host(self, x: np.ndarray) -> Array:
-        """Return an array of the host on the device."""
+        """Return a copy of a host array on the device."""
         return self._xp.to_device(x)
 
     def read(self, row: int, out: Array) -> Array:

@@ -2,7 +2,8 @@
 
 The first pass replaces the previous gradient by the newest gradient change, and computes the products of this change with
 all other rows. The products are summed over all ranks on the root, which computes and broadcasts the coefficients of the
-direction. The second pass computes the direction. So (4m + 3) n numbers are read or written per iteration.
+direction. The second pass computes the direction. With m pairs and n variables, the passes read or write (4m + 4) n numbers
+of the memory per iteration.
 
 The products of the rows with the gradient are updated by adding the products with the newest change. They are computed from
 the rows again only when the gradient is so small that rounding errors of the updates would matter.
@@ -28,9 +29,10 @@ from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
-# The products with the gradient are computed again if its norm has decreased by this factor: their errors grow by it.
+# If the gradient's norm decreases by a factor, the relative errors of its products grow by it. From this factor on, they
+# are computed again.
 _DECREASE = 100.0
-_TABLES = "lengths", "products", "with_gradient", "coefficients"  # the numbers that are part of the state
+_TABLES = "lengths", "products", "with_gradient", "coefficients"  # the attributes that are part of the state
 
 
 class LimitedMemory:
@@ -94,7 +96,7 @@ class LimitedMemory:
         return slope, length, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return all arrays of the state, without a copy of the rows on the host."""
+        """Return all arrays of the state; rows that are on the host aren't copied."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
         vectors = {"rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers)}
         return {**vectors, **{name: getattr(self, f"_{name}") for name in _TABLES}}
@@ -139,7 +141,7 @@ class LimitedMemory:
             change = self.ring.newest
             self._products[change, rows] = self._products[rows, change] = of_change
             with_gradient[old] += of_change[:-1]
-            # The step's product with the gradient is the slope of the line search times the step.
+            # The product of the step s with the gradient is the step length times the slope at the end of the line search.
             with_gradient[change], with_gradient[change + 1] = of_change[-1], new.step * new.slope
         if recompute:
             with_gradient[old] = of_gradient

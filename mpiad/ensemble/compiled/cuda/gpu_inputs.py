@@ -1,4 +1,4 @@
-"""The arguments of GPU kernels for a batch: rows of numbers on the device; and a small sample of the batch on the host."""
+"""The arguments of GPU kernels for a batch, as arrays on the device, and a small sample of the batch on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, is_device_array
 
-_COLUMNS = 5
+_COLUMNS = 5  # number of trajectories in a sample
 
 
 class Inputs(NamedTuple):
@@ -24,10 +24,10 @@ class Inputs(NamedTuple):
     An array that all trajectories share has one column, and its stride along the trajectories is zero.
     """
 
-    # `p`, `s`: shapes (varying, n), (shared,).
+    # Parameters that vary with the trajectory, shape (varying, n), and those that all share, shape (shared,).
     p: Array
     s: Array
-    # `start`, `stop`: shape (n,), or (1,) with `by_span` zero.
+    # Start and end of tspan: shape (n,), or (1,) if `by_span` is zero.
     start: Array
     stop: Array
     by_span: int  # stride of `start` and `stop`: 1, or 0 if all trajectories share one tspan
@@ -106,7 +106,7 @@ def _concatenated(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...
 
 
 def sample_batch(batch: Batch) -> Batch:
-    """Return a batch of a few trajectories with the same f, and invented states and parameters, on the host."""
+    """Return a batch of a few trajectories on the host; states, and floats that vary or are on a device, are invented."""
     leaves = [_leaf(leaf, varies) for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
     times = [np.full(_COLUMNS, x[0] if len(x) else value) for x, value in ((batch.start, 0.0), (batch.end, 1.0))]
     u0 = _invented((len(batch.u0), _COLUMNS), batch.u0.dtype)
