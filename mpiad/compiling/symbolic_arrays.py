@@ -274,7 +274,7 @@ def _interpolated(
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
         like.builder.refuse(
             f"it calls numpy.interp with {'traced values in the table' if traced else f'a table of {np.size(xp)} entries'}"
-            f"{' and a period' if period is not None else ''}; up to {_LONGEST_TABLE} constant entries are supported, and no period"
+            f"{' and a period' if period is not None else ''}; expected at most {_LONGEST_TABLE} constants and no period"
         )
     places, values = np.asarray(xp, float), np.asarray(fp, complex if np.iscomplexobj(fp) else float)
     low, high = (values[end] if given is None else given for end, given in ((0, left), (-1, right)))
