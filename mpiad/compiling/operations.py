@@ -17,9 +17,9 @@ import numpy as np
 class Operation(NamedTuple):
     """An operation.
 
-    - `function`: the NumPy function with the same value. - `text`: the operation in the kernel language, with {0}, {1}, {2}
-    for the arguments, and {zero}, {one} for the constants 0 and 1;
-      empty if the operation is replaced by other operations (see `source.lowered`).
+    - `function`: the NumPy function with the same value.
+    - `text`: the operation in the kernel language, with {0}, {1}, {2} for the arguments, and {zero}, {one} for the
+      constants 0 and 1; empty if the operation is replaced by other operations (see `source.lowered`).
     - `boolean`: whether the value is boolean.
     - `commutes`: whether the arguments may be exchanged.
     - `simple`: whether the operation is a cheap vector instruction, not a call of a library.

@@ -69,9 +69,9 @@ def reduced(
         like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce with {', '.join(others)}=")
     objects = _objects(like, array)
     axes = range(objects.ndim) if axis is None else np.atleast_1d(axis) % max(objects.ndim, 1)
-    others_first = [i for i in range(objects.ndim) if i not in axes]
-    kept = [objects.shape[i] for i in others_first]
-    rows = np.transpose(objects, [*others_first, *axes]).reshape(math.prod(kept), -1)
+    kept_axes = [i for i in range(objects.ndim) if i not in axes]
+    kept = [objects.shape[i] for i in kept_axes]
+    rows = np.transpose(objects, [*kept_axes, *axes]).reshape(math.prod(kept), -1)
     if not rows.shape[1]:
         like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce of nothing")
     result = [_folded(_REDUCED[ufunc], row).number for row in rows]
@@ -164,7 +164,7 @@ _REDUCED: dict[np.ufunc, Callable[..., Symbol]] = {
 # Functions that only move entries are applied to the array of value numbers. Functions that add and multiply are applied to
 # an object array of symbols, which record the operations.
 
-# The longest table for interpolation, which makes one comparison per entry.
+# The maximum number of entries of an interpolation table; each entry costs one comparison per evaluation.
 _LONGEST_TABLE = 64
 
 
@@ -243,7 +243,7 @@ def _angle(like: SymbolicArray, z: Array, deg: bool = False) -> SymbolicArray:
 
 def _sinc(like: SymbolicArray, x: Array) -> SymbolicArray:
     def one(x: Symbol) -> Symbol:
-        # As in NumPy; the result at 0 is 1.
+        # As in NumPy, 0 is replaced by a tiny number, so that the result at 0 is 1.
         y = np.pi * choose(x == 0.0, 1e-20, x)
         return y.sin() / y
 
@@ -274,7 +274,7 @@ def _interpolated(
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
         like.builder.refuse(
             f"it calls numpy.interp with {'traced values in the table' if traced else f'a table of {np.size(xp)} entries'}"
-            f"{', and a period' if period is not None else ''}; tables of up to {_LONGEST_TABLE} numbers can be compiled"
+            f"{' and a period' if period is not None else ''}; expected at most {_LONGEST_TABLE} constants and no period"
         )
     places, values = np.asarray(xp, float), np.asarray(fp, complex if np.iscomplexobj(fp) else float)
     low, high = (values[end] if given is None else given for end, given in ((0, left), (-1, right)))

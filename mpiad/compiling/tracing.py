@@ -38,8 +38,9 @@ def trace_program(
     outputs: Callable[[Builder, Any], Sequence[int]],
     groups: Mapping[str, int],
 ) -> Program:
-    """Return a function's computation as a program with these groups of inputs; raise Untraceable if this fails.
+    """Return a function's computation as a program; raise Untraceable if this fails.
 
+    `groups`: the number of scalars in each group of inputs (see `Program`).
     ``arguments(builder)`` returns the symbolic arguments of the function (see `input_array`), and
     ``outputs(builder, result)`` returns the value numbers of the scalars in its result (see `Program`).
     """

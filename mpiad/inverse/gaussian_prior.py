@@ -99,7 +99,7 @@ class GaussianPrior:
         return 0.5 * self.domain.dot(deviation, self.apply(deviation))
 
     def sample(self, seed: int) -> LocalArray:
-        """Return this rank's block of a sample, the same on any number of ranks; collective.
+        """Return this rank's block of a sample, which is the same field for any number of ranks; collective.
 
         Raise a ValueError on all ranks if the seeds differ.
         """
@@ -160,8 +160,9 @@ def _is_positive(value: Any) -> bool:
 
 
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
-    """Return this rank's block of the diagonal of A⁻ᵖ, for A = c - Σ a_i ∂²_i, without flux at the sides; p is `power`."""
-    # c > 0 and p is 1 or 2. The coefficients `a`, of shape (d,), include the factors 1 / spacing².
+    """Return this rank's block of the diagonal of A⁻ᵖ, for A = c - Σ a_i ∂²_i and p = `power`."""
+    # c > 0 and p is 1 or 2. The coefficients `a`, of shape (d,), include the factors 1 / spacing². There is no flux across
+    # the boundaries of dimensions that aren't periodic.
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_FIRST_TIME / largest), math.log(_LAST_TIME / c), _STEP)
     times = np.exp(s)
@@ -172,7 +173,7 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
     ]
     head, *rest = factors
     found = np.stack([_outer(weights * row, rest) for row in head])
-    # The second term is the integral from 0 to half a step before the first t; its integrand is nearly tᵖ⁻¹ / Γ(p).
+    # The second term is the integral from 0 to half a step before the first t, where the integrand is nearly tᵖ⁻¹ / Γ(p).
     return found + (times[0] * math.exp(-0.5 * _STEP)) ** power / math.gamma(power + 1)
 
 

@@ -1,4 +1,7 @@
-"""A prior that penalizes gradients. Its samples are rougher than those of `Bilaplacian`, and products require one solve."""
+"""A prior that penalizes gradients.
+
+Its samples are rougher than those of `Bilaplacian`. A product with its covariance requires one solve.
+"""
 
 from __future__ import annotations
 

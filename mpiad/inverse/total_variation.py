@@ -59,9 +59,10 @@ class TotalVariation:
         self._grid = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return the penalty for m. ∇m is computed by forward differences, which are zero at the last cells.
+        """Return the penalty for m, with forward differences for ∇m.
 
-        Along a periodic dimension the last cell has the first cell as its neighbor.
+        At the last cell of a dimension the difference is zero; in a periodic dimension it is the first cell's value minus
+        the last cell's.
 
         Parameters
         ----------

@@ -147,7 +147,7 @@ def _entries(leaves: Sequence[Any], indices: np.ndarray) -> list[Any]:
         if namespace not in copies:
             copies[namespace] = namespace.to_device(indices)  # type: ignore[union-attr]
     # `take` is twice as fast as indexing.
-    return [leaf.take(indices, axis=0) if device is None else leaf[copies[device]] for device, leaf in located]
+    return [leaf.take(indices, axis=0) if namespace is None else leaf[copies[namespace]] for namespace, leaf in located]
 
 
 def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:

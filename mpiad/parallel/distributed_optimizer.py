@@ -164,7 +164,8 @@ class DistributedOptimizer:
         `Adam`, `AdamW`, `SGD`, or any object with ``setup(params) -> state`` and ``update(state, params, gradient) ->
         (state, params)``.
     reduction : {"mean", "sum"}
-        "mean": divide by the number of samples if it is given, else by the number of ranks.
+        "mean": divide the sum of the gradients by the number of samples if it is given, else by the number of ranks.
+        "sum": don't divide.
     accumulate : int
         The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
@@ -249,7 +250,7 @@ class DistributedOptimizer:
         Returns
         -------
         (dict, pytree of arrays)
-            The parameters are unchanged if more gradients are to be accumulated.
+            The new state and parameters. The parameters are unchanged if more gradients are to be accumulated.
 
         Raises
         ------
@@ -433,7 +434,7 @@ def _norms(arrays: list[Array]) -> list[float]:
 
 
 def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays on the host or on one device, with one copy from the device."""
+    """Return the norms of arrays on the host or on one device, with one copy from the device unless squares overflow."""
 
     def gathered(values: list[Array]) -> np.ndarray:
         if namespace is None:

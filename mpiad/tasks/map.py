@@ -154,8 +154,8 @@ class WorkerGroup:
         self._reported: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # If a process dies in `derive`, and no earlier loss is known, `recoverable` raises a RemoteError for the loss.
-        # The communicator then consists of the surviving ranks, as in all later calls.
+        # If a process dies during the first `derive`, recovery records this and raises a RemoteError. The communicator then
+        # consists of the surviving ranks, as in all later calls.
         user_channel = self._used
         if self._survives and not user_channel.lost:
             try:
@@ -244,7 +244,7 @@ class Scheduler:
                 batch = self._resend.popleft().parcel.opened() if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
-            elif self.failed is None:  # if iterating over the items raised, there may be no batch to wait for
+            elif self.failed is None:  # after an exception in the iteration over items, there may be no result to wait for
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:

@@ -50,9 +50,9 @@ class RankGroups:
     comm : mpi4py intracommunicator
         The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
-        The ranks with the same rank in their groups as this rank. If a variable is divided among all ranks,
-        ``mpi_allgather(piece, axis=0, comm=groups.across)`` concatenates pieces such that the ranks of each group together
-        hold the whole variable.
+        The ranks of all groups that have the same rank in `comm` as this rank, one per group. If a variable is divided
+        among all ranks, ``mpi_allgather(piece, axis=0, comm=groups.across)`` concatenates pieces such that the ranks of
+        each group together hold the whole variable.
 
     Raises
     ------
@@ -153,8 +153,7 @@ def sum_over(
     schedule : str
         ``"static"``: for G groups, group g evaluates the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes
         the next item when it has finished an item, which is faster if items take very different times. The result is the
-        same. The static schedule is always used in a compiled function, and if MPI doesn't support calls from several
-        threads.
+        same. The static schedule is always used if MPI doesn't support calls from several threads.
     objective : str
         The value of an item, as in `value_and_grad`. "root": the number that the group's first rank returns. "sum" or
         "mean": the sum or the mean of the numbers that all ranks of the group return.
@@ -239,7 +238,7 @@ def _run(
 ) -> tuple[dict[int, Any], Exception | None]:
     """Return the values of the items that this rank's group computed, and the exception that all ranks raise."""
     whole, group = channel(division.whole, _CALL), channel(division.comm, _CALL)
-    # A separate duplicate, because a failed rank may start an agreement while other ranks communicate in `fun`.
+    # A separate communicator, because a failed rank may start an agreement while other ranks communicate in `fun`.
     comm = group.derive()
     failures = StageFailures(comm, _CALL, "mpiad.tasks", explain)
     values, failed = dict[int, Any](), None

@@ -38,13 +38,12 @@ def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
 
 
 def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Array] | None:
-    """Return the map g -> g y x**(y-1), or None if `y` isn't one constant real number other than 0."""
+    """Return the map g -> g y x**(y-1) if `y` is one constant real number; None if the general rule must be used."""
     if kwargs:
         bound(anp.power, "x1 x2", args, kwargs)
     if argnums != (0,):
         return None
     x, y = args
-    # The general rule is used for the exponent zero, since x may be infinite or NaN.
     if type(y) is not int and type(y) is not float:
         if not isinstance(y, (np.integer, np.floating)):
             return None
@@ -52,7 +51,7 @@ def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Arr
     if y == 2:
         return lambda g: 2 * g * x
     if y == 0:
-        # The general rule would convert the exponent to a NumPy array.
+        # The general rule, for infinite or NaN x; on a device it would convert the exponent to a NumPy array.
         return (lambda g: g * 0.0 * x) if is_device_array(getval(x)) else None
     if y == 1:
         return lambda g: g

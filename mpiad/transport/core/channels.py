@@ -451,7 +451,7 @@ def _set(name: str, self: Channel, comm: Comm) -> None:
 
 
 class Watch(NamedTuple):
-    """Functions that wrap communicators while waits have deadlines or calls are compared; `guarded.switch` sets them."""
+    """Functions that wrap communicators while waits have deadlines or calls are compared; `watch.switch` sets them."""
 
     duplicate: Callable[[Channel], Comm]  # duplicates the user's communicator
     put_on: Callable[[Channel], None]  # wraps a channel's communicators

@@ -42,7 +42,7 @@ def name_of(op: Op) -> str | None:
 
 
 class Summation:
-    """A pending sum: MPI's requests, one per piece, and functions that take a piece and return the result."""
+    """A pending sum: one request per piece, a function that stores a received piece, and one that returns the result."""
 
     __slots__ = ("_channel", "_requests", "_result", "_take")
 
@@ -302,7 +302,7 @@ def _back(array: Array, axis: int | None) -> Array:
     return array if not axis else contiguous(np.moveaxis(array, 0, axis))
 
 
-# Broadcasts with a header that contains shape and dtype, and a small array itself.
+# Broadcasts with a header that contains the shape and dtype, and also the entries of a small array.
 #
 # An error of the root (an object instead of an array, a shape that can't be divided) is sent in the header, and all ranks
 # raise it.

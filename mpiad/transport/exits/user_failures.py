@@ -65,9 +65,10 @@ from mpiad.transport.watch.watch_settings import seconds_of
 # be distinguished from a communication by bare mpi4py. It counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
 
 
-SOON, LATE = 10.0, 300.0  # seconds: if others probably wait for this rank, and if that would be unexpected
+# Seconds until a failed rank ends the job: if other ranks probably wait for it, and if that is unlikely.
+SOON, LATE = 10.0, 300.0
 
-_PROCESS_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
+_RANK_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
 _WAITS_AFTER = 0.5
 _STUCK_AFTER = 300.0  # limit for calls from user code if MPIAD_TIMEOUT isn't set
@@ -113,7 +114,7 @@ class FailureDetector:
             while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
                 source, kind = status.source, status.tag
                 self._receive(source, kind)
-                if kind == _PROCESS_FAILED:
+                if kind == _RANK_FAILED:
                     self._reported[source], self._place = _MOVES, None
                 else:
                     self._states[source] = kind
@@ -164,14 +165,14 @@ class FailureDetector:
                 has_asked_twice = True
                 self._ask()
             if self._thread is None and time.monotonic() - start > _PATIENCE:
-                self._end(error, f"another rank has not finished its part for {_PATIENCE} seconds")
+                self._end(error, f"another rank has not finished its part within {_PATIENCE} seconds")
             time.sleep(1e-3)
 
     def _ask(self) -> None:
         """Begin a round: every other rank reports whether it waits or has arrived; until then it counts as moving."""
         self._states, self._moved = dict.fromkeys(self._states, _MOVES), False
         for rank in self._states:
-            self._post(rank, _PROCESS_FAILED)
+            self._post(rank, _RANK_FAILED)
 
     def _end(self, error: BaseException, reason: str) -> None:
         sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")
@@ -236,7 +237,7 @@ class StageFailures:
     - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
     - `error`: the exception that all ranks have raised, after which there are no further agreements; or None.
     - `broken`: whether this rank's stage has failed while waiting ranks can be interrupted.
-    - `end_requested`: whether any rank had received SIGTERM at the last agreements; the same on all ranks.
+    - `end_requested`: whether any rank had received SIGTERM by the last agreement; the same on all ranks.
     - `tolerates`: whether all ranks raise `Unreached` instead of a ConvergenceError, so that the call may continue.
     """
 
@@ -254,8 +255,8 @@ class StageFailures:
     def run(self, stage: Callable[[], T]) -> T:
         """Run this rank's part of a stage; raise on all ranks if any rank's part has failed.
 
-        A WorkerError contains the first failed rank and its traceback. A `WrongValueError` there is raised as a TypeError.
-        `Unreached` is raised if only solvers have failed and this is tolerated.
+        A WorkerError contains the first failed rank and its traceback. If that rank raised a `WrongValueError`, all ranks
+        raise a TypeError. `Unreached` is raised if only solvers have failed and this is tolerated.
         """
         return self.summed(stage, lambda result: 0.0)[0]
 
@@ -307,7 +308,7 @@ class StageFailures:
         return float(self._sums[_TERM])
 
     def _lift(self) -> None:
-        """Make channels usable again on which exceptions may have left collectives, since all ranks have agreed."""
+        """Make channels usable again that exceptions left during collectives: all ranks have agreed, so none is pending."""
         for found in live_channels():
             if found.fault and not found.has_messages and found not in self._refused:
                 found.fault = None
@@ -321,7 +322,7 @@ class StageFailures:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """Drop pending messages of an unreached stage on communicators among these ranks, all of which call this.
+        """Drop pending messages of a stage that raised `Unreached`, on communicators among `members`, which all call this.
 
         The ranks may have left the stage at different messages, and old messages mustn't be received later.
         """
@@ -377,9 +378,9 @@ class DeferredFailures:
             if again is not None and not spent and (usual is None or name in self._talkers):
                 with contextlib.suppress(Exception):
                     fun(again())
-            # A trace that the exception left has marked the channel, on which the ranks have yet to meet.
+            # The exception may have marked the channel as unusable, but the ranks still need it for their agreement.
             if fault is None and self._used.fault is not None:
-                # No collective is pending once all ranks have met.
+                # After the agreement only messages can be pending, not collectives.
                 self._fault = self._used.fault if self._used.has_messages else self._fault
                 self._used.fault = None
             return None
@@ -401,15 +402,16 @@ class DeferredFailures:
     def __enter__(self) -> None:
         """Begin a communication that informs the other ranks of the failure."""
 
-    def __exit__(self, kind: object, reached: object, trace: object) -> None:
+    def __exit__(self, kind: object, raised: object, trace: object) -> None:
         # This rank's own exception is more informative than the DeadlockError that followed from it.
-        if isinstance(reached, DeadlockError) and self.error is not None:
-            raise reached from self.error
+        if isinstance(raised, DeadlockError) and self.error is not None:
+            raise raised from self.error
 
     def raise_together(self) -> None:
         """If a rank has failed, raise its exception there, and one of the same type and text on the other ranks.
 
-        All ranks call this. It takes one small reduction, unless a sum has reported the failure.
+        All ranks call this. It takes one small reduction. Callers needn't call it after a sum without NaN, which shows that
+        no rank has failed.
         """
         under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)

@@ -1,4 +1,4 @@
-"""Turning the watch on and off: the communicators of all channels are replaced, and wrapped in later ones."""
+"""Turning the watch on and off: wrappers replace the communicators of all channels, including later ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpiad.transport.watch.watch_settings import Settings
 _OWNER = "guard"
 _agreements: dict[tuple[int, ...], Agreement] = {}
 _responder: Responder | None = None
-_meeting: Guarded | None = None
+_world: Guarded | None = None
 
 
 def start() -> None:
@@ -47,25 +47,25 @@ def start() -> None:
 
 def apply(wanted: Settings) -> None:
     """Put settings into effect; collective over the world."""
-    global _responder, _meeting
+    global _responder, _world
     before = watch_settings.put(wanted)
     if _responder is None:
         # Created once and kept: `restore` can neither create nor free communicators.
         comm = MPI.COMM_WORLD.Dup()
-        _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
+        _responder, _world = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
         # If the user calls MPI.Finalize, this attribute's deletion drops pending requests first.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
     elif not before.watches:
         _responder.start()
     calls.note(_OWNER)
     live, epochs = _in_common_order()
-    channels.set_watch(Watch(_duplicate, _put_on, _start_anew))
+    channels.set_watch(Watch(_duplicate, _put_on, _restart))
     if wanted.debug != before.debug or not before.watches:
-        # An exception may have left the previous settings in the middle of an agreement.
+        # With the previous settings, an exception may have interrupted an agreement.
         for key, agreement in _agreements.items():
             agreement.renew(epochs[key] + 1)
         for channel in live:
-            _take_off(channel)
+            _unwrap(channel)
             _put_on(channel)
             if isinstance(channel.data, HeadedMessages):
                 channel.data.skip(channel.sent, channel.received)
@@ -74,8 +74,8 @@ def apply(wanted: Settings) -> None:
 def restore(before: Settings) -> None:
     """Restore the settings before `apply`; not collective, since an exception may have kept other ranks from this call.
 
-    So no communicator is created. None is needed: if debug mode changes and the watch stays on, it ends, so messages need
-    no headers, and each channel has an agreement, which stays closed if a reset has failed.
+    Therefore no communicator is created, and none is needed. If the watch stays on and debug mode changes, then debug mode
+    ends, so messages need no headers. Each channel already has an agreement, which stays closed if a reset has failed.
     """
     now = watch_settings.put(before)
     if not before.watches:
@@ -84,7 +84,7 @@ def restore(before: Settings) -> None:
         stop_answering()
     if now.debug != before.debug or not before.watches:
         for channel in channels.live_channels():
-            _take_off(channel)
+            _unwrap(channel)
             if before.watches:
                 _guard(channel, _agreements[_ranks(channel)])
 
@@ -107,14 +107,14 @@ def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
     """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement; collective."""
     mine = {(channel.members, channel.number): channel for channel in channels.live_channels()}
     here = {key: agreement.epoch for key, agreement in _agreements.items()}
-    every = _meeting.allgather((list(mine), here))  # type: ignore[union-attr]
+    every = _world.allgather((list(mine), here))  # type: ignore[union-attr]
     keys = sorted({key for found, _ in every for key in found})
     epochs = {key: max(known.get(key, 0) for _, known in every) for key in here}
     return [mine[key] for key in keys if key in mine], epochs
 
 
 def _put_on(channel: Channel) -> None:
-    _guard(channel, _agreement(channel), _post(channel) if watch_settings.debug() else None)
+    _guard(channel, _agreement(channel), _header_communicator(channel) if watch_settings.debug() else None)
 
 
 def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None:
@@ -127,7 +127,7 @@ def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None
     channel.reverse = Guarded(channel.reverse, label, *common[1:], reverse=True)
 
 
-def _post(channel: Channel) -> Comm:
+def _header_communicator(channel: Channel) -> Comm:
     """Return a communicator for headers without pending messages; collective over the channel's ranks."""
     found = channel.headers
     if found is None or found == MPI.COMM_NULL:
@@ -137,7 +137,7 @@ def _post(channel: Channel) -> Comm:
     return found
 
 
-def _take_off(channel: Channel) -> None:
+def _unwrap(channel: Channel) -> None:
     for name in ("data", "reverse", "_backwards"):
         comm = getattr(channel, name)
         if isinstance(comm, Guarded):
@@ -165,7 +165,7 @@ def _duplicate(channel: Channel) -> Comm:
     return Guarded(channel.user, f"{channel.label}, prepared", channel.members).Dup().bare
 
 
-def _start_anew(channel: Channel) -> None:
+def _restart(channel: Channel) -> None:
     channel.headers = None
     for comm in (channel.data, channel.reverse):
         if isinstance(comm, Guarded):
