@@ -205,7 +205,7 @@ def test_integers_become_floats():
     [
         (lambda prob, i, repeat: remake(prob, u0=np.zeros(i + 1)), ValueError, r"\(2,\) for trajectory 1, but \(3,\)"),
         (lambda prob, i, repeat: remake(prob, p=np.zeros(i)), ValueError, "p must have one shape"),
-        (lambda prob, i, repeat: remake(prob, p=[np.zeros(1)] * i), ValueError, "p must have 1 parts"),
+        (lambda prob, i, repeat: remake(prob, p=[np.zeros(1)] * i), ValueError, "p must have 1 leaves"),
         (lambda prob, i, repeat: remake(prob, f=lambda u, p, t: u), ValueError, "another f for trajectory 1"),
         (lambda prob, i, repeat: None, TypeError, "returned NoneType for trajectory 1"),
     ],
