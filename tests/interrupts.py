@@ -42,7 +42,7 @@ from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import calls_on_tape, entry, function, program_cache, recorder, trace_run, traced_array, transforms
+from mpiad.programs import calls_on_tape, function, program_cache, recorder, trace_run, traced_array, transforms
 from mpiad.transport import channel
 from mpiad.transport.core import calls, channels, collectives, messages, tracing
 from mpiad.transport.devices import device_settings
@@ -873,10 +873,9 @@ NAMED = {
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced "
     "Jitted._trace_parts",
     program_cache: "ProgramCache.entry_or_watch ProgramCache.optional_entry ProgramCache.derived_entry "
-    "ProgramCache.run_again ProgramCache.interpreted",
+    "ProgramCache.run_again ProgramCache.interpreted Entry.called Entry.is_current entry_of count",
     calls_on_tape: "_traced_on_tape",
     transforms: "Evaluation.run Evaluation._called _Parts.run recorded vjp jvp_of_vjp vjp_of_vjp",
-    entry: "Entry.called Entry.is_current entry_of count",
     recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",

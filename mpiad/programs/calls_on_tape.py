@@ -3,42 +3,69 @@
 The program has two parts. The first part computes the function in the forward pass. The second part runs when the reverse
 pass reaches the node. It is a transformation of the function's program (see `transforms`). If the function can't be traced
 from the shapes of its arguments alone, it is traced while it runs, and its reverse pass is traced while it first runs.
+
+In second derivatives, a function that can't be traced from shapes is interpreted, without a warning.
+
+**Tangents of a gradient**, as in `hvp(jit(f))`: the tape of the gradient records one node, and the outer tape carries the
+tangents. The program computes f and its reverse pass, both with tangents. It communicates in the same order as the
+interpreted function. As in a first derivative, the call runs the first part of the program, and the reverse pass of the
+gradient runs the second part.
+
+**Reverse passes of a reverse pass**, as in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`. In general the program has
+four parts: the function, its reverse pass, the reverse pass of the reverse pass, and the reverse pass of the function on
+the outer tape, which is around the tape of the gradient. The call runs the first part, and records a node for the fourth
+part on the outer tape. The reverse pass of the gradient runs the second part, and records a node for the third part there.
+A reverse pass along the outer tape runs the third and the fourth part, so it communicates in the same order as without
+compilation.
+
+`linearize` has no outer tape, and its program has three parts. The second part multiplies by the transposed Jacobian. The
+third part is the reverse pass of the second with respect to the cotangents, and multiplies by the Jacobian. The program of
+`make_vjp` has the first two parts.
+
+In some reverse passes the program can't be used: if several of them ("lanes") run together and combine their messages, or
+if the cotangents are traced. In this case, the function runs again on tapes of its own. The program has logged the
+communications of its first two parts, and the function doesn't repeat them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from autograd.tracer import Box, getval
+from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Function
+from mpiad.differentiation.backward import Lane, run_backward, run_backward_together, sweep, sweep_together
 from mpiad.differentiation.forward import TangentTape
+from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Watch
-from mpiad.programs.entry import count, in_program, is_shown, own
 from mpiad.programs.message_numbers import message_counts
-from mpiad.programs.program_cache import ProgramCache
+from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program, is_shown, own
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed
-from mpiad.programs.second_derivatives import called_with_reverse_differentiated, called_with_tangents_of_gradients
-from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.tape_node import (
     Lease,
     backwards,
+    conformed,
     is_above,
     is_gradient_within,
     is_simple,
     put_on_tape,
     require_of,
+    value_and_node,
+    value_and_tangent,
     with_tangent,
 )
-from mpiad.programs.trace_run import Noting, PlayingBack, TraceRun, as_value, raise_own
-from mpiad.programs.transforms import vjp
-from mpiad.pytrees import flatten
+from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, as_value, raise_own
+from mpiad.programs.transforms import Program, jvp_of_vjp, vjp, vjp_of_vjp
+from mpiad.pytrees import flatten, is_variable
+from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
@@ -179,3 +206,346 @@ def _traced_on_tape(
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
     return run.build(put_on_tape(tape, out, inside, places, pull, trace.recorder.communicates))
+
+
+# Second derivatives.
+
+_boxes = Box.types
+
+
+def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
+    """Separate the variables of the current tape from those of the outer tape.
+
+    Return the positions of the current tape's variables, all leaves without their boxes of this tape, and the positions of
+    the leaves that have a box even then.
+    """
+    variables = [k for k in boxed if given.leaves[k]._trace == tracing.tape.number]  # type: ignore[union-attr]
+    leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
+    return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
+
+
+def called_with_tangents_of_gradients(
+    cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
+) -> Any:
+    """Call a compiled function on the tape of a gradient, around which a tape propagates tangents."""
+    tape: Any = tracing.tape
+    variables, leaves, outer_leaves = without_tape(given, boxed)
+    key = "tangents of gradients", tuple(variables), tuple(outer_leaves), given.key
+    inner, outer = ([given.traced.index(k) for k in chosen] for chosen in (variables, outer_leaves))
+
+    derive = partial(jvp_of_vjp, inner=inner, outer=outer)
+    entry = cache.optional_entry(key, given, args, boxed, derive)
+    if entry is None:
+        return cache.fun(*args, **kwargs)
+    places = [given.leaves[k]._node.index for k in variables]
+    tangents = [value_and_tangent(leaves[k], tape.outer)[1] for k in outer_leaves]
+    inputs = [*(getval(leaves[k]) for k in given.traced), *tangents]
+    return entry.build(_run(cache.name, entry, places, [getval(leaves[k]) for k in variables], inputs))
+
+
+def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Run the first part of a program, record a node that runs the second part, and return the function's result.
+
+    `places`, `variables`: nodes and values of the gradient's variables. `inputs`: the inputs of the program without the
+    cotangents.
+    """
+    tape: Any = tracing.tape
+    outer, lease = tape.outer, Lease(entry.replays)
+    half = len(entry.inside) // 2
+    inside = entry.inside[:half]
+    count(entry.communications)
+    made = entry.leaves(lease.replay.first(*inputs, *[None] * (2 * sum(inside))))
+    tape.channels |= entry.channels
+    specs = [spec_like(x) for x in variables]
+
+    def pull(gs: list[Any]) -> list[Any]:
+        require_of(outer, gs, name)
+        seeds = [value_and_tangent(g, outer) for g in gs]
+        count(entry.communications)
+        found = lease.replay.later[0](*inputs, *[g for g, _ in seeds], *[g for _, g in seeds])
+        return [
+            with_tangent(outer, conform(g, *spec), conform(tangent, *spec))
+            for g, tangent, spec in zip(found, found[len(specs) :], specs)
+        ]
+
+    values = [
+        with_tangent(outer, x, tangent) if is_in and is_variable(x) else x
+        for x, tangent, is_in in zip(made, made[half:], inside)
+    ]
+    return put_on_tape(tape, values, inside, places, pull, entry.communicates)
+
+
+# Reverse passes of a reverse pass. A function and its reverse pass are recorded on an outer tape. A reverse pass along this
+# tape has two steps: it runs first the nodes of the recorded reverse pass, then the nodes of the function. Programs are
+# traced in this way, and a function also runs in this way if its program can't be used.
+
+
+class _By(NamedTuple):
+    """The leaves of the arguments with respect to which a function is differentiated."""
+
+    inner: list[int]  # positions of the variables of the function's reverse pass
+    outer: list[int]  # positions of the variables of the outer tape
+    # Number of parts of the program: 2 without a reverse pass along the outer tape, 3 if this pass differentiates with
+    # respect to the cotangents of the results, 4 if also with respect to the leaves `outer`.
+    parts: int
+
+
+class _Record(NamedTuple):
+    """The record of a function and its reverse pass on an outer tape."""
+
+    nodes: list[Any]  # list of OrderedNode
+    values: list[tuple[Any, int]]  # the results, each with the index of its node, -1 for a constant
+    found: list[tuple[Any, int]]  # the cotangents of the variables, each with the index of its node
+    end: int  # the nodes before this index are those of the variables and the function
+    start: int  # the nodes from `end` to `start` are those of the cotangents of the results; the rest is the reverse pass
+
+    def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
+        """Return the state of a new reverse pass along the nodes; `seeds`: indices of nodes, and cotangents."""
+        lane = Lane.of(self.nodes)
+        lane.add(seeds)
+        return lane
+
+    def sweep(self, lanes: Sequence[Lane], places: range, together: bool) -> None:
+        """Run the reverse passes through a range of nodes; `together`: whether they combine their messages."""
+        if together:
+            sweep_together(self.nodes, lanes, places.stop, places.start)
+            return
+        for lane in lanes:
+            sweep(self.nodes, lane.totals, places[::-1], True, lane.owned)
+
+
+def _variable(tape: Any, x: Any) -> Any:
+    """Return x as a variable of the tape, or x itself if it can't be a variable; the tape has a node in either case."""
+    node = OrderedNode.on_tape(tape)
+    return new_box(x, tape.number, node) if is_variable(x) else x
+
+
+def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> list[list[Any]]:
+    """Return the parts of a function, its reverse pass, and the reverse passes of both.
+
+    The inputs are the arguments, for the second part the cotangents of the results, for the third part the seeds of its
+    reverse pass (shaped like the variables), and for the fourth part the seeds of its reverse pass (shaped like the
+    results).
+    """
+    recorder.logged = min(by.parts - 1, 2)
+    inner, outer = ([given.traced.index(k) for k in places] for places in (by.inner, by.outer))
+    if by.parts == 2:
+        return vjp(program, recorder, inner)
+    return vjp_of_vjp(program, recorder, inner, outer, last=4 - by.parts)
+
+
+def called_with_reverse_differentiated(
+    cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple
+) -> tuple[Any] | None:
+    """Call a compiled function on a tape whose reverse pass may be differentiated or run several times.
+
+    Return the result in a tuple, or None if the function must be interpreted.
+    """
+    tape: Any = tracing.tape
+    variables, leaves, outer_leaves = without_tape(given, boxed)
+    by = _By(variables, outer_leaves, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
+    key = "reverse over reverse", by.parts, tuple(variables), tuple(outer_leaves), given.key
+    entry = cache.optional_entry(key, given, args, boxed, partial(_with_all_parts, by, given))
+    if entry is None:
+        return None
+    call = _Call(cache, entry, given, by, tape.outer)
+    values = call.first([leaves[k]._node.index for k in outer_leaves])
+    places = [given.leaves[k]._node.index for k in variables]
+    together = call.pull_together if tape.outer is None else None
+    return (entry.build(call.put_on_tape(tape, values, entry.inside, places, call.pull, together)),)
+
+
+class _Played(NamedTuple):
+    """The data for the playback of a part of the program: its log, and the message counts before it."""
+
+    log: list[Any]
+    counts: list[Any]
+
+
+class _Pass:
+    """A reverse pass of a call; `gs`: the cotangents of the results, without boxes."""
+
+    def __init__(self, gs: list[Any]):
+        self.gs = gs
+        self.played: _Played
+        self.vs: dict[int, list[Any]] = {}  # the seeds of the program's third part, by lane
+        self.ran: list[Any] | None = None  # the seeds in the last run of the third part
+        # The record of a playback, and by lane the reverse passes along it that still have to run the nodes of the
+        # function.
+        self.record: _Record | None = None
+        self.lanes: dict[int, Lane] = {}
+
+
+class _Call:
+    """A call of a program, whose parts run one after the other; `outer`: the tape around the gradient's tape, or None."""
+
+    def __init__(self, cache: ProgramCache, entry: Entry, given: Arguments, by: _By, outer: OrderedTape | None):
+        self._cache, self._entry, self._given, self._by, self._outer = cache, entry, given, by, outer
+        self._values, self._lease = given.values(), Lease(entry.replays)
+        self._inputs = [self._values[k] for k in given.traced]
+        self._inside = entry.inside
+        self._specs = [spec_like(self._values[k]) for k in by.inner]
+        # A single rank may communicate in any order, and needn't combine messages.
+        self._meets_others = entry.communicates and any(channel.size > 1 for channel in live_channels())
+        self._pass: _Pass | None = None
+        self._run: Any = None
+
+    def first(self, places: list[int]) -> list[Any]:
+        """Run the function, record it on the outer tape, and return the leaves of its result.
+
+        `places`: the nodes of the outer tape's variables.
+        """
+        made, self._played = self._played_part(0)
+        values, outer = self._entry.leaves(made), self._outer
+        self._likes = [spec_like(x) for x, is_in in zip(values, self._inside) if is_in]
+        if outer is None:
+            return values
+        self._place = len(outer.record)
+        return self.put_on_tape(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
+
+    def put_on_tape(
+        self, tape: Any, values: list[Any], inside: list[bool], places: list[int], pull: Callable, together: Callable | None
+    ) -> list[Any]:
+        """Record values on a tape; see `tape_node.put_on_tape`, whose parameter `pull_all` is `together`."""
+        tape.channels |= self._entry.channels
+        return put_on_tape(
+            tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
+        )
+
+    def _part(self, number: int, *given: Sequence[Any]) -> list[Any]:
+        """Run a part of the program; `given`: the inputs after the arguments."""
+        replay, inputs = self._lease.replay, [*self._inputs, *[g for group in given for g in group]]
+        count(self._entry.communications)
+        inputs += [None] * (len(self._entry.replays.schedule.program.inputs) - len(inputs))
+        return (replay.later[number - 1] if number else replay.first)(*inputs)
+
+    def _played_part(self, number: int, *given: Sequence[Any]) -> tuple[list[Any], _Played]:
+        """Run a part of the program; return its results, and the data for its playback."""
+        log, counts = self._lease.replay.log, message_counts() if self._entry.communicates else []
+        log.clear()
+        made = self._part(number, *given)
+        return made, _Played(list(log), counts)
+
+    def pull(self, gs: list[Any]) -> list[Any]:
+        """Run the reverse pass, and record it on the outer tape, or on a tape whose variables are the cotangents."""
+        tape: Any = self._outer or tracing.tape
+        boxed = [k for k, g in enumerate(gs) if type(g) in _boxes]
+        if self._outer is not None:
+            require_of(tape, gs, self._cache.name)
+        elif boxed or tape is not None:
+            of_products = self._by.parts == 3 and type(tape) is OrderedTape and tape.of_cotangents
+            if not of_products or not is_simple(tape, [gs[k] for k in boxed]):
+                return backwards(self._interpreted(), self._inside, gs, self._specs)
+        of = _Pass([g._value if type(g) in _boxes else g for g in gs])
+        found = self._run_pass(of)
+        if tape is None:
+            return found
+        places = [gs[k]._node.index for k in boxed]
+        if self._outer is not None:
+            self._pass = of
+            places.append(self._place)  # the function's node, which `_pull_second` activates
+        pull, together = partial(self._pull_second, of, boxed), partial(self._second_played, of, boxed, together=True)
+        return self.put_on_tape(tape, found, [True] * len(found), places, pull, together)
+
+    def pull_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
+        run = self._interpreted()
+        places = [place for place, is_in in zip(run.places, self._inside) if is_in]
+        seeds = [[(place, g) for place, g in zip(places, gs) if place >= 0] for gs in lanes]
+        return [self._conformed(found) for found in run_backward_together(run.recording, seeds, len(self._specs))]
+
+    def _run_pass(self, of: _Pass) -> list[Any]:
+        found, of.played = self._played_part(1, of.gs)
+        return self._conformed(found)
+
+    def _conformed(self, found: Sequence[Any]) -> list[Any]:
+        return [conformed(g, spec) for g, spec in zip(found, self._specs)]
+
+    # The reverse pass of the reverse pass ("second"), and afterwards the reverse pass of the function ("first"). The
+    # methods `_second_played` and `_first_played` run them along the record of a playback.
+
+    def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
+        """Return the cotangents of the `gs` that are variables, and a 1, which activates the function's node."""
+        if _is_traced(vs):
+            return self._second_played(of, boxed, [vs])[0]
+        of.vs[tracing.lane] = vs
+        found = self._second(of, vs)
+        return [*(found[k] for k in boxed), 1]
+
+    def _second(self, of: _Pass, vs: list[Any]) -> list[Any]:
+        of.ran = vs
+        return [conformed(g, like) for g, like in zip(self._part(2, of.gs, vs), self._likes)]
+
+    def _second_played(
+        self, of: _Pass, boxed: list[int], lanes: list[list[Any]], together: bool = False
+    ) -> list[list[Any]]:
+        record = self._record(of)
+        passes = [record.lane(zip([place for _, place in record.found], vs)) for vs in lanes]
+        record.sweep(passes, range(record.start, len(record.nodes)), together)
+        of.lanes.update(enumerate(passes) if together else [(tracing.lane, passes[0])])
+        places = [(record.end + k, self._likes[k]) for k in boxed]
+        return [[*(conformed(lane.totals[place], like) for place, like in places), 1] for lane in passes]
+
+    def _pull_first(self, cs: list[Any]) -> list[Any]:
+        of = self._differentiated()
+        if tracing.lane in of.lanes or _is_traced(cs):
+            return self._first_played(of, [(tracing.lane, cs)])[0]
+        vs = of.vs.pop(tracing.lane, None) or self._conformed([None] * len(self._specs))
+        if vs is not of.ran:  # the third part hasn't run for this lane, or has run for another lane afterwards
+            self._second(of, vs)
+        return self._part(3, of.gs, vs, cs)
+
+    def _pull_first_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
+        return self._first_played(self._differentiated(), list(enumerate(lanes)), True)
+
+    def _first_played(self, of: _Pass, lanes: list[tuple[int, list[Any]]], together: bool = False) -> list[list[Any]]:
+        record, outer = self._record(of), self._by.outer
+        passes = [of.lanes.pop(number, None) or record.lane(()) for number, _ in lanes]
+        places = [place for (_, place), is_in in zip(record.values, self._inside) if is_in]
+        for lane, (_, cs) in zip(passes, lanes):
+            lane.add(zip(places, cs))
+        record.sweep(passes, range(len(outer), record.end), together)
+        likes = [spec_like(self._values[k]) for k in outer]
+        return [[conformed(g, like) for g, like in zip(lane.totals, likes)] for lane in passes]
+
+    def _differentiated(self) -> _Pass:
+        if self._pass is None:  # the reverse pass of the gradient didn't run the call's node
+            self._pass = _Pass([like.zeros() for like in self._likes])
+            self._run_pass(self._pass)
+        return self._pass
+
+    def _record(self, of: _Pass) -> _Record:
+        """Run the function and its reverse pass on an outer tape, without repeating communications."""
+        if of.record is None:
+            given, by, trace = iter(of.gs), self._by, TraceRun(self._given)
+            first, second = self._playing_back(self._played), self._playing_back(of.played)
+            with suspended(body=False), OrderedTape(of_cotangents=by.parts == 3) as tape:
+                leaves = [_variable(tape, x) if k in by.outer else x for k, x in enumerate(self._values)]
+                with first:
+                    run = trace.run_backwards(self._cache.fun, by.inner, leaves)
+                values, end = [value_and_node(x, tape) for x in run.values], len(tape.record)
+                gs = [_variable(tape, next(given)) if is_in else None for is_in in self._inside]
+                start = len(tape.record)
+                with second:
+                    pairs = [(place, g) for place, g in zip(run.places, gs) if place >= 0 and g is not None]
+                    found = self._conformed(run_backward(run.recording, pairs, len(by.inner), True))
+                    cotangents = [value_and_node(g, tape) for g in found]
+            of.record = _Record(tape.close().nodes, values, cotangents, end, start)
+        return of.record
+
+    def _interpreted(self) -> Any:
+        if self._run is None:
+            with suspended(body=False), self._playing_back(self._played):
+                self._run = TraceRun(self._given).run_backwards(self._cache.fun, self._by.inner, self._values)
+        return self._run
+
+    def _playing_back(self, played: _Played) -> PlayingBack:
+        if not self._entry.watch.is_the_same():
+            raise TypeError(
+                f"jit: an object that {self._cache.name} reads besides its arguments has changed since the call, and "
+                "the compiled program can't compute this derivative. Pass the object as an argument."
+            )
+        return PlayingBack(played.log, played.counts)
+
+
+def _is_traced(gs: Sequence[Any]) -> bool:
+    return tracing.tape is not None or any(type(g) in _boxes for g in gs)

@@ -26,14 +26,12 @@ from mpiad._typing import Function
 from mpiad.programs.array_program import Call, Node
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.closure import Watch, are_alike, closed_over_numbers, with_numbers
-from mpiad.programs.entry import Entry, count, entry_by_shapes, own
+from mpiad.programs.fusion import Loop
 from mpiad.programs.message_numbers import message_counts
-from mpiad.programs.program_cache import ProgramCache
+from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.schedule import Loop
-from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
-from mpiad.programs.trace_run import Noting, TraceRun
+from mpiad.programs.trace_run import Arguments, Noting, TraceRun, arguments_of
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched

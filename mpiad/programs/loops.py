@@ -26,9 +26,8 @@ from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.source import indented, lines, number
 from mpiad.compiling.symbols import Symbol, choose
 from mpiad.programs.array_program import BOOLEAN, FLOATS, described
+from mpiad.programs.fusion import Fold, Loop, Place, Schedule, reads_of
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted, within
-from mpiad.programs.materialization import reads_of
-from mpiad.programs.schedule import Fold, Loop, Place, Schedule
 
 LANES = 16
 NAME = "loop"

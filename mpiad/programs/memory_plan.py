@@ -18,8 +18,8 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.programs.fusion import Loop, Run, Schedule, Store, root_of
 from mpiad.programs.loops import LoopText
-from mpiad.programs.schedule import Loop, Run, Schedule, Store, root_of
 
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
 _SHARED = 1 << 20  # in programs without a reverse pass, bytes above which a buffer is in scratch memory

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad.programs.schedule import Loop, Schedule
+from mpiad.programs.fusion import Loop, Schedule
 from mpiad.transport import Channel, Envelope
 from mpiad.transport.core.channels import Counts, Used, live_channels
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.programs.array_program import Call
+from mpiad.programs.fusion import Loop, Schedule, root_of
 from mpiad.programs.loops import Box, LoopText, as_rows, cut
-from mpiad.programs.schedule import Loop, Schedule, root_of
 from mpiad.transport.resources import loop_threads
 
 # Multithreaded loops, if a rank has more than one core.

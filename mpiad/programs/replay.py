@@ -22,11 +22,11 @@ from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Call, Node, Slot, described
+from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
 from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of, with_overwriting
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
-from mpiad.programs.schedule import Loop, Run, Schedule, root_of
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import is_watched

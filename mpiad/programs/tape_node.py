@@ -15,7 +15,6 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import BatchedVjp
 from mpiad.programs.replay import Replays
-from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
 from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
@@ -57,17 +56,6 @@ def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
         return False
     below = [box._value if box._trace == tape.number else box for box in boxes]
     return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
-
-
-def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
-    """Separate the variables of the current tape from those of the outer tape.
-
-    Return the positions of the current tape's variables, all leaves without their boxes of this tape, and the positions of
-    the leaves that have a box even then.
-    """
-    variables = [k for k in boxed if given.leaves[k]._trace == tracing.tape.number]  # type: ignore[union-attr]
-    leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
-    return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
 
 
 def with_tangent(tape: Any, x: Any, tangent: Any) -> Any:

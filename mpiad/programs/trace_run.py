@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
 from mpiad.differentiation.trace import Variables, trace_backwards
@@ -16,12 +16,94 @@ from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import Answer, Uncounted, envelopes_of, message_counts
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced, on_host, plain
 from mpiad.programs.traced_array import let_arrays_be_traced
+from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, report_to_recorders
 from mpiad.transport.core.tracing import tracing
+
+# The signature of a call: structure, shapes and dtypes of the arguments, and the values of untraced arguments.
+
+_boxes = Box.types
+_MOST = 2**62
+_NUMBERS = (float, np.floating, np.complexfloating, complex)
+
+
+class Arguments(NamedTuple):
+    """The flattened arguments of a call."""
+
+    leaves: list[Any]
+    build: Any  # function that assembles (args, kwargs) from leaves
+    traced: list[int]  # positions of the leaves that are traced; the other leaves are constants of the trace
+    key: tuple[Any, ...]  # the signature; calls with equal keys can use the same program
+    form: Any  # the structure of the pytree, as a hashable object
+
+    def constants(self) -> list[Any]:
+        """Return the leaves that are constants of a trace."""
+        return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced]
+
+    def values(self) -> list[Any]:
+        """Return the leaves without autograd's boxes."""
+        return [getval(leaf) for leaf in self.leaves]
+
+
+class _Object:
+    """An object in a signature, which is compared by identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type(...), slice, range)
+
+
+def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = ()) -> Arguments:
+    """Flatten the arguments of a call.
+
+    `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
+    """
+    if not kwargs and all(type(x) is np.ndarray for x in args):  # the most common case
+        return Arguments(
+            list(args), _only_positional, list(range(len(args))), tuple([(x.shape, x.dtype) for x in args]), None
+        )
+    leaves, build = flatten((args, kwargs))
+    form = _form((args, kwargs))
+    traced: list[int] = []
+    key: list[Any] = [form]
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray) or type(leaf) in _boxes:
+            traced.append(place)
+            key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
+            continue
+        integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < _MOST
+        if isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked:
+            traced.append(place)
+            key.append(type(leaf))
+        else:
+            key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
+    return Arguments(leaves, build, traced, tuple(key), form)
+
+
+def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
+    return tuple(leaves), {}
+
+
+def _form(tree: Any) -> Any:
+    """Return the structure of a pytree as nested tuples."""
+    if isinstance(tree, dict):
+        return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
+    if isinstance(tree, (list, tuple)):
+        return type(tree), tuple([_form(part) for part in tree])
+    return None
 
 
 class _Playback:

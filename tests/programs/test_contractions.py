@@ -6,7 +6,7 @@ import pytest
 from jitted import check_jit
 
 import mpiad
-from mpiad.programs.schedule import Loop, Run
+from mpiad.programs.fusion import Loop, Run
 
 pytestmark = pytest.mark.serial
 

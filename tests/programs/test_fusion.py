@@ -10,8 +10,8 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
+from mpiad.programs.fusion import Loop, Run, Store, root_of
 from mpiad.programs.memory_plan import allocate
-from mpiad.programs.schedule import Loop, Run, Store, root_of
 
 pytestmark = pytest.mark.serial
 

@@ -164,7 +164,7 @@ def test_what_the_trace_changes_is_traced_once(traces):
 
 
 def test_where_calls_are_shown_the_function_is_run(traces, monkeypatch):
-    monkeypatch.setattr("mpiad.programs.entry.is_watched", lambda: True)
+    monkeypatch.setattr("mpiad.programs.program_cache.is_watched", lambda: True)
     np.testing.assert_array_equal(mpiad.jit(lambda x: x + 1.0)(np.ones(3)), 2.0)
     assert traces == ["values"]
 
