@@ -29,17 +29,18 @@ communications of its first two parts, and the function doesn't repeat them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from autograd.tracer import Box, getval, new_box
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.backward import Lane, run_backward, run_backward_together, sweep, sweep_together
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
+from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
@@ -69,11 +70,10 @@ from mpiad.transport.core.channels import live_channels
 from mpiad.transport.core.tracing import tracing
 
 _boxes = Box.types
+_Derived: TypeAlias = Callable[[Hashable, Callable[[], Function]], Function]  # the method `Jitted.derived`
 
 
-def called_on_tape(
-    cache: ProgramCache, given: Arguments, args: tuple, kwargs: dict, derived: Callable[[Any, Callable], Function]
-) -> Any:
+def called_on_tape(cache: ProgramCache, given: Arguments, args: tuple, kwargs: dict, derived: _Derived) -> Any:
     """Call a compiled function within a derivative; `derived`: the method of `Jitted`."""
     tape: Any = tracing.tape
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
@@ -122,7 +122,7 @@ def called_on_tape(
     kept_values = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
     all_arguments = given if entry.may_change else None
 
-    def pull(gs: list[Any]) -> list[Any]:
+    def pull(gs: list[Array]) -> list[Array]:
         require_of(None, gs, cache.name)
         count(entry.communications)
         try:
@@ -140,8 +140,12 @@ def called_on_tape(
 
 
 def _called_with_tangents(
-    cache: ProgramCache, tape: TangentTape, given: Arguments, boxed: list[int], derived: Callable[[Any, Callable], Function]
-) -> Any:
+    cache: ProgramCache,
+    tape: TangentTape,
+    given: Arguments,
+    boxed: list[int],
+    derived: _Derived,
+) -> Tree:
     """Call a separate compiled function, which computes the value and its tangent."""
     boxed = [k for k in boxed if given.leaves[k]._trace == tape.number]
     form = given.form, tuple(boxed)
@@ -157,7 +161,7 @@ def _called_with_tangents(
 def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     """Return a function of the leaves and of tangents of some of them, which returns the value and tangent of `fun`."""
 
-    def both(leaves: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
+    def both(leaves: list[Any], tangents: list[Array]) -> tuple[Tree, Tree]:
         variables = Variables(leaves, list(places), build)
         return trace_forwards(lambda given: fun(*given[0], **given[1]), variables, tangents)
 
@@ -166,8 +170,8 @@ def _value_and_tangent_of(fun: Function, build: Callable, places: Sequence[int])
 
 
 def _traced_on_tape(
-    cache: ProgramCache, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
-) -> Any:
+    cache: ProgramCache, key: Hashable, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
+) -> Tree:
     """Run the function on traced arrays on a separate tape; the reverse pass completes and compiles the program."""
     tape, trace = tracing.tape, TraceRun(given)
     try:
@@ -181,7 +185,7 @@ def _traced_on_tape(
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
     done = False
 
-    def pull(gs: list[Any]) -> list[Any]:
+    def pull(gs: list[Array]) -> list[Array]:
         nonlocal done
         require_of(None, gs, cache.name)
         with suspended(body=False):
@@ -210,8 +214,6 @@ def _traced_on_tape(
 
 # Second derivatives.
 
-_boxes = Box.types
-
 
 def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
     """Separate the variables of the current tape from those of the outer tape.
@@ -226,7 +228,7 @@ def without_tape(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], lis
 
 def called_with_tangents_of_gradients(
     cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
-) -> Any:
+) -> Tree:
     """Call a compiled function on the tape of a gradient, around which a tape propagates tangents."""
     tape: Any = tracing.tape
     variables, leaves, outer_leaves = without_tape(given, boxed)
@@ -243,7 +245,9 @@ def called_with_tangents_of_gradients(
     return entry.build(_run(cache.name, entry, places, [getval(leaves[k]) for k in variables], inputs))
 
 
-def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def _run(
+    name: str, entry: Entry, places: Sequence[int], variables: Sequence[Array], inputs: Sequence[Array]
+) -> list[Array]:
     """Run the first part of a program, record a node that runs the second part, and return the function's result.
 
     `places`, `variables`: nodes and values of the gradient's variables. `inputs`: the inputs of the program without the
@@ -258,7 +262,7 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
     tape.channels |= entry.channels
     specs = [spec_like(x) for x in variables]
 
-    def pull(gs: list[Any]) -> list[Any]:
+    def pull(gs: list[Array]) -> list[Array]:
         require_of(outer, gs, name)
         seeds = [value_and_tangent(g, outer) for g in gs]
         count(entry.communications)
@@ -299,7 +303,7 @@ class _Record(NamedTuple):
     end: int  # the nodes before this index are those of the variables and the function
     start: int  # the nodes from `end` to `start` are those of the cotangents of the results; the rest is the reverse pass
 
-    def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
+    def lane(self, seeds: Iterable[tuple[int, Array]]) -> Lane:
         """Return the state of a new reverse pass along the nodes; `seeds`: indices of nodes, and cotangents."""
         lane = Lane.of(self.nodes)
         lane.add(seeds)
@@ -314,13 +318,13 @@ class _Record(NamedTuple):
             sweep(self.nodes, lane.totals, places[::-1], True, lane.owned)
 
 
-def _variable(tape: Any, x: Any) -> Any:
+def _variable(tape: OrderedTape, x: Array) -> Array:
     """Return x as a variable of the tape, or x itself if it can't be a variable; the tape has a node in either case."""
     node = OrderedNode.on_tape(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
-def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> list[list[Any]]:
+def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> list[list[Array]]:
     """Return the parts of a function, its reverse pass, and the reverse passes of both.
 
     The inputs are the arguments, for the second part the cotangents of the results, for the third part the seeds of its
@@ -336,7 +340,7 @@ def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recor
 
 def called_with_reverse_differentiated(
     cache: ProgramCache, given: Arguments, boxed: Sequence[int], args: tuple
-) -> tuple[Any] | None:
+) -> tuple[Tree] | None:
     """Call a compiled function on a tape whose reverse pass may be differentiated or run several times.
 
     Return the result in a tuple, or None if the function must be interpreted.
@@ -365,7 +369,7 @@ class _Played(NamedTuple):
 class _Pass:
     """A reverse pass of a call; `gs`: the cotangents of the results, without boxes."""
 
-    def __init__(self, gs: list[Any]):
+    def __init__(self, gs: list[Array]):
         self.gs = gs
         self.played: _Played
         self.vs: dict[int, list[Any]] = {}  # the seeds of the program's third part, by lane
@@ -390,7 +394,7 @@ class _Call:
         self._pass: _Pass | None = None
         self._run: Any = None
 
-    def first(self, places: list[int]) -> list[Any]:
+    def first(self, places: list[int]) -> list[Array]:
         """Run the function, record it on the outer tape, and return the leaves of its result.
 
         `places`: the nodes of the outer tape's variables.
@@ -404,29 +408,35 @@ class _Call:
         return self.put_on_tape(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
 
     def put_on_tape(
-        self, tape: Any, values: list[Any], inside: list[bool], places: list[int], pull: Callable, together: Callable | None
-    ) -> list[Any]:
+        self,
+        tape: OrderedTape,
+        values: list[Array],
+        inside: list[bool],
+        places: list[int],
+        pull: Callable,
+        together: Callable | None,
+    ) -> list[Array]:
         """Record values on a tape; see `tape_node.put_on_tape`, whose parameter `pull_all` is `together`."""
         tape.channels |= self._entry.channels
         return put_on_tape(
             tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
         )
 
-    def _part(self, number: int, *given: Sequence[Any]) -> list[Any]:
+    def _part(self, number: int, *given: Sequence[Array]) -> list[Array]:
         """Run a part of the program; `given`: the inputs after the arguments."""
         replay, inputs = self._lease.replay, [*self._inputs, *[g for group in given for g in group]]
         count(self._entry.communications)
         inputs += [None] * (len(self._entry.replays.schedule.program.inputs) - len(inputs))
         return (replay.later[number - 1] if number else replay.first)(*inputs)
 
-    def _played_part(self, number: int, *given: Sequence[Any]) -> tuple[list[Any], _Played]:
+    def _played_part(self, number: int, *given: Sequence[Array]) -> tuple[list[Array], _Played]:
         """Run a part of the program; return its results, and the data for its playback."""
         log, counts = self._lease.replay.log, message_counts() if self._entry.communicates else []
         log.clear()
         made = self._part(number, *given)
         return made, _Played(list(log), counts)
 
-    def pull(self, gs: list[Any]) -> list[Any]:
+    def pull(self, gs: list[Array]) -> list[Array]:
         """Run the reverse pass, and record it on the outer tape, or on a tape whose variables are the cotangents."""
         tape: Any = self._outer or tracing.tape
         boxed = [k for k, g in enumerate(gs) if type(g) in _boxes]
@@ -447,23 +457,23 @@ class _Call:
         pull, together = partial(self._pull_second, of, boxed), partial(self._second_played, of, boxed, together=True)
         return self.put_on_tape(tape, found, [True] * len(found), places, pull, together)
 
-    def pull_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
+    def pull_together(self, lanes: list[list[Array]]) -> list[list[Array]]:
         run = self._interpreted()
         places = [place for place, is_in in zip(run.places, self._inside) if is_in]
         seeds = [[(place, g) for place, g in zip(places, gs) if place >= 0] for gs in lanes]
         return [self._conformed(found) for found in run_backward_together(run.recording, seeds, len(self._specs))]
 
-    def _run_pass(self, of: _Pass) -> list[Any]:
+    def _run_pass(self, of: _Pass) -> list[Array]:
         found, of.played = self._played_part(1, of.gs)
         return self._conformed(found)
 
-    def _conformed(self, found: Sequence[Any]) -> list[Any]:
+    def _conformed(self, found: Sequence[Array]) -> list[Array]:
         return [conformed(g, spec) for g, spec in zip(found, self._specs)]
 
     # The reverse pass of the reverse pass ("second"), and afterwards the reverse pass of the function ("first"). The
     # methods `_second_played` and `_first_played` run them along the record of a playback.
 
-    def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
+    def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Array]) -> list[Array]:
         """Return the cotangents of the `gs` that are variables, and a 1, which activates the function's node."""
         if _is_traced(vs):
             return self._second_played(of, boxed, [vs])[0]
@@ -471,13 +481,13 @@ class _Call:
         found = self._second(of, vs)
         return [*(found[k] for k in boxed), 1]
 
-    def _second(self, of: _Pass, vs: list[Any]) -> list[Any]:
+    def _second(self, of: _Pass, vs: list[Array]) -> list[Array]:
         of.ran = vs
         return [conformed(g, like) for g, like in zip(self._part(2, of.gs, vs), self._likes)]
 
     def _second_played(
-        self, of: _Pass, boxed: list[int], lanes: list[list[Any]], together: bool = False
-    ) -> list[list[Any]]:
+        self, of: _Pass, boxed: list[int], lanes: list[list[Array]], together: bool = False
+    ) -> list[list[Array]]:
         record = self._record(of)
         passes = [record.lane(zip([place for _, place in record.found], vs)) for vs in lanes]
         record.sweep(passes, range(record.start, len(record.nodes)), together)
@@ -485,7 +495,7 @@ class _Call:
         places = [(record.end + k, self._likes[k]) for k in boxed]
         return [[*(conformed(lane.totals[place], like) for place, like in places), 1] for lane in passes]
 
-    def _pull_first(self, cs: list[Any]) -> list[Any]:
+    def _pull_first(self, cs: list[Array]) -> list[Array]:
         of = self._differentiated()
         if tracing.lane in of.lanes or _is_traced(cs):
             return self._first_played(of, [(tracing.lane, cs)])[0]
@@ -494,10 +504,10 @@ class _Call:
             self._second(of, vs)
         return self._part(3, of.gs, vs, cs)
 
-    def _pull_first_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
+    def _pull_first_together(self, lanes: list[list[Array]]) -> list[list[Array]]:
         return self._first_played(self._differentiated(), list(enumerate(lanes)), True)
 
-    def _first_played(self, of: _Pass, lanes: list[tuple[int, list[Any]]], together: bool = False) -> list[list[Any]]:
+    def _first_played(self, of: _Pass, lanes: list[tuple[int, list[Array]]], together: bool = False) -> list[list[Array]]:
         record, outer = self._record(of), self._by.outer
         passes = [of.lanes.pop(number, None) or record.lane(()) for number, _ in lanes]
         places = [place for (_, place), is_in in zip(record.values, self._inside) if is_in]
@@ -532,7 +542,7 @@ class _Call:
             of.record = _Record(tape.close().nodes, values, cotangents, end, start)
         return of.record
 
-    def _interpreted(self) -> Any:
+    def _interpreted(self) -> TracedRun:
         if self._run is None:
             with suspended(body=False), self._playing_back(self._played):
                 self._run = TraceRun(self._given).run_backwards(self._cache.fun, self._by.inner, self._values)
@@ -547,5 +557,5 @@ class _Call:
         return PlayingBack(played.log, played.counts)
 
 
-def _is_traced(gs: Sequence[Any]) -> bool:
+def _is_traced(gs: Sequence[Array]) -> bool:
     return tracing.tape is not None or any(type(g) in _boxes for g in gs)

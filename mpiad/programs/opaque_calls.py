@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
@@ -45,7 +45,7 @@ class _Call:
         self.__name__ = fun.__name__
 
     def __call__(
-        self, leaves: list[Any], places: list[int] | None = None, tangents: list[Any] | None = None
+        self, leaves: list[Any], places: list[int] | None = None, tangents: list[Array] | None = None
     ) -> tuple[Any, ...]:
         """Return the leaves of the result, in forward mode their tangents, and the outcome.
 
@@ -68,7 +68,7 @@ class _Call:
             raise made.problem.kind(made.problem.text)
         return *map(_as_array, made.values), _Outcome(made.build, made, next(communications) > start + 1)
 
-    def _called(self, given: tuple[tuple, dict]) -> Any:
+    def _called(self, given: tuple[tuple, dict]) -> Tree:
         return self._fun(*given[0], **given[1])
 
 
@@ -79,17 +79,17 @@ class _Adjoint:
         self._specs = specs
         self.__name__ = f"adjoint of {call.__name__}"
 
-    def __call__(self, outcome: _Outcome, gs: list[Any]) -> tuple[Any, ...]:
+    def __call__(self, outcome: _Outcome, gs: list[Array]) -> tuple[Any, ...]:
         """Return the cotangents of the variables followed by None, since a step returns arrays and one other object."""
         with suspended(body=False):
-            return *backwards(outcome.traced, [True] * len(gs), gs, self._specs), None
+            return *backwards(outcome.traced, [True] * len(gs), gs, self._specs), None  # type: ignore[arg-type]
 
 
 def _as_array(x: Any) -> Any:
     return np.float64(x) if type(x) is float else x
 
 
-def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Tree:
     """Run an untraced function, which returns a pytree of arrays; `recorder`: a `Recorder` or a `_Playback`."""
     leaves, build = flatten((args, kwargs))
     call, tape = _Call(fun, build), tracing.tape
@@ -108,13 +108,13 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
     return made(recorder, call, tape, plain, places, nodes)
 
 
-def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
+def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Tree:
     *values, outcome = recorder.opaque(call, (leaves, places))
     tape.channels |= outcome.traced.recording.channels
     likes = [spec_like(leaves[k]) for k in places]
     adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])
 
-    def pull(gs: list[Any]) -> list[Any]:
+    def pull(gs: list[Array]) -> list[Array]:
         recorder: Any = tracing.recorder
         *found, _ = adjoint(outcome, gs) if recorder is None else recorder.opaque(adjoint, (outcome, gs))
         return [conform(g, *like) for g, like in zip(found, likes)]
@@ -124,7 +124,7 @@ def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: l
     )
 
 
-def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
+def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Tree:
     *made, outcome = recorder.opaque(call, (leaves, places, [node.g for node in nodes]))
     half = len(made) // 2
     return outcome.build([with_tangent(tape, x, tangent) for x, tangent in zip(made[:half], made[half:])])

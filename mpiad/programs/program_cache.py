@@ -7,7 +7,7 @@ object has changed that the function reads besides its arguments.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function, Tree
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.fusion import Fusion
 from mpiad.programs.recorder import Recorder
@@ -26,7 +26,7 @@ from mpiad.programs.trace_run import Arguments, PlayingBack, TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of
 from mpiad.programs.transforms import Program, recorded
 from mpiad.transport.core import calls
-from mpiad.transport.core.channels import Used, communications, is_watched
+from mpiad.transport.core.channels import Channel, Counts, Used, communications, is_watched
 from mpiad.transport.world import level_of_repeats
 
 MAX_TRACES = 32  # maximum number of traces of one function
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
         nodes = self.replays.schedule.program.nodes
         return self.replays.last_check >= 0 or any(node.kind == "call" for node in nodes)
 
-    def called(self, values: Sequence[Any]) -> Any:
+    def called(self, values: Sequence[Array]) -> Tree:
         """Run the program, and return the function's result."""
         replay = self.replays.take()
         count(self.communications)
@@ -63,13 +63,13 @@ class Entry(NamedTuple):
         self.replays.give_back(replay)
         return self.build(made if len(made) == len(self.inside) else self.leaves(made))
 
-    def leaves(self, made: Sequence[Any]) -> list[Any]:
+    def leaves(self, made: Sequence[Array]) -> list[Any]:
         """Return the leaves of the function's result, given the outputs of the program."""
         found = iter(made)
         return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
-def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, watch: Watch) -> Entry:
+def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Callable[[list[Any]], Tree], watch: Watch) -> Entry:
     """Compile a trace.
 
     `parts`: for each part of the program, the leaves that it returns, traced values or constants. The leaves of the first
@@ -145,13 +145,13 @@ class ProgramCache:
         self.pending: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()  # traces before their reverse pass
         self._plain_closure: Watch | None = None  # the watch of calls with tangents; None if the closure had traced values
 
-    def _current(self, key: Any) -> Any:
+    def _current(self, key: Hashable) -> Any:
         """Return the entry of a signature; UNKNOWN if there is none, or if it isn't current."""
         entry = self.entries.get(key, UNKNOWN)
         return entry if entry is None or entry is UNKNOWN or entry.is_current() else UNKNOWN
 
     def entry_or_watch(
-        self, key: Any, given: Arguments, args: tuple, compiled: Callable[[Watch], Entry | None]
+        self, key: Hashable, given: Arguments, args: tuple, compiled: Callable[[Watch], Entry | None]
     ) -> tuple[Entry | None, Watch | None]:
         """Return the entry of a signature, created by ``compiled(watch)`` if possible, and the closure's watch; or None.
 
@@ -168,7 +168,7 @@ class ProgramCache:
         return entry, watch
 
     def optional_entry(
-        self, key: Any, given: Arguments, args: tuple, variables: Sequence[int], derive: _Derive
+        self, key: Hashable, given: Arguments, args: tuple, variables: Sequence[int], derive: _Derive
     ) -> Entry | None:
         """Return the entry of a signature, created by `derived_entry`; None, without a warning, if that fails."""
         entry = self._current(key)
@@ -213,7 +213,7 @@ class ProgramCache:
             raise_own(recorder if trace is None else trace.recorder, error)
             return None
 
-    def compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
+    def compile(self, key: Hashable, recorder: Recorder, *made: Any) -> None:
         """Compile a trace, and store the entry of the signature; `made`: the further arguments of `entry_of`."""
         try:
             self.entries[key] = entry_of(recorder, *made)
@@ -226,7 +226,7 @@ class ProgramCache:
         if line:
             self.warn("%s computes with complex numbers: %s: NumPy runs such operations; the others are compiled.", line)
 
-    def _watch(self, key: Any, given: Arguments, args: tuple, optional: bool = False) -> Watch | None:
+    def _watch(self, key: Hashable, given: Arguments, args: tuple, optional: bool = False) -> Watch | None:
         watch = self._read(key, args, given.constants(), optional)
         if watch is None:
             return None
@@ -237,7 +237,7 @@ class ProgramCache:
             return None
         return watch
 
-    def _read(self, key: Any, args: tuple, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
+    def _read(self, key: Hashable, args: tuple, objects: Sequence[Any] = (), optional: bool = False) -> Watch | None:
         try:
             return watch_of(self.fun, args, objects)
         except HoldsTraced:  # other calls may be compiled
@@ -246,7 +246,7 @@ class ProgramCache:
             self.give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}", optional)
             return None
 
-    def run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
+    def run_again(self, trace: TraceRun, key: Hashable, error: BaseException, args: tuple, kwargs: dict) -> Tree:
         """Interpret the function after its trace has failed, without repeating communications."""
         raise_own(trace.recorder, error)
         with trace.playing_back():
@@ -269,7 +269,7 @@ class ProgramCache:
         self.asked.update((given.form, k) for k in mine or whole)
         return bool(whole)
 
-    def changed(self, key: Any, change: Changed, counts: Any) -> PlayingBack:
+    def changed(self, key: Hashable, change: Changed, counts: Sequence[tuple[Channel, Counts]] | None) -> PlayingBack:
         """Return a context in which the function is interpreted after a run of its program has raised `Changed`."""
         if change.log is None:
             raise change
@@ -277,7 +277,7 @@ class ProgramCache:
         self.entries.pop(key, None)
         return PlayingBack(change.log, counts)
 
-    def give_up(self, key: Any, error: Any, optional: bool = False) -> None:
+    def give_up(self, key: Hashable, error: BaseException | str, optional: bool = False) -> None:
         """Interpret all later calls with a signature, without a warning or an error if the program is `optional`."""
         self.entries[key] = None
         if optional:
@@ -300,14 +300,14 @@ class ProgramCache:
             self.warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.name, reason)
 
-    def interpreted(self, key: Any, args: tuple, kwargs: dict) -> Any:
+    def interpreted(self, key: Hashable, args: tuple, kwargs: dict) -> Tree:
         """Interpret the function; with `strict`, raise an error after the call, since other ranks wait for its messages."""
         made = self.fun(*args, **kwargs)
         if self.strict and key in self.reasons:
             raise TypeError(f"jit: {self.name} can't be compiled: {self.reasons[key]}.")
         return made
 
-    def is_followed(self, key: Any, args: tuple) -> bool:
+    def is_followed(self, key: Hashable, args: tuple) -> bool:
         """Return whether changes of the closure can be detected, and it contains no traced values of a derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
             self._plain_closure = self._read(key, args)

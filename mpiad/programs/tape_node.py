@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from autograd.tracer import Box, new_box
 
+from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.forward import TangentNode, TangentTape
 from mpiad.differentiation.nodes import OrderedNode
-from mpiad.differentiation.tape import OrderedTape
+from mpiad.differentiation.tape import LibraryTape, OrderedTape
+from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import BatchedVjp
+from mpiad.primitives.operation import BatchedVjp, Tape
 from mpiad.programs.replay import Replays
 from mpiad.programs.steps import Traced
 from mpiad.pytrees import is_variable
@@ -35,7 +37,7 @@ class Lease:
             self.replays.give_back(self.replay)
 
 
-def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
+def is_simple(tape: Any, boxes: Sequence[Box]) -> bool:
     """Return whether exactly one derivative encloses a call, and this library computes it; `boxes`: its variables."""
     if type(tape) not in (OrderedTape, TangentTape) or tape.outer is not None:
         return False
@@ -43,14 +45,14 @@ def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
     return is_own and all(isinstance(box._value, (np.ndarray, np.generic, Traced)) for box in boxes)
 
 
-def is_above(tape: Any, boxes: Sequence[Any]) -> bool:
+def is_above(tape: Tape, boxes: Sequence[Box]) -> bool:
     """Return whether the tape has an outer tape, and all boxes belong to this tape or to traces around it."""
     return tape.outer is not None and all(
         getattr(box._node, "tape", None) is tape if box._trace == tape.number else box._trace < tape.number for box in boxes
     )
 
 
-def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
+def is_gradient_within(outer: type, tape: Tape | None, boxes: Sequence[Box]) -> bool:
     """Return whether exactly two tapes enclose a call: the tape of a gradient, and around it a tape of type `outer`."""
     if type(tape) is not OrderedTape or type(tape.outer) is not outer or not is_above(tape, boxes):
         return False
@@ -58,19 +60,19 @@ def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
     return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
 
 
-def with_tangent(tape: Any, x: Any, tangent: Any) -> Any:
+def with_tangent(tape: TangentTape, x: Array, tangent: Array) -> Array:
     """Return a value of a tape that propagates tangents; x itself if it can't have a tangent."""
     return new_box(x, tape.number, TangentNode.on_tape(tape, tangent)) if is_variable(x) else x
 
 
-def value_and_node(x: Any, tape: Any) -> tuple[Any, int]:
+def value_and_node(x: Array, tape: OrderedTape) -> tuple[Array, int]:
     """Return a value without its box of this tape, and the index of its node on the tape, -1 for a constant."""
     if type(x) in _boxes and x._trace == tape.number:
         return x._value, x._node.index
     return x, -1
 
 
-def value_and_tangent(x: Any, tape: Any) -> tuple[Any, Any]:
+def value_and_tangent(x: Array, tape: TangentTape) -> tuple[Array, Array]:
     """Return a value and its tangent on a tape; zeros if it has none."""
     if type(x) in _boxes and x._trace == tape.number:
         return x._value, conform(x._node.g, *spec_like(x._value))
@@ -78,9 +80,9 @@ def value_and_tangent(x: Any, tape: Any) -> tuple[Any, Any]:
 
 
 def put_on_tape(
-    tape: Any, values: Sequence[Any], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable, communicates: bool,
-    pull_all: Callable | None = None,
-) -> list[Any]:  # fmt: skip
+    tape: LibraryTape, values: Sequence[Array], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable,
+    communicates: bool, pull_all: Callable | None = None,
+) -> list[Array]:  # fmt: skip
     """Record a call on the tape, and return its results as values of the tape.
 
     A node for each result stores the cotangent of the result, and one node for the call runs the reverse pass.
@@ -91,17 +93,17 @@ def put_on_tape(
     slots: dict[int, list[Any]] = {}  # the cotangents of the results, by lane
     specs = [spec_like(x) for x, is_in in zip(values, in_program) if is_in]
 
-    def given(lane: int) -> list[Any]:
+    def given(lane: int) -> list[Array]:
         return [conformed(g, spec) for g, spec in zip(slots.pop(lane, None) or [None] * len(specs), specs)]
 
-    def pulled(g: Any) -> Sequence[Any]:
+    def pulled(g: Array) -> Sequence[Array]:
         return pull(given(tracing.lane))
 
-    def all_pulled(lanes: int) -> Sequence[Any]:
+    def all_pulled(lanes: int) -> Sequence[list[Array]]:
         return pull_all([given(lane) for lane in range(lanes)])  # type: ignore[misc]
 
-    def kept(place: int) -> Callable[[Any], tuple[int]]:
-        def keep(g: Any) -> tuple[int]:
+    def kept(place: int) -> Callable[[Array], tuple[int]]:
+        def keep(g: Array) -> tuple[int]:
             slots.setdefault(tracing.lane, [None] * len(specs))[place] = g
             return (1,)  # a cotangent other than None, so that the reverse pass runs the call's node
 
@@ -121,7 +123,7 @@ def put_on_tape(
     return made
 
 
-def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
+def require_of(tape: Tape | None, gs: Sequence[Array], name: str) -> None:
     """Raise a TypeError for traced cotangents, except for cotangents on `tape`: programs take plain arrays."""
     if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
         raise TypeError(
@@ -131,12 +133,12 @@ def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
         )
 
 
-def conformed(g: Any, spec: Spec) -> Any:
+def conformed(g: Array, spec: Spec) -> Array:
     """Return a cotangent with the given shape and dtype; zeros for None."""
     return spec.zeros() if g is None else conform(g, *spec)
 
 
-def backwards(run: Any, inside: Sequence[bool], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
+def backwards(run: TracedRun, inside: Sequence[bool], gs: Sequence[Array], specs: Sequence[Spec]) -> list[Array]:
     """Return the cotangents of the variables of a traced run.
 
     `inside`: for each leaf of the result, whether it belongs to the program. `gs`: the cotangents of those leaves.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import Box, getval
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function, Tree
+from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import Answer, Uncounted, envelopes_of, message_counts
@@ -37,7 +38,7 @@ class Arguments(NamedTuple):
     build: Any  # function that assembles (args, kwargs) from leaves
     traced: list[int]  # positions of the leaves that are traced; the other leaves are constants of the trace
     key: tuple[Any, ...]  # the signature; calls with equal keys can use the same program
-    form: Any  # the structure of the pytree, as a hashable object
+    form: Hashable  # the structure of the pytree, as a hashable object
 
     def constants(self) -> list[Any]:
         """Return the leaves that are constants of a trace."""
@@ -66,7 +67,7 @@ class _Object:
 _COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type(...), slice, range)
 
 
-def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = ()) -> Arguments:
+def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[tuple[Hashable, int]] = ()) -> Arguments:
     """Flatten the arguments of a call.
 
     `asked`: the integers on which the function branches, as pairs (structure of the arguments, position of the leaf).
@@ -97,7 +98,7 @@ def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
     return tuple(leaves), {}
 
 
-def _form(tree: Any) -> Any:
+def _form(tree: Tree) -> Hashable:
     """Return the structure of a pytree as nested tuples."""
     if isinstance(tree, dict):
         return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
@@ -119,7 +120,7 @@ class _Playback:
     def ended(self) -> bool:
         return not self._rest
 
-    def communicate(self, operation: Any, x: Any, params: Any) -> Any:
+    def communicate(self, operation: Any, x: Array, params: Any) -> Any:
         params = on_host(params)
         made = self._next(operation.forward, plain(x), params)
         if isinstance(made, Answer):
@@ -167,7 +168,7 @@ class _Playback:
 
     def communicated_by_itself(self) -> None: ...
 
-    def marked(self, channel: Any, reason: str, messages: bool) -> bool:
+    def marked(self, channel: object, reason: str, messages: bool) -> bool:
         return False
 
 
@@ -178,7 +179,7 @@ class TraceRun:
         self.given, self.recorder = given, recorder()
         self.counts = message_counts()
 
-    def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
+    def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> TracedRun:
         """Call the function on a tape; `boxed`: the indices of the variables among the leaves.
 
         By default the leaves are the result of the method `leaves`, with traced arrays.
@@ -295,7 +296,7 @@ class PlayingBack:
             channel.count_on(counts)
 
 
-def as_value(x: Any) -> Any:
+def as_value(x: Array | complex) -> Array:
     """Return a Python number as a NumPy scalar."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x

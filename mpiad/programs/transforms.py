@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from autograd.core import VJPNode, VSpace
 from autograd.tracer import Box, new_box, notrace_primitives
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function
 from mpiad.differentiation.backward import Lane, sweep
 from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.nodes import OrderedNode
@@ -80,7 +80,7 @@ class ProgramTape(OrderedTape):
         """Return the value of a nest at this time, with references to the trace."""
         return self.recorder.referenced(mapped(x, _innermost))
 
-    def with_indices(self, values: Sequence[Any]) -> list[tuple[Any, int]]:
+    def with_indices(self, values: Sequence[Array]) -> list[tuple[Ref, int]]:
         """Return references to values, each with the index of its node, -1 for a constant."""
         return [(self.referenced(x), index) for x, index in [value_and_node(x, self) for x in values]]
 
@@ -100,7 +100,7 @@ class ProgramTape(OrderedTape):
         self.record.append(node)
 
     def communicated(
-        self, operator: Recorded, ans: Any, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
         """Record a communication; return its node, or None if its result isn't an array."""
         node = CallNode.__new__(CallNode)
@@ -135,20 +135,20 @@ class Program(NamedTuple):
         recorder.drop_arrays(constants)
 
 
-def _innermost(x: Any) -> Any:
+def _innermost(x: Array) -> Array:
     while type(x) in _boxes:
         x = x._value
     return x
 
 
-def _spec(x: Any) -> Spec:
+def _spec(x: Array) -> Spec:
     x = _innermost(x)
     return spec_like(x.value if isinstance(x, Traced) else x)
 
 
 def _numbers(nest: Any) -> tuple[set[int], set[int]]:
     """Return the numbers of the values, and of the constants, to which a nest refers."""
-    found: list[Any] = []
+    found: list[Array] = []
     mapped(nest, found.append)
     return {x.number for x in found if type(x) is Ref}, {x.number for x in found if type(x) is Constant}
 
@@ -177,13 +177,13 @@ class Evaluation:
         self._known: dict[int, Any] = {}  # values without derivatives in the new trace, by their numbers in the old one
         self._steps = {out: step for step in program.recorder.steps for out in step.outs}
 
-    def inputs(self) -> list[Any]:
+    def inputs(self) -> list[Array]:
         """Return new inputs."""
         old, recorder = self._program.recorder, self._recorder
         numbers = [x.number for x, _ in self._program.inputs]
         return [recorder.input(like(Spec(*old.specs[k])), k in old.weak) for k in numbers]
 
-    def run(self, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Return the outputs of the program."""
         program = self._program
         for (x, index), value in zip(program.inputs, inputs, strict=True):
@@ -262,11 +262,11 @@ class _Parts:
     def __init__(self, recorder: Recorder):
         self.recorder, self.made = recorder, list[list[Any]]()
 
-    def variables(self, values: list[Any], chosen: Sequence[int]) -> list[Any]:
+    def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
         """Return the inputs of a part; those at the positions `chosen` are variables of the enclosing tape."""
         return values
 
-    def end(self, results: Sequence[Any]) -> None:
+    def end(self, results: Sequence[Array]) -> None:
         """End a part, which returns `results`."""
         self.made.append(list(results))
 
@@ -301,12 +301,12 @@ class _PartsWithTangents(_Parts):
         super().__init__(recorder)
         self._tape = tape
 
-    def variables(self, values: list[Any], chosen: Sequence[int]) -> list[Any]:
+    def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
         for k in chosen:
             values[k] = with_tangent(self._tape, values[k], self.recorder.input(like(_spec(values[k]))))
         return values
 
-    def end(self, results: Sequence[Any]) -> None:
+    def end(self, results: Sequence[Array]) -> None:
         pairs = [value_and_tangent(x, self._tape) for x in results]
         self.made.append([x for x, _ in pairs] + [tangent for _, tangent in pairs])
 
@@ -322,7 +322,7 @@ class _PartsWithReversePasses(_Parts):
         self._starts: list[int] = []
         self._ranges: list[range] = []  # the nodes of each part
 
-    def variables(self, values: list[Any], chosen: Sequence[int]) -> list[Any]:
+    def variables(self, values: list[Array], chosen: Sequence[int]) -> list[Array]:
         tape, variables = self._tape, []
         for k in chosen:
             variables.append((len(tape.record), _spec(values[k])))
@@ -331,13 +331,13 @@ class _PartsWithReversePasses(_Parts):
         self._starts.append(len(tape.record))
         return values
 
-    def end(self, results: Sequence[Any]) -> None:
+    def end(self, results: Sequence[Array]) -> None:
         pairs = [value_and_node(x, self._tape) for x in results]
         self.made.append([x for x, _ in pairs])
         self._results.append([(index, _spec(x)) for x, index in pairs if isinstance(_innermost(x), Traced)])
         self._ranges.append(range(self._starts[-1], len(self._tape.record)))
 
-    def end_with_reverse_passes(self, nodes: list[Any], last: int) -> None:
+    def end_with_reverse_passes(self, nodes: list[OrderedNode], last: int) -> None:
         """Record the reverse passes, from that of the last part to that of the part `last`."""
         lane = Lane.of(nodes)
         for part in range(len(self._ranges) - 1, last - 1, -1):
@@ -348,7 +348,7 @@ class _PartsWithReversePasses(_Parts):
             self.made.append([conformed(lane.totals[index], spec) for index, spec in self._variables[part]])
 
 
-def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list[Any]]:
+def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list[Array]]:
     """Return the parts of a program and its reverse pass; `inner`: the positions of the variables among the inputs.
 
     The inputs of the reverse pass are the cotangents of the traced results, and its results those of the variables.
@@ -359,7 +359,7 @@ def vjp(program: Program, recorder: Recorder, inner: Sequence[int]) -> list[list
     return parts.made
 
 
-def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int]) -> list[list[Any]]:
+def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int]) -> list[list[Array]]:
     """Return the parts of `vjp` with tangents, with respect to the inputs `outer` and the cotangents of the results."""
     with Noting(recorder), suspended(body=False), TangentTape() as tape:
         parts = _PartsWithTangents(recorder, tape)
@@ -370,7 +370,7 @@ def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer
 
 def vjp_of_vjp(
     program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int], last: int
-) -> list[list[Any]]:
+) -> list[list[Array]]:
     """Return the parts of `vjp`, and their reverse passes from that of the reverse pass to that of the part `last`."""
     with Noting(recorder), suspended(body=False):
         with OrderedTape() as tape:
