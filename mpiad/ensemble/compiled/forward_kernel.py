@@ -75,7 +75,7 @@ if code >= 0:
     each j: each c: du_end[{j}, {c}, i] = $dnew[{j}, {c}] if was_accepted else $du[{j}, {c}]
     ids[l] = -1
     vacant_lanes += 1
-    # Until a new trajectory enters the lane, its steps have size zero.
+    # Until another trajectory starts in the lane, the lane's steps have size zero.
     $live = 0.0
     $end = tn
     $next = 0.0
@@ -184,7 +184,7 @@ def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
     for e in range(len(spec.events)):
         lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
         if spec.affects is not None:
-            # After a very short step near a root, rounding may determine the sign, so a change isn't counted.
+            # After a very short step near a root, rounding may determine the sign, so a sign change isn't counted.
             near_root = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
             lines += [f"crossed{e} = where({near_root}, 0.0, crossed{e})"]
         lines += [f"$crossed[{e}] = crossed{e}"]
@@ -196,7 +196,7 @@ def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in spec.sided:
         return steps.changed(e, *values)
-    # The sign must change from the side to which the condition left its last root.
+    # Only sign changes from the side to which the condition left its last root count.
     up, down = (steps.changed(e, *values, direction) for direction in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
@@ -249,7 +249,7 @@ def forward(
                     next_id += 1
                     vacant_lanes -= 1
                     @enter
-        # The output arrays may be too small for another turn.
+        # Return at the end, after the given number of turns, or if the output arrays may be too small for another turn.
         if vacant_lanes == {lanes} or turns == 0{full}:
             break
         turns -= 1
@@ -443,8 +443,8 @@ def forward_source(spec: KernelSpec, wide: bool) -> str:
     names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": spec.sided}
     names["changed"] = "".join(f" + crossed{e}" for e in names["e"])
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
-    unit = [(j, c, kind == "u" and i == c) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
-    names["unit_tangents"] = [f"$du[{j}, {c}] = {1.0 if own else 0.0}" for j, c, own in unit]
+    unit = [(j, c, float(kind == "u" and i == c)) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
+    names["unit_tangents"] = [f"$du[{j}, {c}] = {value}" for j, c, value in unit]
     names |= {"stages": _stages(spec, steps), "crossed": crossed(spec, steps)}
     names["conditions"] = steps.conditions("condition", "u", "t")
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
@@ -457,7 +457,7 @@ def forward_source(spec: KernelSpec, wide: bool) -> str:
 
 def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
     components = range(spec.d)
-    lines = steps.stages(kept=bool(spec.directions))
+    lines = steps.stages(separate=bool(spec.directions))
     for j in range(len(spec.directions)):
         lines += _tangent(spec, steps, j)
     lines += steps.error()

@@ -35,8 +35,8 @@ KERNEL reverse(
         when lu_length: real lu[{lu_length}];
         // Cotangents of failed trajectories, which may be NaN, are ignored.
         each c: real total_{c} = alive ? end_bar[{c} * n + i] : 0;
-        each own: real own{own} = 0;
-        each common: real common{common} = 0;
+        each wanted_p: real p_bar{wanted_p} = 0;
+        each wanted_s: real s_bar{wanted_s} = 0;
         if (alive) {
             long long time_index = n_saved - 1;
             when events:
@@ -68,14 +68,14 @@ KERNEL reverse(
                     when not inside: each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
                     --time_index;
                 }
-                // The end of a step that an event has cut short.
+                // The stages of a step that a terminal event has cut short extend to the end of the full step.
                 when events: ahead = ends ? now + size : ahead;
                 const double tn = sign * ahead;
                 @stages
                 @crossed
                 real {new};
                 @pulled_last
-                // From here on the new state's cotangent is complete.
+                // The cotangent of the new state is complete.
                 each c: z{last}_{c} = total_{c};
                 @pulled
                 when inside: each c: total_{c} += mid_{c};
@@ -87,8 +87,8 @@ KERNEL reverse(
             }
         }
         each c: u0_bar[{c} * n + i] = total_{c};
-        each own: p_bar[{own} * n + i] = own{own};
-        each common: s_bar[{common} * count + column] = common{common};
+        each wanted_p: p_bar[{wanted_p} * n + i] = p_bar{wanted_p};
+        each wanted_s: s_bar[{wanted_s} * count + column] = s_bar{wanted_s};
     }
 }
 """
@@ -112,5 +112,5 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
 def _pulled(spec: KernelSpec, steps: Steps, i: int, scope: set[str]) -> list[str]:
     """Return lines that propagate the cotangent of stage i to its argument and the parameters."""
     lines = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
-    sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
+    sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
     return lines + [f"{name} += e{j};" for j, name in enumerate(sums)]
