@@ -23,7 +23,7 @@ from typing import Any
 from mpiad.ensemble.compiled.jump_text import jump_lines
 from mpiad.ensemble.compiled.kernel_rows import U
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
+from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
 
@@ -432,12 +432,12 @@ when affected: exact unresolved
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
     """Return the layout of the kernel's buffers."""
-    return lanes_of(spec, _FIELDS)[0]
+    return layout_of(spec, _FIELDS)[0]
 
 
 def forward_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
-    fields, steps, names = lanes_of(spec, _FIELDS)
+    fields, steps, names = layout_of(spec, _FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
     full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
     names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": spec.sided}

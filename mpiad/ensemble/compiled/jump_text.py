@@ -78,9 +78,8 @@ if acted and code < 0 and tn != $end:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition after affects. If it is still near zero, rounding determines its computed sign. Then these
-# lines set the sign: after the condition's event to the opposite of the earlier sign, after a very short step to the
-# earlier sign.
+# The value of a condition after affects. If it is so near zero that rounding determines its sign, the sign is set: after
+# the condition's event to the opposite of the earlier sign, after a very short step to the earlier sign.
 _RESUME = """
 {value}
 value_before = $condition[{e}]

@@ -14,7 +14,7 @@ from typing import Any
 from mpiad.compiling.source import number
 from mpiad.ensemble.compiled.jump_text import jumps_back
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
+from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
@@ -222,12 +222,12 @@ when inside:
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
     """Return the layout of the kernel's buffers."""
-    return lanes_of(spec, _FIELDS)[0]
+    return layout_of(spec, _FIELDS)[0]
 
 
 def reverse_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
-    fields, steps, names = lanes_of(spec, _FIELDS)
+    fields, steps, names = layout_of(spec, _FIELDS)
     names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else ""}
     names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]

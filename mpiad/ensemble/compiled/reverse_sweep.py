@@ -104,7 +104,7 @@ def _pulled(
     add_leaves(run, leaves, found, ids)
     rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, located.x), step.k))
     by_fraction = (inside.value * rate).real.sum(axis=0)
-    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # which the kernel doesn't treat as inside the step
+    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel, this isn't inside the step
     return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, by_fraction)
 
 

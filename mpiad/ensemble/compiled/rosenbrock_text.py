@@ -225,7 +225,7 @@ def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True)
     return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
 
 
-def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
+def placeholders_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the placeholders of all kernels: the fields of the spec, and the entries below."""
     return {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
@@ -243,11 +243,11 @@ def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lanes_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
+def layout_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
     """Return the layout of a CPU kernel from the template `fields`, the lines of its steps, and its placeholders."""
     result = Fields(spec)
     steps = steps_of(spec, result)
-    names = names_of(spec, steps)
+    names = placeholders_of(spec, steps)
     result.add(filled(fields, names))
     return result, steps, names
 

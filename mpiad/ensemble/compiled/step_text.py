@@ -254,9 +254,8 @@ class Steps:
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
         """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
 
-        The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: functions that
-        return the names of components of stages and of the state before the step. `value`: lines that assign the condition
-        at the state y to the variable `value`.
+        The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: functions for
+        names of components of stages and of the state before the step. `value`: lines that compute `value` at the state y.
         """
         inner = [
             "width = high - low",

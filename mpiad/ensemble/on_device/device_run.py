@@ -122,7 +122,7 @@ class Slots(Saved):
 
 
 class RoundSweep(StepSweep):
-    """The visits of a block of rounds; `every`: the number of rounds between stored states, None if all are stored."""
+    """The visits of a block of rounds; `every`: the number of rounds between stored states, None if none are recomputed."""
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
         self._run, self._block, self._every = run, block, every

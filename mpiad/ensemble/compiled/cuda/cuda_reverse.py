@@ -10,7 +10,7 @@ from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.compiled.cuda.cuda_events import crossing_names
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
+from mpiad.ensemble.compiled.rosenbrock_text import placeholders_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
@@ -99,7 +99,7 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     steps, last = steps_of(spec, fused=False), spec.stages
     new = steps.state(f"z{last}")
     scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
-    names = names_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
+    names = placeholders_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
     names["weights"] = c_lines(["x = (save_time - now) / size", *steps.weights()])
     names["stages"] = c_lines(steps.again(), scope)
     if last in steps.pulled_stages:

@@ -67,7 +67,7 @@ class Solved:
     # ---- reverse mode
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
-        """Return the cotangents of arguments, given that of `vector`."""
+        """Return the cotangents of arguments; `g`: the cotangent of `vector`."""
         solver = self.solver
         with solver.arrays.current():
             bar, times = self._split(g)

@@ -77,7 +77,6 @@ def _is_shared(x: Array) -> bool:
 
 
 def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array]:
-    """Copy host arrays to the device in one transfer."""
     starts = [0, *accumulate(-(-part.nbytes // 8) * 8 for part in parts)]  # offsets are multiples of eight bytes
     buffer = np.zeros(starts[-1], np.uint8)
     for part, start in zip(parts, starts):

@@ -50,7 +50,7 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
 
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Divide `count` trajectories into contiguous shares, the steps of each of which fit into a budget of bytes.
+    """Divide `count` trajectories into contiguous shares whose steps fit into a budget of bytes.
 
     `size`, `longest`: as returned by `longest_of_blocks`. Raises MemoryError if the steps of one trajectory don't fit.
     """
