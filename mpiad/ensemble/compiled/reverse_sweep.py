@@ -229,14 +229,14 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     prepared = kernel_seeds(run, seeds, places, solver.times)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(prepared.end, np.zeros(count), np.zeros(count), leaves)
-    acted, jumping = run.jumps, ()
-    if acted is not None:
+    jump_arguments = ()
+    if run.jumps is not None:
         note_ends(run, seeds, found, timed)
-        jumps, stops = KernelJumps(run, acted, found.start, real), _stops(run, seeds, places, found.start)
-        jumping = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
+        jumps, stops = KernelJumps(run, run.jumps, found.start, real), _stops(run, seeds, places, found.start)
+        jump_arguments = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
     inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
     wanted = [j for part in chosen for j in part.scalars]
-    function, spec = solver.reverse(wanted, timed, inside, acted is not None, stopped)
+    function, spec = solver.reverse(wanted, timed, inside, run.jumps is not None, stopped)
     saved = np.empty((0, 0, 0)) if prepared.saved is None else parts(np.ascontiguousarray(prepared.saved.conj()))
     end_bar = argument(row_parts(prepared.end.conj()), real)
     # The kernel writes nothing for trajectories without steps, whose final state is the initial state.
@@ -248,10 +248,11 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
     def pull_tape(tape: Tape, pause: Callable[[], None]) -> Array:
         s_bar = np.zeros(spec.wanted_shared)
-        numbers = (np.zeros(spec.lanes, np.int64) for _ in range(3))
+        zeros = (np.zeros(spec.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, spec.lanes, 0])
-        lane = *fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *numbers, state
-        more, call = (np.empty(5 * spec.lanes, np.int64), *jumping) if jumping else (), Paced(function, state)
+        lane = *fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *zeros, state
+        more = (np.empty(5 * spec.lanes, np.int64), *jump_arguments) if jump_arguments else ()
+        call = Paced(function, state)
         while True:
             call(*lane, *inputs, tape.rows, tape.previous, *ends, *bars, s_bar, start_bar, stop_bar, *more)
             if state[2] == spec.lanes:  # all lanes have finished
@@ -270,9 +271,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     unstepped = outcome.naccept == 0
     start_bar[unstepped] += found.start[unstepped]
     found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
-    if acted is not None:
+    if run.jumps is not None:
         stops.add_leaves(found.leaves)
-        to_start(found, LinearJumps(run, acted.before_steps(), places, timed))
+        to_start(found, LinearJumps(run, run.jumps.before_steps(), places, timed))
         if timed:
             jumps.add_due(found.due)
     return found

@@ -59,7 +59,7 @@ if (crossed{e}) {
 }
 """
 
-# Processes the events of a step, after its stages have been recomputed.
+# Processes the events of a step, after the stages of the step have been recomputed.
 _CROSSED = """
 when uses_last: real {last_stage};
 while (row >= 0 && (long long)rows[2 * event_capacity + row] == step) {
