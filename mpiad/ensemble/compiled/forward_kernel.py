@@ -421,8 +421,7 @@ when inside: dk[{m}, {last+1}, {d}]
 when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fraction[{count}]
 # `last_acted`: per event, the time at which it last acted, or the start. `last_root`: the time of the last root of any
 # condition. `short_count`: the number of successive short intervals between roots. `side`: per event that acts in both
-# directions, the sign with which its condition left the root. `limit`: an upper bound on the end of the next step, unless
-# this time has passed.
+# directions, the sign with which its condition left the root. `limit`: if in the future, a bound on the next step's end.
 when acts: exact last_acted[{count}] last_root short_count side[{count}] limit
 # In steps shorter than `unresolved`, rounding may determine the sign of a condition near its root.
 when affected: exact unresolved

@@ -1,8 +1,4 @@
-"""Kernel lines for events that change the state, in the forward and the reverse kernel.
-
-The function by which an event changes the state is its affect: `affect0`, `affect1`, ... The adjoints of the affects are
-`back0`, `back1`, ...
-"""
+"""Kernel lines for events that change the state, by their affects `affect0`, ..., with the adjoints `back0`, ..."""
 
 from __future__ import annotations
 
@@ -126,8 +122,7 @@ if $fraction[{e}] <= first:
 
 # The departure of a condition from its root after an affect, as in `jumps.departure`. `condition_before`: its value before
 # the affect. These lines set `left`, the sign with which the condition leaves the root; they shorten the next step if the
-# condition will soon vanish again, and set `code` if its roots would accumulate. `linear`, `second`: first- and
-# second-order terms of its change.
+# condition will soon vanish again, and set `code` if its roots would accumulate. `linear`, `second`: terms of its change.
 _DEPARTURE = """
 elapsed = tn - $last_acted[{e}]
 $last_acted[{e}] = tn
@@ -270,7 +265,7 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
 
     The array `jump` holds five rows with an entry per lane: the index of the next jump in the backward sweep, the index of
     the last processed jump, the index of the next stop (a root that ended a step), and the numbers of steps before the next
-    jump and the next stop; -1 if there is none.
+    jump and before the next stop; -1 if none exists.
     """
     components = range(spec.d)
     last_jump, stop, jump_step, stop_step = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))

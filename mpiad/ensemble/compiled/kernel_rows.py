@@ -60,9 +60,8 @@ def jumps_of(
 ) -> list[Jump]:
     """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed.
 
-    `numbers`, shape (N, slots): the number of steps before each given time, or -1 if it wasn't reached. `before`, shape
-    (N, slots, d): the states at given times before events acted. `at_conditions`, shape (m, d): the states at roots before
-    events acted.
+    `numbers`, shape (N, slots): the number of steps before each given time, or -1 if the time wasn't reached. `before`,
+    shape (N, slots, d), `at_conditions`, shape (m, d): the states at given times and at roots, before events acted.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
     rows = slice(None) if (numbers >= 0).all() else np.flatnonzero(numbers >= 0)

@@ -28,7 +28,7 @@ class KernelSpec(NamedTuple):
     """The sizes and options of one kernel."""
 
     d: int  # number of real components of a state; a complex number has two
-    # `varying`, `shared`: numbers of parameters per trajectory, and of shared parameters.
+    # Numbers of parameters per trajectory (p0, p1, ...) and of shared parameters (s0, s1, ...).
     varying: int
     shared: int
     tableau: Tableau
@@ -38,8 +38,7 @@ class KernelSpec(NamedTuple):
     inside: bool = False  # whether states inside steps are interpolated: at saved times, or to locate events
     record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
-    # Directions of tangents: ("u", i) for a component of the initial state, ("p", i) for a parameter per trajectory, ("s",
-    # i) for a shared parameter.
+    # Directions of tangents: ("u", i) for component i of the initial state; ("p", i), ("s", i) for parameters.
     directions: tuple[tuple[str, int], ...] = ()
     # Numbers of parameters, per trajectory and shared, with respect to which an adjoint differentiates.
     wanted_varying: int = 0

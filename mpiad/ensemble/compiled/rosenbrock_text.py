@@ -230,8 +230,7 @@ def placeholders_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     return {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": spec.dtype.name,
-        # Indices of components, of parameters per trajectory and shared parameters, and of the cotangents of
-        # both kinds of parameters.
+        # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.

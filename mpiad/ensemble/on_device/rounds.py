@@ -1,7 +1,6 @@
 """The vectorized solver on a device: each round attempts one step of all trajectories.
 
-Per round the host reads the number of active trajectories, the largest number of saved times in a step, and the number of
-columns with each event.
+Per round the host reads the numbers of active trajectories, of saved times (maximum), and of columns with each event.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from mpiad.ensemble.compiled.rosenbrock_text import placeholders_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
-// The trajectories and their steps as in forward. end_bar, u0_bar: (d, n); saved_bar: (n_saved, d, n); p_bar: (rows, n);
-// s_bar: (rows, count).
+// Trajectories and steps as in forward. saved_bar: (n_saved, d, n); s_bar: (rows, count); other cotangents: (rows, n).
 KERNEL reverse(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
     const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
