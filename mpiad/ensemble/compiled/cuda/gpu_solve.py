@@ -99,8 +99,8 @@ def _by_kernel(
     if settings.progress is not None:
         settings.progress(batch.size)
     u, u_end, failed = _shaped(u, batch.shape), _shaped(u_end, batch.shape), arrays.to_host(solved.results.failed)
-    later, given_times = _deferred(solved, settings, times), settings.saveat
-    sol = DeviceSolution.lazy(later, u=u, t=given_times, u_end=u_end, failed=int(failed[0]), alg=settings.alg)
+    deferred, saveat = _deferred(solved, settings, times), settings.saveat
+    sol = DeviceSolution.lazy(deferred, u=u, t=saveat, u_end=u_end, failed=int(failed[0]), alg=settings.alg)
     if times:
         sol.t_reached = times[0]
     return sol
@@ -131,8 +131,8 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, events: Sequence[Eve
     order = in_order(table)
     (ids, event), when = table[:2, order].astype(int), table[4, order]
     if times:
-        places = np.where(np.array([each.stops for each in events])[event], -1, order)
-        when = traced_times(ids, when, places, came_through(arrays.to_host(codes)), *times)
+        indices = np.where(np.array([each.stops for each in events])[event], -1, order)
+        when = traced_times(ids, when, indices, came_through(arrays.to_host(codes)), *times)
     return by_trajectory(ids, event, when)
 
 
@@ -175,8 +175,8 @@ def _unsupported(given: Batch, batch: Batch, settings: Settings) -> str | None:
     if len(_traces(given)) > 1:
         return "the solve is differentiated twice, and kernels support only first derivatives"
     adjoint_only = "with events=" if settings.events else "of Rosenbrock methods" if settings.alg.tableau.implicit else ""
-    forwards = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
-    if adjoint_only and given.traced and (settings.gradient == "tangent" or forwards):
+    by_jvp = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
+    if adjoint_only and given.traced and (settings.gradient == "tangent" or by_jvp):
         return f"the solve is differentiated by tangents, and kernels {adjoint_only} support only adjoints"
     return None
 

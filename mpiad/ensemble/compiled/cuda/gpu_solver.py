@@ -31,7 +31,7 @@ _BLOCKS = 4096  # maximum number of blocks of trajectories whose step counts are
 
 
 class Share(NamedTuple):
-    """Trajectories first, ..., first + count - 1, with up to `capacity` steps each."""
+    """The trajectories `first`, ..., `first + count - 1`, with up to `capacity` steps each."""
 
     first: int
     count: int
@@ -85,7 +85,7 @@ class DeviceResults(NamedTuple):
     """The results of a solve on the device."""
 
     vector: Array  # shape ((n_saved + 1) * d * n,); saved states, of shape (n_saved, d, n), and final ones, (d, n)
-    t_reached: Array  # shape (n,), as the next three
+    t_reached: Array  # shape (n,), like the next three
     codes: Array
     naccept: Array
     nreject: Array
