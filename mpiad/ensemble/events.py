@@ -119,7 +119,7 @@ class EventWatch:
 
     def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
         """Locate and store the events of a step; `crossed`: the columns of each event; `pairs`: values before and after."""
-        last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
+        last, ending_event = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
         for e, (event, columns) in enumerate(zip(self._events, crossed)):
             if columns is None:
@@ -130,9 +130,9 @@ class EventWatch:
                 states = states.copy() if states is step.new else states
                 earlier = x <= last[columns]  # if two events coincide, the later one in the list ends the step
                 last[columns] = np.where(earlier, x, last[columns])
-                ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
+                ending_event[columns] = np.where(earlier, np.full_like(columns, e), ending_event[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
-        located = [self._entered(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
+        located = [self._written(step, e, columns, x, last, ending_event, len(found) > 1) for e, columns, x in found]
         ended = None if states is step.new else last < np.inf
         return StepEvents([event for event in located if event], ended, last, states, found)
 
@@ -166,8 +166,8 @@ class EventWatch:
                 before, after = np.where(moves_low, value, before), np.where(moves_high, value, after)
         return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
-    def _entered(
-        self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
+    def _written(
+        self, step: Step, e: int, columns: Array, x: Array, last: Array, ending_event: Array, several: bool
     ) -> LocatedEvent | None:
         """Write an event to the table; return it without the columns in which another event ended the step earlier."""
         # Rounding mustn't move an event beyond the end of the step.
@@ -178,7 +178,7 @@ class EventWatch:
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
         self.note(step, e, columns, part, time)
         if several:
-            chosen = np.flatnonzero((ender[columns] == e) if terminal else occurred)
+            chosen = np.flatnonzero((ending_event[columns] == e) if terminal else occurred)
             columns, x, time, row = columns[chosen], x[chosen], time[chosen], row[chosen]
         return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
 

@@ -199,8 +199,8 @@ class Residuals:
         copied = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
         if len(first) != len(copied) or not np.allclose(first, copied, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
-                f"fit: the residuals of a trajectory depend on other trajectories: the first column is {first[:4]} in a "
-                f"call with all {len(columns)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
+                f"fit: the residuals of a trajectory depend on other trajectories: those of the first are {first[:4]} in "
+                f"a call with all {len(columns)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
             )
         self.count = len(first)
 
@@ -433,7 +433,8 @@ def fit(
     -----
     The Jacobian consists of derivatives of the accepted steps of the solves, exact up to rounding. A step of a fit
     minimizes the damped quadratic model within the bounds. If the solve fails at the new point, the step is rejected, and
-    the next step is shorter. If f computes each column independently, the results of a fit don't depend on other fits or ranks, bit for bit.
+    the next step is shorter. If f computes each column independently, the results of a fit don't depend on other fits or
+    ranks, bit for bit.
 
     Examples
     --------
@@ -471,12 +472,12 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
         share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
     compiler.log_warnings(warnings, used.rank)
-    every = joined_fits(parts)
+    joined = joined_fits(parts)
     # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
-    mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)
+    mpi.remember(joined._tries, 1, bool(compiler.kernels), traced=True)
     if used.rank == 0:
-        report("fit", "fits", every.retcode)
-    return every if mpi.gather else share
+        report("fit", "fits", joined.retcode)
+    return joined if mpi.gather else share
 
 
 def _share(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:

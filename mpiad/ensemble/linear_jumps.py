@@ -47,7 +47,7 @@ class LinearJumps:
             self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
             if rows.size:
                 self._rates[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
-        pulls = [self._traced(e, rows, (), timed) for e, rows in jumps.kinds]
+        pulls = [self._transposed(e, rows, (), timed) for e, rows in jumps.kinds]
         # The real and the imaginary part of each component are differentiated separately.
         for part, unit in enumerate((1.0, 1j) if np.iscomplexobj(jumps.before) else (1.0,)):
             for c in range(len(jumps.before)):
@@ -64,7 +64,7 @@ class LinearJumps:
         if by_time.any():
             self._by_time.append((part, c, by_time))
 
-    def _traced(self, event: int, rows: Columns, places: Sequence[int], timed: bool) -> Callable[[Array], list[Any]]:
+    def _transposed(self, event: int, rows: Columns, places: Sequence[int], timed: bool) -> Callable[[Array], list[Any]]:
         """Return a function from cotangents of the states after jumps to cotangents of states, leaves and times."""
         run, u, t = self._run, self._jumps.before[:, rows], self._jumps.time[rows]
         leaves = run.columns(run.batch.p.leaves, self._jumps.ids[rows])
@@ -100,7 +100,7 @@ class LinearJumps:
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add the contributions of all jumps to the cotangents of the leaves, after `pull` has processed all jumps."""
         for e, rows in self._jumps.kinds if self._places else ():
-            _, *parts, _ = self._traced(e, rows, self._places, False)(self._after[:, rows])
+            _, *parts, _ = self._transposed(e, rows, self._places, False)(self._after[:, rows])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._jumps.ids[rows])
 
 
