@@ -122,8 +122,7 @@ class EnsembleGPU(EnsembleVectorized):
     Parameters
     ----------
     block : {32, 64, 96, 128, 192, 256}, optional
-        Number of threads per block. The default is 128, or 64 or 32 if there would otherwise be fewer than two blocks per
-        multiprocessor.
+        Number of threads per block; by default 128, or fewer if there would be fewer than two blocks per multiprocessor.
     tape_bytes : int, optional
         Device memory in bytes for the steps of trajectories in an adjoint gradient; by default half of the free memory. If
         the steps don't fit, the trajectories are processed in several shares.

@@ -64,10 +64,7 @@ def null_vectors(matrix: Array) -> Array:
 def _newton(
     batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
-    """Return the states after Newton's method, the matrices N A⁻¹ Lᵀ, shape (d, d, n), and a mask of convergence.
-
-    `free` and `equations` are the matrices N and L.
-    """
+    """Return the states by Newton's method, N A⁻¹ Lᵀ, (d, d, n), and a mask of convergence; `free`, `equations`: N, L."""
     u, p = batch.u0[:, ids].copy(), batch.p.columns(ids, len(batch.shape) > 1)
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)

@@ -63,8 +63,7 @@ class PIController:
     safety, least, most : float
         The safety factor, and the lower and upper bound of the ratio of successive step sizes.
     beta : float
-        Exponent of the previous error, multiplied by the order of the error estimate. With 0 this is SciPy's controller,
-        which all methods use by default.
+        Exponent of the previous error, times the order; 0, the default of all methods, gives SciPy's controller.
 
     References
     ----------

@@ -37,8 +37,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 # `steady_state` for searches for steady states.
 
 
-# Positions of the arguments of `solve_operator`: initial states, start and end of tspan, the given times of events, and
-# the first leaf of the parameters.
+# Positions of arguments: initial states, start and end of tspan, given times of events, and first leaf of the parameters.
 U0, START, END, DUE, LEAVES = range(5)
 NO_TIMES = np.empty((0, 0))
 

@@ -44,8 +44,7 @@ class FitResult:
     cost : array, shape (N,)
         Half the sum of squared residuals; NaN if the first solve failed.
     optimality : array, shape (N,)
-        Largest absolute entry of the gradient of the cost, except for variables at a bound that a descent step would
-        violate.
+        Largest absolute entry of the gradient of the cost, except for variables whose descent a bound prevents.
     active_mask : array of int, shape (N, m)
         -1 if a variable is at its lower bound, 1 if at its upper bound, 0 otherwise.
     nfev : array of int, shape (N,)

@@ -225,7 +225,7 @@ def _bounded_step(factor: Array, damping: Array, x: Array, lower: Array, upper: 
 
 
 def _to_free(factor: Array, damping: Array, step: Array, fixed: Array, at_lower: Array, at_upper: Array) -> Array:
-    """Return a mask, shape (n, m), of the fixed variable per problem with the largest scaled multiplier of the wrong sign."""
+    """Return a mask, (n, m), of the fixed variable per problem with the largest scaled multiplier of the wrong sign."""
     reached = factor[:, :, -1] + _apply(factor, step)
     slope = (np.swapaxes(factor[:, :, :-1], 1, 2) @ reached[..., None])[..., 0] + damping**2 * step
     multiplier = np.where(at_lower, -slope, slope) / damping

@@ -77,7 +77,6 @@ class Tracing:
         called = self._field.bound(self._filled(leaves, given))
 
         def write(out: Array, u: Array, t: Array) -> None:
-            # Device arrays aren't iterable.
             gs = [u[j] for j in range(1, len(u))]
             rows = called(shortened(variable(u[0], gs)), t)
             if is_whole(rows, u.shape[1:]):
