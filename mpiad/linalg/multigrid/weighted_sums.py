@@ -1,9 +1,9 @@
-"""The operations of a level, as descriptions: weighted sums of shifted rows; all right-hand sides share the weights.
+"""Weighted sums of shifted rows, with the same weights for all right-hand sides: all operations of a level.
 
-Smoothing, restriction, interpolation and the operator's product are all of this form. `Sums` uses NumPy or the device's
-module. `CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides while its
+Smoothing, restriction, interpolation and the operator's product have this form. `Sums` uses NumPy or the device's module.
+`CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides while the range's
 weights are in cache. The kernel is written in the language of `mpiad.compiling.translation`, and is compiled from this
-file's source. Rows are given by their numbers in memory, so all levels use the same kernel, in any dimension.
+file's source. Its arguments are positions of rows in memory, so all levels use the same kernel, in any dimension.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sums:
         def run(f: LocalArray) -> None:
             nonlocal bound, state
             if state is not self.state:
-                # Slices are created once, since on small levels this takes longer than the arithmetic.
+                # Slices are created once, since on small levels their creation takes longer than the arithmetic.
                 bound, state = [self._bind(one) for one in sums], self.state
             for compute in bound:
                 compute(f)
@@ -181,7 +181,7 @@ def weighted_sums(
     numbers: np.ndarray, sums: np.ndarray, terms: np.ndarray, coefficients: np.ndarray, right: np.ndarray,
     state: np.ndarray, part: np.ndarray,
 ) -> None:  # fmt: skip
-    """Compute sums of rows; `part` is memory for one range."""
+    """Compute sums of rows, described by the tables of `_numbers_of`; `part` is memory for one range."""
     systems, of_right, of_state, length = numbers[0], numbers[1], numbers[2], numbers[3]
     for one in range(numbers[4]):
         k = 9 * one
