@@ -108,7 +108,7 @@ class Domain(Decomposition):
         Returns
         -------
         array of shape (..., *padded_shape), or a list of them
-            The index of the block in it is ``[..., *interior]``.
+            The block is at the index ``[..., *interior]``.
 
         Raises
         ------

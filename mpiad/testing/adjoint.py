@@ -46,7 +46,7 @@ def check_adjoint(
     linear_map : callable
         A linear function ``A(x)`` of one array.
     x : array
-        An array of the shape and dtype of this rank's argument; the test uses random values.
+        An array with the shape and dtype of this rank's argument; the test replaces the values by random numbers.
     adjoint : callable, optional
         ``Aᵀ(y)``; by default the vector-Jacobian product of `linear_map`.
     comm : mpi4py intracommunicator, optional
@@ -78,7 +78,7 @@ def check_adjoint(
     >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises if the adjoint isn't the transpose
     """
     used = channel(comm, "check_adjoint")
-    # The random numbers differ between ranks, since otherwise an adjoint that confuses ranks would pass.
+    # The random numbers differ between ranks, so that an adjoint that interchanges ranks fails the test.
     rng = np.random.default_rng((seed, used.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
@@ -107,11 +107,11 @@ def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> 
     if not np.iscomplexobj(right[0]):
         # Since the cotangent of a real x is real, only the real parts of the inner products are equal.
         terms = [np.real(part) for part in terms]
-    # All ranks gather all products, since partial sums per rank would be rounded.
-    every = used.data.allgather((terms, nonlinearity))
-    flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
+    # All ranks gather all products, since a sum per rank would be rounded.
+    gathered = used.data.allgather((terms, nonlinearity))
+    flat = [np.concatenate([pair[0][side] for pair in gathered]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
-    return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in every)
+    return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in gathered)
 
 
 def noise_like(leaf: Array, rng: np.random.Generator) -> Any:

@@ -160,8 +160,8 @@ def check_grads(
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
         return line.inner_product(line.hvp(line.x, line.v))
-    # Reverse over reverse: the gradient of the sum of g·v over the ranks. If g is shared, every rank has the same g·v, so
-    # each rank's term has the weight 1 / size.
+    # Reverse over reverse: the gradient of the sum of g·v over the ranks. If the argument is shared, g·v is the same on all
+    # ranks, so each rank's term has the weight 1 / size.
     weight = 1.0 / line.used.size if line.shared else 1.0
 
     def slope(x: Array) -> Any:

@@ -2,8 +2,9 @@
 
 Each loop reads the field once. NumPy would read the field a dozen times, which takes as long as one or two time steps of a
 wave equation. The loops are written in the kernel language (see `mpiad.compiling.translation`), and compiled from the
-source code of this file. A field consists of rows of `width` entries. The loops process it in blocks of columns: a ring
-buffer, which fits into the cache, holds the last eight rounded rows of a block, from which differences are computed.
+source code of this file. A field consists of rows of `width` entries. The loops process a field in blocks of
+columns: a ring buffer, which fits into the cache, contains the last eight rounded rows of a block, from which differences
+are computed.
 
 Integers are represented exactly, by doubles. Adding 1.5 * 2^52 rounds a double to the nearest integer, with ties to even as
 in NumPy, and the last bits of the sum contain this integer. The addition is used because few processors have vector
@@ -19,8 +20,7 @@ import numpy as np
 
 from mpiad.compiling.cache import functions_of
 
-# Minimum numbers of entries of a field and of a row. For smaller fields compilation (half a second) takes longer than
-# NumPy.
+# Minimum numbers of entries of a field and of a row. For smaller fields compilation (half a second) takes too long.
 _MIN_ENTRIES, _MIN_WIDTH = 1 << 16, 32
 _RING = 8 * 512  # entries of the ring buffer: eight rows of a block
 
@@ -31,21 +31,21 @@ def pays_off(dtype: np.dtype, size: int, width: int) -> bool:
 
 
 def weights(order: int) -> np.ndarray:
-    """Return the coefficients of the four preceding numbers in the backward difference of order `order`."""
+    """Return the coefficients of the four preceding numbers in the backward difference of the given order."""
     return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
 
 
 def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the maximum absolute value of each row, and that of its change from `before`; NaN if the row contains NaN."""
-    found = np.zeros((2, len(field)), np.int64)
-    _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), found[0], found[1])
-    return found[0].view(np.float64), found[1].view(np.float64)
+    """Return each row's maximum absolute value, and its maximum change from `before`; NaN if the row contains NaN."""
+    maxima = np.zeros((2, len(field)), np.int64)
+    _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), maxima[0], maxima[1])
+    return maxima[0].view(np.float64), maxima[1].view(np.float64)
 
 
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write differences of rows of the field, minus `before`, in units of `step`; return the maximum modulus.
+    """Write differences of rows of the field (minus `before`) in units of `step`; return the maximum absolute difference.
 
     The first rows, which have too few preceding rows, are omitted.
     """
@@ -59,7 +59,7 @@ def write_differences(
 def write_sums(
     differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the field with given differences; `head` is the first rows, minus those of `before`, in units of `step`."""
+    """Write the field with given differences; `head` contains the first rows (minus `before`), in units of `step`."""
     flat, width, ring = out.reshape(-1), out.size // len(out), np.zeros(_RING)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     _functions()[2](differences.reshape(-1), *relative, step, weights, len(head), width, head.reshape(-1), ring, flat)
