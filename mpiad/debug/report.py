@@ -160,8 +160,8 @@ def _waits(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]
             "`python -m mpiad`)."
         )
         return
-    more = max(computations, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
-    part = "" if more is None else f", above all {_site(more)}"
+    worst = max(computations, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
+    part = "" if worst is None else f", above all {_site(worst)}"
     yield (
         f"load imbalance: rank {slow} computes {ratio:.1f} times as long as the mean{part}, and the ranks wait "
         f"{share:.0%} of the time. Divide the work differently."

@@ -40,7 +40,7 @@ class Side(NamedTuple):
     # layer. With None nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
     # Minimum number of cells of a block minus the width of the halo; None if any number of cells suffices.
-    spare: int | None = None
+    extra_cells: int | None = None
     factor: complex = 1
     value: Any = 0
 
@@ -62,7 +62,7 @@ Sides: TypeAlias = tuple[tuple[Side, Side], ...]
 """For each dimension, the boundaries before its first cell and after its last cell."""
 
 ZERO = Side()
-_KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_reflected, spare=1)}
+_KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_reflected, extra_cells=1)}
 _NAMES = ", ".join(f'"{name}"' for name in _KINDS)
 _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair for each dimension"
 

@@ -75,7 +75,7 @@ def checked_block(domain: Decomposition, u: Array, call: str, shape: Shape | Non
 def check_reflection(domain: Decomposition, sides: Sides, call: str, widths: tuple[int, ...]) -> None:
     """Raise a ValueError if the grid has too few cells for a reflection at its sides."""
     for axis, (n, p, h, pair) in enumerate(zip(domain.shape, domain.dims, widths, sides)):
-        needed = h + max((side.spare for side in pair if side.spare is not None), default=-h)
+        needed = h + max((side.extra_cells for side in pair if side.extra_cells is not None), default=-h)
         if p == 1 and n < needed and not domain.periodic[axis]:
             raise ValueError(
                 f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "

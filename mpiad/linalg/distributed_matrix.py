@@ -86,8 +86,8 @@ def _color_count(n: int, halo: int, periodic: bool) -> int:
 def _image(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
     image = failures.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
     if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
-        shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
-        text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}."
+        result = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
+        text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {result}."
         failures.note(TypeError(text))  # ignored if matvec has already raised an exception
     failures.raise_together()
     return image
@@ -318,11 +318,11 @@ class DistributedMatrix:
         ValueError
             If the number of values is wrong.
         """
-        expected, found = (len(self._pattern.columns),), np.shape(getval(values))
-        if found != expected:
+        expected, shape = (len(self._pattern.columns),), np.shape(getval(values))
+        if shape != expected:
             raise ValueError(
                 f"DistributedMatrix.with_values: values must have shape {expected}, one for each entry of the rows of rank "
-                f"{self._channel.rank}, but got {found}."
+                f"{self._channel.rank}, but got {shape}."
             )
         other = object.__new__(type(self))  # without the constructor, which communicates
         other.__dict__.update(self.__dict__, values=values)

@@ -226,10 +226,8 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         invalid = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
         if invalid.any():
             product = complex(rz[invalid][0])
-            shown = f"{product.real:.3e}" if product.imag == 0.0 else f"{product:.3e}"
-            system.fail(
-                f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a nonzero residual r"
-            )
+            text = f"{product.real:.3e}" if product.imag == 0.0 else f"{product:.3e}"
+            system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {text} for a nonzero residual r")
         # In a converged system, the step is zero, and the direction is the preconditioned residual.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
@@ -255,14 +253,14 @@ def _require_curvature(
 ) -> np.ndarray:
     """Check that the curvature p·Ap is positive; return each system's smallest step length so far."""
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
-        found = complex(wz[active][0])
-        system.fail(f"it needs a Hermitian operator, but z·Az = {found:.3e} is not real. Take method='gmres'")
+        value = complex(wz[active][0])
+        system.fail(f"it needs a Hermitian operator, but z·Az = {value:.3e} is not real. Take method='gmres'")
     invalid = active & (curvature <= 0.0)
     if invalid.any():
-        found = float(curvature[invalid][0])
+        value = float(curvature[invalid][0])
         cause = "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ?"
-        cause = cause if found else "it is singular."
-        problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a nonzero p"
+        cause = cause if value else "it is singular."
+        problem = f"it needs a symmetric positive definite operator, but p·Ap = {value:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
     # The operator maps the direction of such a long step to zero, up to rounding.

@@ -71,17 +71,17 @@ def find_root(
         system.usable = system.block(u)
         step = _newton_step(system, linear(system.block(u), tolerance), METHODS[settings.method], u, f)
         before = norm
-        found = _search(system, u, step, norm, tolerance)
-        if found is not None:
-            u, f, norm = found
+        accepted = _search(system, u, step, norm, tolerance)
+        if accepted is not None:
+            u, f, norm = accepted
             system.note(np.array([norm]))
         reference = system.history[-1 - _PATIENCE :][0]
         stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * reference
-        if found is None or stalled:
+        if accepted is None or stalled:
             # A residual above the target is accepted if it is only an effect of rounding u.
             if norm <= rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
                 break
-            if found is None:
+            if accepted is None:
                 system.fail(
                     f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: its norm "
                     "has a minimum but no root, or a kink. Start nearer to the solution, for example from the solution "
@@ -235,7 +235,7 @@ def newton(
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])
 
-    jacobian = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, talkers=set())
+    jacobian = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), jacobian))
 
 

@@ -194,9 +194,9 @@ def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
     return np.tensordot(coefficients.T, vectors, 1)
 
 
-def _gram(group: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
+def _gram(group: Channel, vectors_1: LocalArray, vectors_2: LocalArray) -> np.ndarray:
     """Return the inner products of all vectors of two sets, bitwise the same on all ranks."""
-    return _total(group, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
+    return _total(group, vectors_1.reshape(len(vectors_1), -1) @ vectors_2.reshape(len(vectors_2), -1).T)
 
 
 def _total(group: Channel, local: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ class Problem(NamedTuple):
     # ``solver(params, transposed)`` returns the method of another library; if it is None, the method is in `METHODS`.
     solver: Callable[..., Method] | None = None
     failures: DeferredFailures | None = None  # this rank's failures in the enclosing call; None: no enclosing call
-    talkers: set[str] | None = None  # names of the user functions that have communicated; see `DeferredFailures`
+    communicated: set[str] | None = None  # names of user functions that have communicated; see `DeferredFailures`
 
     def derived(self, failures: DeferredFailures) -> Problem:
         """Return the problem for a tangent: the same operator, with zero as the initial guess."""
@@ -106,7 +106,7 @@ class Problem(NamedTuple):
 
     def new_failures(self) -> DeferredFailures:
         """Return a collector of the failures of this rank's user functions in one call."""
-        return DeferredFailures(self.settings.comm, self.settings.call, self.talkers)
+        return DeferredFailures(self.settings.comm, self.settings.call, self.communicated)
 
 
 @custom_operator
@@ -343,7 +343,7 @@ def solve(
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None)
     leaves, build = flatten(params)
     start = None if x0 is None else stop_gradient(x0)
-    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, talkers=set())
+    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, communicated=set())
     problem = problem._replace(settings=agree_on(settings, _arg_error(problem, stop_gradient(b)), preconditioner))
     return solution(b, *leaves, problem=problem)
 

@@ -97,29 +97,29 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     >>> mpiad.testing.describe_objective(lambda x: mpiad.mpi_allreduce(x**2), 3.0).objective
     'root'
     """
-    used = channel(comm, _CALL)
-    root = root_of(root, used, _CALL)
+    group = channel(comm, _CALL)
+    root = root_of(root, group, _CALL)
     try:
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
     # Ranks without variables also run a reverse pass, since other ranks wait for the adjoints of their messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
-    values = _values(traced, used)
+    values = _values(traced, group)
     kind, objective, factors, text = _classify(values, root)
-    gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight_of(objective, used, root)), variables)
-    largest = used.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
+    gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight_of(objective, group, root)), variables)
+    largest = group.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
     return ObjectiveReport(kind, objective, values, factors, largest, text + _zero_gradient_remark(largest))
 
 
-def _values(traced: Traced, used: Channel) -> list:
+def _values(traced: Traced, group: Channel) -> list:
     """Gather the values of all ranks; raise an error on all ranks if a value isn't a real number or None."""
     result = traced.build(traced.values)
     scalar = result is None or (np.ndim(result) == 0 and np.isrealobj(result) and not isinstance(result, str))
     local_value = None if result is None else float(result) if scalar else repr(result)[:60]
-    gathered = used.data.allgather((local_value, traced.problem is not None))
+    gathered = group.data.allgather((local_value, traced.problem is not None))
     if any(unfinished for _, unfinished in gathered):
-        raise_everywhere(used, traced.problem)
+        raise_everywhere(group, traced.problem)
     invalid = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(gathered) if isinstance(value, str)]
     if invalid:
         raise TypeError(f"{_CALL}: every rank must return one real number or None, but got {'; '.join(invalid)}.")

@@ -77,7 +77,7 @@ def _functions() -> tuple:
     return tuple(functions_of(__name__, signatures))
 
 
-def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.ndarray, change: np.ndarray) -> None:
+def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, maxima: np.ndarray, changes: np.ndarray) -> None:
     """Compute the maximum absolute value and the maximum change of each row, as the bits of doubles."""
     row = 0
     for begin in range(0, field.size, width):
@@ -87,8 +87,8 @@ def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.
             # The bits of absolute values, read as integers, are ordered like the values; NaN is larger than infinity.
             m = max(m, bits_of(a[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
             n = max(n, bits_of(a[i] - b[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
-        most[row] = m
-        change[row] = n
+        maxima[row] = m
+        changes[row] = n
         row += 1
 
 
@@ -98,7 +98,7 @@ def differences_of_rows(
 ) -> None:  # fmt: skip
     """Round rows to multiples of a step, and write their differences."""
     u, v, w, x = weights[0], weights[1], weights[2], weights[3]
-    most = 0
+    maximum = 0
     for start in range(0, width, 512):
         n, row = min(512, width - start), 0
         for begin in range(start, field.size, width):
@@ -125,9 +125,9 @@ def differences_of_rows(
                     difference = rounded[i] + u * c[i] + v * d[i] + w * e[i] + x * f[i]
                     bits = bits_of(difference + 6755399441055744.0)  # type: ignore  # noqa: F821
                     target[i] = bits
-                    most = max(most, abs(bits - 0x4338000000000000))
+                    maximum = max(maximum, abs(bits - 0x4338000000000000))
             row += 1
-    largest[0] = most
+    largest[0] = maximum
 
 
 def sums_of_rows(
@@ -142,9 +142,9 @@ def sums_of_rows(
             k = 512 * (row & 7)
             rounded = ring[k : k + n]
             if row < order:
-                given = head[begin : begin + n]
+                first_row = head[begin : begin + n]
                 for i in range(n):
-                    rounded[i] = given[i]
+                    rounded[i] = first_row[i]
             else:
                 k = 512 * ((row - 1) & 7)
                 c = ring[k : k + n]

@@ -280,7 +280,7 @@ class LoopOperator:
     def curvature(self, g: Array, leaves: Sequence[Any], directions: Sequence[Any]) -> tuple[Array, Array]:
         """Return the tangent of the results along directions, and the gradient of ⟨g, tangent⟩ as one vector."""
         leaves = list(leaves)
-        traced = trace_backwards(lambda given: self.tangent(given, directions), Variables(leaves, self.active, list))
+        traced = trace_backwards(lambda new: self.tangent(new, directions), Variables(leaves, self.active, list))
         tangent, place = traced.values[0], traced.places[0]
         seeds = [(place, conform(g, *spec_like(tangent)))] if place >= 0 else []
         gradient = run_backward(traced.recording, seeds, len(self.active))

@@ -125,7 +125,7 @@ class Vectors:
 
     def products(self, z: LocalArray, w: LocalArray) -> np.ndarray:
         """Return this rank's part of r·z and w·z, shape (2, systems), on the host."""
-        r, z, w = (one.reshape(len(one), -1) for one in (self.r, z, w))
+        r, z, w = (vector.reshape(len(vector), -1) for vector in (self.r, z, w))
         return inner((r, z), (w, z))
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ class FusedVectors(Vectors):
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
         """See `Vectors.advance`."""
         out = np.empty(len(z))
-        vectors = (one.reshape(-1) for one in (self._p, self._s, self.x, self.r))
+        vectors = (vector.reshape(-1) for vector in (self._p, self._s, self.x, self.r))
         self._advance(*_rows(z, w), np.stack([beta, alpha]), *vectors, out)
         return out
 
@@ -165,7 +165,7 @@ def _rows(z: LocalArray, w: LocalArray) -> tuple[Array, Array, int]:
     stride = z.strides[0] // z.itemsize if len(z) > 1 else length
     size = (len(z) - 1) * stride + length
     # These views include the memory between the systems.
-    z, w = (np.lib.stride_tricks.as_strided(one, (size,), (one.itemsize,)) for one in (z, w))
+    z, w = (np.lib.stride_tricks.as_strided(vector, (size,), (vector.itemsize,)) for vector in (z, w))
     return z, w, stride
 
 

@@ -283,8 +283,8 @@ class Multigrid:
             if x0 is not None and self._checked(x0, settings.call).shape != b.shape:
                 raise ValueError(f"{settings.call}: x0 must have the shape of b, {b.shape}, but has {x0.shape}.")
             require_together(settings.call, b=b, x0=0.0 if x0 is None else x0)
-        except (TypeError, ValueError) as found:
-            error = found
+        except (TypeError, ValueError) as invalid:
+            error = invalid
         with restoring_state(), suspended():
             settings = agree_on(settings, error)
             if not b.size:
