@@ -101,7 +101,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 
 
 def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:
-    """Yield the outermost communications that contain others, and their durations without innermost communications."""
+    """Yield the outermost communications that contain others, and the computing time in each."""
     inner = 0.0
     for event in events:  # sorted by end time: inner events come first
         if event.direction == "phase":
@@ -316,7 +316,7 @@ class Recording:
         self.recorder.start()
 
     def stop(self) -> None:
-        """End the recording on this rank; recorded events are kept."""
+        """End the recording on this rank; recorded events remain available."""
         if not self.recorder.stop_time:
             self.recorder.stop()
 

@@ -91,7 +91,7 @@ class Domain(Decomposition):
         return PointTables(self)
 
     def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
-        """Return the block with its halo, which holds copies of the neighbors' cells.
+        """Return the block with its halo, which contains copies of the neighbors' cells.
 
         Parameters
         ----------

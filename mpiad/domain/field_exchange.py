@@ -134,7 +134,7 @@ def _start(x: LocalArray, exchange: Exchange) -> ActiveExchange:
 
 def _finish(x: None, begun: ActiveExchange) -> LocalArray:
     exchange, values, pending = begun.exchange, begun.values, begun.pending
-    # The buffers are freed even if the user keeps a reference to `begun`.
+    # The buffers are freed even if the user retains a reference to `begun`.
     begun.done, begun.values, begun.pending = True, None, []
     halo = exchange.halo
     with restoring_state(), suspended():

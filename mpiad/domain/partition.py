@@ -54,7 +54,7 @@ class Partition:
         number = np.zeros(cells.shape[:-1], np.intp)
         for axis, (n, p) in enumerate(zip(self.shape, self.dims)):
             share, longer = divmod(n, p)
-            # The first `longer` blocks have share + 1 cells, the others share.
+            # The first `longer` blocks have `share + 1` cells, the other blocks have `share` cells.
             index, first_short = cells[..., axis], longer * (share + 1)
             position = np.where(index < first_short, index // (share + 1), longer + (index - first_short) // share)
             number = number * p + position

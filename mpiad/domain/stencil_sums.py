@@ -1,4 +1,4 @@
-"""The operator S E of a stencil, where E exchanges the halo and S computes the sums.
+"""The operator S E of a stencil: E exchanges the halo, and S computes the sums.
 
 The operator is one node on the tape, and saves no arrays. Communication overlaps with the sums in the interior. The
 transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights are reversed along each dimension. If each dimension is
@@ -151,7 +151,7 @@ def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
 
 
 def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Apply the transpose of the linear part of a stencil in the cheapest way."""
+    """Apply the transpose of the linear part of a stencil, as a mirrored stencil if possible."""
     return apply_transpose(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
 
 

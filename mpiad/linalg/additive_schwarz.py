@@ -35,7 +35,7 @@ class AdditiveSchwarz:
     overlap : int
         Number of layers of the neighbors' rows in each local system; with 0, the local systems are those of block Jacobi.
     restricted : bool
-        Whether each rank uses the local solution on its own rows only. This takes fewer iterations and messages, but the
+        Whether each rank uses the local solution on the rank's rows only. This takes fewer iterations and messages, but the
         preconditioner isn't symmetric, so only "gmres" and "bicgstab" can use it.
     coarse : bool
         Whether to solve a coarse problem with one unknown per rank. The number of iterations then grows less with the

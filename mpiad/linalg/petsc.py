@@ -172,7 +172,7 @@ def _method(
 def _shell(petsc: ModuleType, group: Channel, system: System) -> Any:
     class Context:
         def mult(self, matrix: Array, x: Array, y: Array) -> None:
-            # The vector is copied, since PETSc owns its memory, and the user's operator may keep its argument.
+            # The vector is copied, since PETSc owns its memory, and the user's operator may store its argument.
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None

@@ -302,7 +302,7 @@ def solve(
         Whether to check at the end that the true residual is at most 10 times the tolerance, or due to rounding, and that
         the operator doesn't map constants to zero. Each check takes one product.
     comm : mpi4py intracommunicator, optional
-        The ranks that hold the system.
+        The ranks over which the system is distributed.
     callback : callable, optional
         ``callback(norm)`` is called on every rank after each iteration (except in the solves of derivatives).
 
