@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
             ValueError,
             r"dtype='float32'\), but got dtype='float16'",
         ),
-        ({"checkpoints": CheckpointSchedule(2, dtype="float32", compress=True)}, ValueError, "give one of them"),
+        ({"checkpoints": CheckpointSchedule(2, dtype="float32", compress=True)}, ValueError, "use one of them"),
         ({"checkpoints": CheckpointSchedule(2, host=1)}, TypeError, "host must be True or False, but got int 1"),
         (
             {"checkpoints": CheckpointSchedule(2, recorded=0)},
