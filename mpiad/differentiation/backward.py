@@ -2,8 +2,7 @@
 
 The *total* of a node is the sum of its cotangents so far. The first cotangent is stored by reference, since it may be
 shared with other nodes, or be a read-only view. The sum with the second cotangent is a new array, which is *owned*: later
-cotangents are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a
-dense array.
+cotangents are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
 
 Several passes over one record can run at the same time; each is a *lane*. All lanes run the adjoint of a communication
 before any lane continues. Therefore all ranks communicate in the same order.
