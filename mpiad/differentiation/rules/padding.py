@@ -34,8 +34,8 @@ def pad_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -
 
 def _arguments(argnums: Argnums, args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
     """Return array, widths and mode of a call; raise the error of `refusal` if this call has no rule."""
-    given = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
-    x, width, mode, others = given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
+    named = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
+    x, width, mode, others = named.pop("array"), named.pop("pad_width"), named.pop("mode", "constant"), named
     # The odd reflection (reflect_type="odd") doesn't copy elements, and has no rule.
     if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in _COPYING and not others)):
         raise refusal(
