@@ -121,10 +121,10 @@ def leaf_on_device(tree: Tree) -> Any:
     return next(filter(is_device_array, flatten(tree)[0]), None)
 
 
-def places_by_kind(leaves: Sequence[Any], places: Iterable[int]) -> list[list[int]]:
-    """Group the indices `places` of leaves by dtype and device; the leaves of a group can be concatenated."""
+def places_by_kind(leaves: Sequence[Any], indices: Iterable[int]) -> list[list[int]]:
+    """Group the indices of leaves by dtype and device; the leaves of a group can be concatenated."""
     groups: dict[Any, list[int]] = {}
-    for k in places:
+    for k in indices:
         leaf = leaves[k]
         groups.setdefault(leaf.dtype if type(leaf) is np.ndarray else _kind(leaf), []).append(k)
     return list(groups.values())
@@ -170,9 +170,9 @@ def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayM
     for k, arrays in enumerate(devices):
         if arrays is not None:
             groups.setdefault((arrays, leaves[k].dtype), []).append(k)
-    for (arrays, _), places in groups.items():
-        parts = [leaves[k] for k in places]
-        for k, part in zip(places, split(move(arrays, join(parts)), [part.shape for part in parts])):
+    for (arrays, _), indices in groups.items():
+        parts = [leaves[k] for k in indices]
+        for k, part in zip(indices, split(move(arrays, join(parts)), [part.shape for part in parts])):
             moved[k] = part
     return moved
 
@@ -189,20 +189,20 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
     leaf is taken from the column of the result.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
-    for place, leaf in enumerate(columns[0]):
+    for index, leaf in enumerate(columns[0]):
         plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
         if plain and leaf.size >= _MIN_LONG_SIZE:
-            inputs = [np.ravel(column[place]) for column in columns]
+            inputs = [np.ravel(column[index]) for column in columns]
             for new, flat in zip(out, _applied(formula, inputs, results)):
-                new[place] = flat.reshape(leaf.shape)
+                new[index] = flat.reshape(leaf.shape)
         elif plain or is_variable(leaf):
-            short.append(place)
-    for places in places_by_kind(columns[0], short):
-        inputs = [join([column[k] for k in places]) for column in columns]
-        shapes = [np.shape(columns[0][k]) for k in places]
+            short.append(index)
+    for indices in places_by_kind(columns[0], short):
+        inputs = [join([column[k] for k in indices]) for column in columns]
+        shapes = [np.shape(columns[0][k]) for k in indices]
         for new, flat in zip(out, _applied(formula, inputs, results)):
-            for place, part in zip(places, split(flat, shapes)):
-                new[place] = part
+            for index, part in zip(indices, split(flat, shapes)):
+                new[index] = part
     return out
 
 

@@ -184,13 +184,13 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
     out = list(gradients)
     # The leaves, and therefore the messages, have the same order on all ranks.
     for kind in dict.fromkeys((spec.dtype, spec.arrays) for spec in specs):
-        chosen = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
-        if len(chosen) == 1:
-            out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
+        members = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
+        if len(members) == 1:
+            out[members[0]] = mpi_allreduce(gradients[members[0]], comm=comm)
             continue
         # One message instead of many small messages saves more time than the copies take.
-        whole = Concatenation([specs[i] for i in chosen])
-        total = mpi_allreduce(whole.vector([gradients[i] for i in chosen]), comm=comm)
-        for i, part in zip(chosen, whole.parts(total)):
+        whole = Concatenation([specs[i] for i in members])
+        total = mpi_allreduce(whole.vector([gradients[i] for i in members]), comm=comm)
+        for i, part in zip(members, whole.parts(total)):
             out[i] = part if specs[i].shape else part[()]
     return out

@@ -85,8 +85,8 @@ def all_on(tape: object, parents: Sequence[Any]) -> bool:
 
 def still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     """Return argument numbers and nodes of those inputs whose traces haven't ended."""
-    kept = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
-    return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
+    active = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
+    return tuple([argnums[k] for k in active]), tuple([parents[k] for k in active])
 
 
 # Substitutes for the tape: `_ENDED` for an ended trace, `_OPEN` for plain autograd, whose traces have no tape.

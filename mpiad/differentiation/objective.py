@@ -187,8 +187,8 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
 
 def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
     """Raise the problem of the lowest rank that has one; all ranks call this function, and raise the same error."""
-    own = None if problem is None else (problem.kind.__name__, problem.text)
-    problems = [(rank, each) for rank, each in enumerate(channel.data.allgather(own)) if each]
+    local = None if problem is None else (problem.kind.__name__, problem.text)
+    problems = [(rank, each) for rank, each in enumerate(channel.data.allgather(local)) if each]
     rank, (kind, text) = problems[0]
     others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
     error_type = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))

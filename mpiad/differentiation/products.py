@@ -412,8 +412,8 @@ class SecondOrder(NamedTuple):
 
     Examples
     --------
-    >>> found = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)) / size)(np.array([1.0, 2.0]))
-    >>> print(found.value, found.gradient * size, found.product(np.ones(2)) * size)
+    >>> at_x = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)) / size)(np.array([1.0, 2.0]))
+    >>> print(at_x.value, at_x.gradient * size, at_x.product(np.ones(2)) * size)
     9.0 [ 3. 12.] [ 6. 12.]
     """
 
