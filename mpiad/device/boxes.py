@@ -1,4 +1,4 @@
-"""The registration of device arrays with autograd: their boxes (traced arrays) and vector spaces."""
+"""Registration of device arrays with autograd: boxes (traced arrays) and vector spaces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpiad.transport.devices.device_arrays import arrays_of
 
 @primitive
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Convert a device array to another dtype; a real dtype discards imaginary parts."""
+    """Convert a device array to another dtype; conversion to a real dtype discards imaginary parts."""
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         x = x.real
     return x.astype(dtype)
@@ -71,7 +71,7 @@ class DeviceSpace(ArrayVSpace):
                 yield vector
 
     def randn(self) -> Any:
-        """Return normally distributed numbers from NumPy's generator, so that NumPy's seed determines them."""
+        """Return normally distributed numbers of NumPy's global generator, so that NumPy's seed determines the numbers."""
         noise = np.random.randn(*self.shape)  # noqa: NPY002
         if self.iscomplex:
             noise = noise + 1j * np.random.randn(*self.shape)  # noqa: NPY002

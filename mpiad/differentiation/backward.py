@@ -1,8 +1,8 @@
 """The reverse pass, which visits the nodes of a record, including all communications, from the last to the first.
 
 The *total* of a node is the sum of its cotangents so far. The first cotangent is stored by reference, since it may be
-shared with other nodes, or be a read-only view. With the second cotangent the total becomes a new array, which is *owned*:
-later cotangents are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
+shared with other nodes, or be a read-only view. The sum with the second cotangent is a new array, which is *owned*: later
+cotangents are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
 
 Several passes over one record can run at the same time; each is a *lane*. All lanes run the adjoint of a communication
 before any lane continues. Therefore all ranks communicate in the same order.
@@ -34,8 +34,8 @@ _ndarray, _boxes = np.ndarray, Box.types
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
     """Add a cotangent g to the total of a node; return the new total, and whether the new total is owned.
 
-    An `owned` total may be overwritten, but g isn't. `total` is None before the first cotangent, and never sparse. None for
-    g is a zero cotangent. `total` and g may be traced.
+    An `owned` total may be overwritten; g is never overwritten. `total` is None before the first cotangent, and never
+    sparse. A zero cotangent may be None. `total` and g may be traced.
     """
     if g is None:
         return total, owned
@@ -90,14 +90,14 @@ def run_backward(
     memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
     totals = _seeded(recording, seeds)
-    kept = tracing.__dict__.copy()
+    saved = tracing.__dict__.copy()
     try:
         if ready is None:
             sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
         else:
             _sweep_with_callback(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
-        restore_state(kept, error)
+        restore_state(saved, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return totals[:variables]
@@ -131,14 +131,14 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return the results of `run_backward` for several sets of seeds, equally many on all ranks; keep the record."""
+    """Return the results of `run_backward` for several sets of seeds, the same number on all ranks; keep the record."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
-    kept = tracing.__dict__.copy()
+    saved = tracing.__dict__.copy()
     try:
         sweep_together(nodes, lanes, len(nodes), variables)
     except BaseException as error:
-        restore_state(kept, error)
+        restore_state(saved, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return [lane.totals[:variables] for lane in lanes]
@@ -178,10 +178,10 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
 def _pull_vectorized(node: Any, position: int, lanes: Sequence[Lane]) -> None:
     """Run the adjoint of a node once, with the cotangents of all lanes along a first axis."""
     like = node.like
-    found = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
+    cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
     for lane in lanes:
         lane.totals[position] = None
-    for parent, parts in zip(node.inputs, node.pull(stack(found))):
+    for parent, parts in zip(node.inputs, node.pull(stack(cotangents))):
         if parts is None:
             continue
         for k, (totals, owned) in enumerate(lanes):
@@ -191,7 +191,6 @@ def _pull_vectorized(node: Any, position: int, lanes: Sequence[Lane]) -> None:
 def _sweep_with_callback(
     nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
 ) -> None:
-    """Run the nodes backwards, and call `ready` for each variable as soon as its cotangent is complete."""
     # The first node that uses a variable is the last node in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
     for position in range(len(nodes) - 1, variables - 1, -1):
@@ -216,7 +215,7 @@ def sweep(nodes: list[Any], totals: list[Any], positions: range, keep: bool, own
         node, g = nodes[position], totals[position]
         like = node.like
         if like is None:
-            if g is None:  # no cotangent has arrived at this local step
+            if g is None:  # the cotangent of this local step is zero
                 if not keep:
                     node.pull = None
                 continue

@@ -102,16 +102,16 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")
     local_spec = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
-    found, copies = zip(*used.data.allgather((local_spec, shapes_text(shapes))))
-    problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
-    if any(problem and problem.kind is RequestError for problem, *_ in found):
+    specs, copies = zip(*used.data.allgather((local_spec, shapes_text(shapes))))
+    problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(specs) if problem]
+    if any(problem and problem.kind is RequestError for problem, *_ in specs):
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
         raise agreed(used, copies_error(copies, "jacobian"))
-    forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
+    forms = {(shape, dtype) for _, shape, dtype, contributes in specs if contributes}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
-        text = f"jacobian: ranks with a weight in J must return real arrays of the same shape and dtype, but got {listed}."
+        text = f"jacobian: ranks with a term in J must return real arrays of the same shape and dtype, but got {listed}."
         raise agreed(used, TypeError(text))
     shape, dtype = forms.pop()
     return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays)

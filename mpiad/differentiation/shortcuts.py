@@ -2,7 +2,7 @@
 
 The right-hand side of an ODE is traced at each stage of each step, and for a few thousand trajectories the overhead of its
 operators dominates. Autograd's operators search for traced arguments twice per operation. If both operands are
-numbers or arrays of one of our traces, no search is needed, and the operators here create the node at once. All other
+numbers or arrays of one of mpiad's traces, no search is needed, and the operators here create the node at once. All other
 cases use autograd's operators, with the same results.
 """
 

@@ -21,7 +21,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     Parameters
     ----------
     x : array or number
-        Same shape and dtype on all ranks; with `axis`, lengths along it may differ.
+        Same shape and dtype on all ranks; with `axis`, the lengths along this axis may differ.
     axis : int, optional
         Axis along which the arrays are concatenated, in the order of ranks; None stacks them along a new first axis.
     comm : mpi4py intracommunicator, optional
@@ -44,7 +44,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
     Adjoint
     -------
-    The cotangents of all ranks are summed and scattered: each rank gets the sum for its own piece.
+    The cotangents of all ranks are summed and scattered: each rank gets the sum for its part.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
-    """Collect arrays like `mpi_allgather`; `axis` isn't negative, and all ranks know all `lengths` along it."""
+    """Collect arrays like `mpi_allgather`; `axis` isn't negative, and `lengths` are those of all ranks along `axis`."""
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 
@@ -66,7 +66,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of copying a piece to all ranks: the sum of the cotangents of the copies."""
+    """Return the transpose of copying each rank's array to all ranks: the sum of the cotangents of the copies."""
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 
 

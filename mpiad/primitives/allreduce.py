@@ -1,4 +1,4 @@
-"""`mpi_allreduce`: combine every rank's array, with the result on all ranks."""
+"""`mpi_allreduce`: combine the arrays of all ranks, with the result on all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     Raises
     ------
     TypeError
-        If `x` or `op` can't be reduced.
+        If `x` can't be sent, or `op` isn't supported for its dtype.
 
     Ranks
     -----
@@ -49,8 +49,8 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
 
     Adjoint
     -------
-    SUM: the sum of all ranks' cotangents, on every rank. PROD: this sum times the product of the other ranks' entries;
-    entries may be zero. MAX, MIN: this sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
+    SUM: the sum of all ranks' cotangents, on every rank. PROD: this sum times the product of the other ranks' entries,
+    which may be zero. MAX, MIN: this sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
     result is NaN.
 
     Examples
@@ -88,7 +88,7 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
 
 
 def _slope(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the derivative of a product or an extremum with respect to this rank's own entries."""
+    """Return the derivative of a product or an extremum with respect to this rank's entries."""
     if p.op == PROD:
         # All ranks take the same branch, since `ans` is the same on all ranks, and traced on all or none. A traced quotient
         # isn't used: its derivative would suffer from cancellation if a factor is small.
@@ -113,7 +113,7 @@ def _divides(y: Array) -> bool:
 
 
 def _product(factors: Array) -> Any:
-    # Pairs are multiplied, without divisions, so derivatives of any order are right even if factors are zero.
+    # Pairs are multiplied, without divisions, so that derivatives of any order are correct even if factors are zero.
     while len(factors) > 1:
         half = len(factors) // 2
         odd = factors[2 * half :]

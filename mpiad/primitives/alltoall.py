@@ -25,7 +25,7 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`; block s is the block that rank s has for this rank.
+        Same shape and dtype as `x`; block s is the block that rank s sends to this rank.
 
     Raises
     ------

@@ -26,16 +26,15 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Returns
     -------
     array
-        A new array with the shape and dtype of the root's `x`, equal on all ranks. The result is
-        on the host or device of this rank's `x`. If `x` is None, the result is on the host or on a device, like the root's
-        `x`.
+        A new array with the shape and dtype of the root's `x`, equal on all ranks. The result is on the host or device
+        of this rank's `x`. If `x` is None, the result is on the host or on a device, like the root's `x`.
 
     Raises
     ------
     TypeError
         On all ranks, if the root's `x` can't be sent.
     ValueError
-        If there is no such root.
+        If `root` isn't a rank of `comm`.
 
     Ranks
     -----
@@ -51,7 +50,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     [0. 1. 2.]
     """
     used = channel(comm, "mpi_bcast")
-    # The spec is None, since the root sends it in a header.
+    # The spec is None, so the root sends it in a header.
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 

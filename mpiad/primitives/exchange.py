@@ -18,7 +18,7 @@ from mpiad.transport.core.messages import prepared_swap, receive, send, swap
 def mpi_exchange(
     x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None
 ) -> LocalArray:
-    """Send x to one rank and receive an array from another: for shifts around a ring, swaps, or one side of a halo.
+    """Send x to one rank and receive an array from another, as in shifts around a ring, swaps and halo exchanges.
 
     Parameters
     ----------
@@ -42,11 +42,11 @@ def mpi_exchange(
     TypeError
         If `x` can't be sent or `like` can't be received.
     ValueError
-        If there is no such rank or tag, or if the message and `like` differ in size.
+        If `dest` or `source` isn't a rank of `comm`, `tag` is invalid, or the message and `like` differ in size.
 
     Ranks
     -----
-    The ranks that exchange call it: `dest` must receive from this rank, and `source` must send to this rank.
+    All ranks that exchange arrays call it: `dest` must receive from this rank, and `source` must send to this rank.
 
     Adjoint
     -------
@@ -66,7 +66,7 @@ def mpi_exchange(
 
 def _forward(x: Array, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
-    # Send and receive are active at the same time, since otherwise a ring of ranks would deadlock.
+    # Send and receive are active at the same time; otherwise a ring of ranks would deadlock.
     if p.dest is not None and p.source is not None:
         return swap(array, p.dest, p.spec, p.source, "mpi_exchange")
     if p.dest is not None:

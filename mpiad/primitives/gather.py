@@ -19,7 +19,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Parameters
     ----------
     x : array or number
-        Same shape and dtype on all ranks; with `axis`, lengths along it may differ.
+        Same shape and dtype on all ranks; with `axis`, the lengths along this axis may differ.
     root : int
     axis : int, optional
         Axis along which the arrays are concatenated, in the order of ranks; None stacks them along a new first axis.
@@ -28,8 +28,8 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Returns
     -------
     array
-        On the root, shape ``(size, *x.shape)``, or the shape of the concatenation. On other ranks an empty
-        array, of length 0 along the first axis or along `axis`.
+        On the root, shape ``(size, *x.shape)``, or the shape of the concatenation. On other ranks an empty array, of length
+        0 along the first axis or along `axis`.
 
     Raises
     ------
@@ -44,12 +44,12 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
 
     Adjoint
     -------
-    The root's cotangent is scattered: each rank gets its own piece.
+    The root's cotangent is scattered: each rank gets its part.
 
     Examples
     --------
-    >>> pieces = mpiad.mpi_gather(np.ones(2), axis=0)
-    >>> print(len(pieces) == (2 * size if rank == 0 else 0))
+    >>> x = mpiad.mpi_gather(np.ones(2), axis=0)
+    >>> print(len(x) == (2 * size if rank == 0 else 0))
     True
     """
     used = channel(comm, "mpi_gather")
@@ -63,7 +63,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of collecting the pieces: the cotangent of each piece is sent to its rank."""
+    """Return the transpose of collecting arrays: each rank receives the cotangent of its array."""
     return lambda g: communicate(SCATTER, g, p)
 
 

@@ -31,14 +31,14 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Returns
     -------
     Request
-        A request; `mpi_wait` returns the array sent, or zeros if there is no sender.
+        The active receive; `mpi_wait` returns the array sent, or zeros if there is no sender.
 
     Raises
     ------
     TypeError
         If `like` isn't an array that can be received.
     ValueError
-        If there is no such rank or tag.
+        If `source` isn't a rank of `comm`, or `tag` is invalid.
 
     Ranks
     -----
@@ -67,7 +67,7 @@ def _forward(x: None, p: Receiving) -> Request:
 
 
 def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
-    """Return the function that completes the send of the cotangent, which the adjoint of the wait has started."""
+    """Return the function that completes the send of the cotangent, which the adjoint of the wait started."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> None:

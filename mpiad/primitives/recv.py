@@ -38,7 +38,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     TypeError
         If `like` isn't an array that can be received.
     ValueError
-        If there is no such rank or tag, or if the message and `like` differ in size.
+        If `source` isn't a rank of `comm`, `tag` is invalid, or the message and `like` differ in size.
 
     Ranks
     -----
@@ -46,7 +46,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
 
     Adjoint
     -------
-    The cotangent is sent to the sender (with a wildcard, to the actual sender).
+    The cotangent is sent to the sender; with `MPI.ANY_SOURCE`, to the actual sender.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`mpi_scan`, `mpi_exscan`: sums over the ranks up to this rank, including or excluding this rank."""
+"""`mpi_scan`, `mpi_exscan`: prefix sums over the ranks, including or excluding this rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpiad.transport.core import collectives
 
 
 def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Sum the arrays of this rank and of the ranks before it.
+    """Sum the arrays of the ranks from 0 to this rank.
 
     Parameters
     ----------
@@ -23,12 +23,12 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`: the sum over rank 0 to this rank.
+        Same shape and dtype as `x`.
 
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be summed.
 
     Ranks
     -----
@@ -36,7 +36,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
     Adjoint
     -------
-    The sum of the cotangents of this rank and of the ranks after it.
+    The sum of the cotangents of the ranks from this rank to the last.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`mpi_scatter`: send each rank its piece of the root's array."""
+"""`mpi_scatter`: divide the root's array among the ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mpiad.transport.core.tracing import settled
 def mpi_scatter(
     x: RootArray, root: Rank = 0, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None
 ) -> LocalArray:
-    """Send each rank its piece of the root's array: the inverse of `mpi_gather`.
+    """Divide the root's array among the ranks: the inverse of `mpi_gather`.
 
     Parameters
     ----------
     x : array
-        Used on the root only; other ranks may pass None. Without `axis` the length of its first axis is the number of
-        ranks.
+        Used on the root only; other ranks may pass None. Without `axis`, the length of the first axis is the
+        number of ranks.
     root : int
     axis : int, optional
-        Axis along which `x` is divided. With None rank r gets entry r along the first axis.
+        Axis along which `x` is divided. For None, rank r gets entry r along the first axis.
     counts : list of int, optional
         Each rank's length along `axis`; used on the root only. By default lengths are equal, or differ by one.
     comm : mpi4py intracommunicator, optional
@@ -38,14 +38,14 @@ def mpi_scatter(
     Returns
     -------
     array
-        This rank's piece.
+        This rank's part.
 
     Raises
     ------
     TypeError
         On all ranks, if the root's `x` can't be sent.
     ValueError
-        If there is no such root. On all ranks, if the root's `x` can't be divided by `axis` and `counts`.
+        If `root` isn't a rank of `comm`. On all ranks, if the root's `x` can't be divided by `axis` and `counts`.
 
     Ranks
     -----
@@ -53,7 +53,7 @@ def mpi_scatter(
 
     Adjoint
     -------
-    The pieces' cotangents are gathered on the root; the cotangent of `x` on other ranks is zero.
+    The cotangents of all ranks are gathered on the root; the cotangent of `x` on other ranks is zero.
 
     Examples
     --------
@@ -64,8 +64,8 @@ def mpi_scatter(
     used = channel(comm, "mpi_scatter")
     root = root_of(root, used, "mpi_scatter")
     whole, ndim, lengths = settled(_agreed, used, getval(x), root, axis, counts)
-    place = None if axis is None else axis_of(axis, ndim, "mpi_scatter")
-    return communicate(SCATTER, x, Dividing(used, root, place, lengths, piece_of(whole, place, lengths[used.rank])))
+    axis = axis_of(axis, ndim, "mpi_scatter")
+    return communicate(SCATTER, x, Dividing(used, root, axis, lengths, piece_of(whole, axis, lengths[used.rank])))
 
 
 def _agreed(
@@ -76,8 +76,8 @@ def _agreed(
 
     def whole() -> Spec:  # called on the root only
         array = outgoing(x, "mpi_scatter")
-        place = axis_of(axis, array.ndim, "mpi_scatter")
-        lengths.extend(lengths_along(place, counts, array.shape, used, "mpi_scatter"))
+        nonnegative = axis_of(axis, array.ndim, "mpi_scatter")
+        lengths.extend(lengths_along(nonnegative, counts, array.shape, used, "mpi_scatter"))
         return spec_like(array)
 
     spec = collectives.agree_on_spec(used, whole, root, x)

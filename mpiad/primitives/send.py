@@ -15,7 +15,7 @@ from mpiad.transport.core.messages import send
 
 
 def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
-    """Send an array to another rank.
+    """Send an array to another rank, without waiting for the receiver.
 
     Parameters
     ----------
@@ -29,14 +29,14 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     Returns
     -------
     array
-        `x` itself; it may be overwritten after the call, since a copy is sent. The call doesn't wait for the receiver.
+        `x` itself, which may be overwritten after the call, since a copy is sent.
 
     Raises
     ------
     TypeError
         If `x` can't be sent.
     ValueError
-        If there is no such rank or tag.
+        If `dest` isn't a rank of `comm`, or `tag` is invalid.
 
     Ranks
     -----
@@ -70,8 +70,8 @@ def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Any:
     """Return the transpose of copying x to the receiver and to the result: the sum of the two cotangents."""
     if p is None:
         return lambda g: g
-    coming = Receiving(spec_like(ans), p.back())
-    return lambda g: g + communicate(RECV, None, coming)
+    receiving = Receiving(spec_like(ans), p.back())
+    return lambda g: g + communicate(RECV, None, receiving)
 
 
 def _tangent(dx: Array, ans: Array, x: Array, p: Envelope | None) -> Any:

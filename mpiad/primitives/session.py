@@ -1,4 +1,4 @@
-"""Initialization and end of MPI, renewal of communicators, rank and size; `stop_gradient`."""
+"""Initialization and end of MPI, `reset` of communicators, rank and size; `stop_gradient`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def mpi_init(comm: Comm = None) -> None:
     TypeError
         If `comm` isn't a communicator.
     CommunicatorError
-        If `comm` is freed, null or an intercommunicator, if MPI has ended, or if a rank has ended without a start.
+        If `comm` is freed, null or an intercommunicator, if MPI has ended, or if a rank of the same node ends without such
+        a call.
 
     Ranks
     -----
@@ -58,7 +59,7 @@ def mpi_initialized() -> bool:
 
 
 def mpi_finalize() -> None:
-    """Complete pending sends and finalize MPI; without this call the end of the program does so.
+    """Complete pending sends and finalize MPI; without this call, this happens at the end of the program.
 
     Ranks
     -----
@@ -147,7 +148,7 @@ def reset(comm: Comm = None) -> None:
 
 
 def stop_gradient(x: Array) -> Any:
-    """Return the plain value of a traced value, which is a constant in all derivatives.
+    """Return the plain value of a traced value; it is a constant in all derivatives.
 
     Parameters
     ----------

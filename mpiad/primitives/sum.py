@@ -30,9 +30,9 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be summed.
     ValueError
-        If there is no such root.
+        If `root` isn't a rank of `comm`.
 
     Ranks
     -----

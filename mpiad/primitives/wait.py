@@ -24,7 +24,7 @@ def mpi_wait(request: Request) -> Array:
     Returns
     -------
     array
-        The received array, or the sum. For a send, the values sent; the call doesn't wait for the receiver.
+        The received array, or the sum. For a send, the sent values; the call doesn't wait for the receiver.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def mpi_wait(request: Request) -> Array:
     Adjoint
     -------
     The adjoint starts to communicate the cotangent; the adjoint of the call that started the request completes this
-    communication. For `mpi_iallreduce`, the latter does both.
+    communication. For `mpi_iallreduce`, the latter adjoint does both.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def _forward(x: None, request: Request) -> Any:
 
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the function that sends or stores the cotangent; the adjoint of the started call completes the transfer."""
+    """Return the function that sends or stores the cotangent; the adjoint of the start completes the communication."""
     cell, return_address = request.cell(level), request.envelope and request.envelope.back()
     # The adjoint must not refer to the request, which would keep the value in memory until the reverse pass.
     kind, spec = request.call, request.spec
