@@ -140,7 +140,7 @@ def join(parts: Sequence[Array]) -> Array:
     return np.ravel(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=None)
 
 
-def split(whole: Array, shapes: Iterable[Shape]) -> list[Any]:
+def split(whole: Array, shapes: Iterable[Shape]) -> list[Array]:
     """Split a flat array into consecutive parts of these shapes: views, or numbers for the shape ()."""
     parts, start = [], 0
     for shape in shapes:
@@ -165,7 +165,9 @@ def put(leaves: Sequence[Any], devices: Sequence[ArrayModule | None]) -> list[An
     return _moved(leaves, devices, lambda arrays, whole: arrays.to_device(whole))
 
 
-def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayModule, Array], Array]) -> list[Any]:
+def _moved(
+    leaves: Sequence[Any], devices: Sequence[ArrayModule | None], move: Callable[[ArrayModule, Array], Array]
+) -> list[Any]:
     moved, groups = list(leaves), dict[Any, list[int]]()
     for k, arrays in enumerate(devices):
         if arrays is not None:
@@ -177,7 +179,9 @@ def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayM
     return moved
 
 
-def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], results: Sequence[int]) -> list[list[Any]]:
+def in_blocks(
+    formula: Callable[..., None], columns: Sequence[Sequence[Array]], results: Sequence[int]
+) -> list[list[Array]]:
     """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list of leaves for each result.
 
     ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. Small arrays are concatenated,

@@ -14,7 +14,7 @@ from autograd.builtins import SequenceBox
 from autograd.extend import defjvp_argnums, defvjp_argnum, primitive
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 
@@ -24,7 +24,7 @@ def joined(axis: int, *arrays: Array) -> Array:
     return np.concatenate(arrays, axis)
 
 
-def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
+def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Function:
     axis, arrays = args[0], args[1:]
     start = sum(x.shape[axis] for x in arrays[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
@@ -33,7 +33,7 @@ def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 
-def _joined_jvp(argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+def _joined_jvp(argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     tangents = dict(zip(argnums, gs))
     return joined(args[0], *[tangents[k] if k in tangents else anp.zeros_like(args[k]) for k in range(1, len(args))])
 
@@ -138,7 +138,7 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
     return result if dtype is None else result.astype(np.dtype(dtype))
 
 
-def _from_nested(values: Tree, arrays: ArrayModule) -> Any:
+def _from_nested(values: Tree, arrays: ArrayModule) -> Array:
     if isinstance(values, (list, tuple, SequenceBox)):
         return stack([_from_nested(values[i], arrays) for i in range(len(values))])
     if arrays_of(getval(values)) is None and np.ndim(getval(values)) == 0:
@@ -157,7 +157,7 @@ def _device_in(values: Tree) -> ArrayModule | None:
     return None
 
 
-def _require_one_device(arrays: Sequence[Any], device: ArrayModule, call: str) -> None:
+def _require_one_device(arrays: Sequence[Array], device: ArrayModule, call: str) -> None:
     for k, x in enumerate(arrays):
         if arrays_of(getval(x)) is None and not device.takes_host_arrays:
             raise TypeError(

@@ -11,7 +11,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.numpy.numpy_vspaces import ArrayVSpace, ComplexArrayVSpace
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.transport.devices.device_arrays import arrays_of
 
 
@@ -23,7 +23,7 @@ def cast(x: Array, dtype: np.dtype) -> Array:
     return x.astype(dtype)
 
 
-def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
+def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Function:
     original = x.dtype
     return lambda g: cast(anp.real(g) if anp.iscomplexobj(g) and original.kind != "c" else g, original)
 
@@ -41,7 +41,7 @@ class DeviceBox(ArrayBox):
     size = property(lambda self: self._value.size)
     dtype = property(lambda self: self._value.dtype)
 
-    def astype(self, dtype: DTypeLike, *args: Any, **kwargs: Any) -> Any:
+    def astype(self, dtype: DTypeLike, *args: Any, **kwargs: Any) -> Array:
         """Convert the array to another dtype."""
         return cast(self, np.dtype(dtype))
 
@@ -54,15 +54,15 @@ class DeviceSpace(ArrayVSpace):
         self.shape, self.dtype = value.shape, value.dtype
         self.arrays: Any = arrays_of(value)
 
-    def zeros(self) -> Any:
+    def zeros(self) -> Array:
         """Return the zero vector."""
         return self.arrays.full(self.shape, 0, self.dtype)
 
-    def ones(self) -> Any:
+    def ones(self) -> Array:
         """Return the vector of ones, or of 1 + 1j for complex arrays."""
         return self.arrays.full(self.shape, 1 + 1j if self.iscomplex else 1, self.dtype)
 
-    def standard_basis(self) -> Any:
+    def standard_basis(self) -> Array:
         """Yield the unit vectors, for complex arrays also multiplied by 1j."""
         for idx in np.ndindex(*self.shape):
             for unit in (1.0, 1.0j) if self.iscomplex else (1.0,):
@@ -70,7 +70,7 @@ class DeviceSpace(ArrayVSpace):
                 vector[idx] = unit
                 yield vector
 
-    def randn(self) -> Any:
+    def randn(self) -> Array:
         """Return normally distributed numbers of NumPy's global generator, so that NumPy's seed determines the numbers."""
         noise = np.random.randn(*self.shape)  # noqa: NPY002
         if self.iscomplex:

@@ -11,7 +11,7 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.pytrees import map_leaves
 from mpiad.transport import world
 from mpiad.transport.core.tracing import tracing
@@ -163,7 +163,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     arrays = arrays_of(getval(like)) if like is not None else None
     target: list[ArrayModule] = [] if arrays is None else [arrays]
 
-    def move(leaf: Array) -> Any:
+    def move(leaf: Array) -> Array:
         plain = getval(leaf)
         if tracing.recorder is not None:
             tracing.recorder.refuse("it copies arrays to a device, and only functions of NumPy arrays can be compiled")
@@ -229,7 +229,7 @@ def array_to_host(x: Array) -> Array:
     return x if arrays is None else arrays.to_host(x)[()]
 
 
-def _to_host_vjp(ans: Array, x: Array) -> Any:
+def _to_host_vjp(ans: Array, x: Array) -> Function:
     arrays = arrays_of(getval(x))
     if arrays is None:
         return lambda g: g

@@ -20,6 +20,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array
 from mpiad.device.assembly import stack
+from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording
 from mpiad.primitives.cotangents import conform
@@ -31,7 +32,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 _ndarray, _boxes = np.ndarray, Box.types
 
 
-def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
+def accumulate(total: Array, owned: bool, g: Array) -> tuple[Array, bool]:
     """Add a cotangent g to the total of a node; return the new total, and whether the new total is owned.
 
     An `owned` total may be overwritten; g is never overwritten. `total` is None before the first cotangent, and never
@@ -79,10 +80,10 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
 
 def run_backward(
     recording: Recording,
-    seeds: Iterable[tuple[int, Any]],
+    seeds: Iterable[tuple[int, Array]],
     variables: int,
     keep: bool = False,
-    ready: Callable[[int, Any], None] | None = None,
+    ready: Callable[[int, Array], None] | None = None,
 ) -> list:
     """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
 
@@ -103,8 +104,8 @@ def run_backward(
     return totals[:variables]
 
 
-def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]:
-    totals: list[Any] = [None] * len(recording.nodes)
+def _seeded(recording: Recording, seeds: Iterable[tuple[int, Array]]) -> list[Array]:
+    totals: list[Array] = [None] * len(recording.nodes)
     for position, g in seeds:
         totals[position] = g if totals[position] is None else totals[position] + g
     return totals
@@ -113,15 +114,15 @@ def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]
 class Lane(NamedTuple):
     """The totals of one of several reverse passes."""
 
-    totals: list[Any]
+    totals: list[Array]
     owned: bytearray  # a flag for each total
 
     @classmethod
-    def of(cls, nodes: Sequence[Any]) -> Lane:
+    def of(cls, nodes: Sequence[OrderedNode]) -> Lane:
         """Return the totals of a reverse pass that hasn't begun."""
         return cls([None] * len(nodes), bytearray(len(nodes)))
 
-    def add(self, cotangents: Iterable[tuple[int, Any]]) -> None:
+    def add(self, cotangents: Iterable[tuple[int, Array]]) -> None:
         """Add cotangents to the totals; each has the index of its node, -1 for a constant."""
         for place, g in cotangents:
             if place >= 0:
@@ -129,8 +130,8 @@ class Lane(NamedTuple):
 
 
 def run_backward_together(
-    recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
-) -> list[list[Any]]:
+    recording: Recording, seeds: Sequence[Iterable[tuple[int, Array]]], variables: int
+) -> list[list[Array]]:
     """Return the results of `run_backward` for several sets of seeds, the same number on all ranks; keep the record."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
@@ -144,7 +145,7 @@ def run_backward_together(
     return [lane.totals[:variables] for lane in lanes]
 
 
-def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: int) -> None:
+def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, first: int) -> None:
     """Run the nodes from `stop` - 1 down to `first` in all lanes."""
     outer = tracing.lane
 
@@ -189,7 +190,7 @@ def _pull_vectorized(node: Any, position: int, lanes: Sequence[Lane]) -> None:
 
 
 def _sweep_with_callback(
-    nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
+    nodes: list[OrderedNode], totals: list[Array], variables: int, keep: bool, ready: Callable[[int, Array], None]
 ) -> None:
     # The first node that uses a variable is the last node in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
@@ -209,7 +210,7 @@ def _sweep_with_callback(
     sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
 
 
-def sweep(nodes: list[Any], totals: list[Any], positions: range, keep: bool, owned: bytearray) -> None:
+def sweep(nodes: list[Any], totals: list[Array], positions: range, keep: bool, owned: bytearray) -> None:
     """Run the adjoints of the nodes at `positions`, and add the results to the totals of their inputs."""
     for position in positions:
         node, g = nodes[position], totals[position]

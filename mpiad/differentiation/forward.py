@@ -136,7 +136,7 @@ class BundleNode(TangentNode):
         self.g = [_tangent([(k, g[j]) for k, g in inputs], rule, value, args, kwargs) for j in range(len(parents[0].g))]
 
 
-def _tangent(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
+def _tangent(tangents: list[tuple[int, Array]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
     nonzero = [(k, g) for k, g in tangents if g is not None]
     if not nonzero:
         return None
@@ -161,12 +161,12 @@ class Bundle:
         self._tape.__exit__(*error)
         self._tape.close()
 
-    def variable(self, x: Array, tangents: list[Any]) -> Array:
+    def variable(self, x: Array, tangents: list[Array]) -> Array:
         """Return a traced array with its tangents, one per direction, None for zero tangents."""
         tape = self._tape
         return new_box(x, tape.number, BundleNode.on_tape(tape, tangents))
 
-    def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
+    def parts(self, value: Array) -> tuple[Array, list[Array] | None]:
         """Return the plain value of a result, and its tangents: one per direction, or None if all are zero."""
         while type(value) in _box_types and value._trace >= self._tape.number:
             node = value._node

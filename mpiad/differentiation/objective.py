@@ -17,7 +17,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 import mpiad.errors as errors
-from mpiad._typing import Array, Scalar, Shape
+from mpiad._typing import Array, Function, Scalar, Shape
 from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
@@ -164,7 +164,7 @@ def copies_error(texts: Sequence[str], call: str) -> ValueError:
     )
 
 
-def _prepared(p: Sharing, x: Array, out: Array) -> Any:
+def _prepared(p: Sharing, x: Array, out: Array) -> Function | None:
     if p.problem is not None:
         return None
     words = _digest_words(p.shapes, p.channel.size) if p.shapes else []
@@ -195,7 +195,7 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
     raise agreed(channel, error_type(f"{text} This happened on rank {rank}{others}."))
 
 
-def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Sharing) -> Function:
     """Return the transpose of a sum whose result is on all ranks: the sum of all ranks' cotangents."""
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 

@@ -47,7 +47,7 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.recovery import recoverable
 
 
-def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable, Any]]:
+def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Function, Tree]]:
     """Make the function that evaluates `fun` and returns its transposed Jacobian product.
 
     Parameters
@@ -87,16 +87,16 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
     return _recorded_vjp(fun, argnum, "kept")
 
 
-def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Callable, Any]]:
+def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Function, Tree]]:
     """Implement `make_vjp` and `linearize`; `passes` as in `Tape`."""
 
-    def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
+    def evaluate(*args: Any, **kwargs: Any) -> tuple[Function, Tree]:
         variables = variables_of(args, argnum, "make_vjp")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
 
-        def seeds(cotangent: Tree) -> list[tuple[int, Any]]:
+        def seeds(cotangent: Tree) -> list[tuple[int, Array]]:
             leaves = _leaves_of(cotangent, len(traced.values), "vjp: the cotangent", "value")
             triples = zip(leaves, traced.values, traced.places)
             return [(place, _shaped(g, value, "vjp")) for g, value, place in triples if place >= 0]
@@ -110,7 +110,7 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
 
 
 def _reverse_pass(
-    record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Any]]], g: Tree, batch: bool, call: str
+    record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Array]]], g: Tree, batch: bool, call: str
 ) -> list[Any]:
     """Return the cotangents of the variables of a record, and keep the record.
 
@@ -185,7 +185,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     def at(*args: Any, **kwargs: Any) -> Callable:
         variables = variables_of(args, argnum, "make_jvp")
 
-        def evaluate(v: Tree) -> tuple[Any, Any]:
+        def evaluate(v: Tree) -> tuple[Tree, Tree]:
             leaves = _leaves_of(v, len(variables.leaves), "jvp: v", "argument")
             tangents = [_shaped(leaves[place], variables.leaves[place], "jvp") for place in variables.places]
             return trace_forwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents)
@@ -195,7 +195,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     return at
 
 
-def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
+def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Tree, Tree]:
     """Evaluate a function of one argument and its tangent: ``make_jvp(fun)(x)(v)``.
 
     Parameters
@@ -265,7 +265,7 @@ def hvp(
     gradient = grad(fun, argnum, objective=objective, shared=shared, root=root, comm=comm)
 
     @recoverable("hvp", comm)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: Any, **kwargs: Any) -> Tree:
         return make_jvp(gradient, argnum)(*args[:-1], **kwargs)(args[-1])[1]
 
     return evaluate
@@ -341,7 +341,7 @@ class Linearization:
         return outputs.filled(products, no_derivative)
 
 
-def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
+def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Array]]:
     seeds = []
     leaves = _leaves_of(v, len(traced.values), "linearize: v", "argument")
     for g, value, place in zip(leaves, traced.values, traced.places):

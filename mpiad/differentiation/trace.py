@@ -34,7 +34,7 @@ class Variables(NamedTuple):
         """Return shape and dtype of each variable."""
         return tuple([(self.leaves[place].shape, self.leaves[place].dtype) for place in self.places])
 
-    def filled(self, values: Sequence[Any], otherwise: Callable[[Any], Any] | None = None) -> Tree:
+    def filled(self, values: Sequence[Array], otherwise: Callable[[Any], Any] | None = None) -> Tree:
         """Build the pytree with these values of the variables, and ``otherwise(leaf)`` for other leaves."""
         leaves = list(self.leaves)
         if otherwise is not None and len(values) < len(leaves):
@@ -104,7 +104,7 @@ def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
 
 
 def trace_backwards(
-    fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False, passes: str = "several"
+    fun: Callable[[Tree], Tree], variables: Variables, of_cotangents: bool = False, passes: str = "several"
 ) -> Traced:
     """Run a function in reverse mode, with its variables traced; `of_cotangents` and `passes` as in `Tape`."""
     discover()
@@ -125,7 +125,7 @@ def trace_backwards(
     return Traced([value for value, _ in results], places, build, recording, _unfinished(tape))
 
 
-def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any]) -> tuple[Tree, Tree]:
+def trace_forwards(fun: Callable[[Tree], Tree], variables: Variables, tangents: Sequence[Array]) -> tuple[Tree, Tree]:
     """Run a function in forward mode; return its result and the tangent of the result."""
     discover()
     tape = TangentTape()

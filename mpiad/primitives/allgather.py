@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray, ReplicatedArray
+from mpiad._typing import Array, Comm, Function, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.checks import pieces_of_all
 from mpiad.primitives.operation import communicate
@@ -61,11 +59,11 @@ def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.gather(p.channel, x, None, p.axis, p.lengths, "mpi_allgather")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
     """Return the transpose of copying each rank's array to all ranks: the sum of the cotangents of the copies."""
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 

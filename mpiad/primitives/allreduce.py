@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Comm, LocalArray, Op, ReplicatedArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Op, ReplicatedArray
 from mpiad.device.assembly import concatenate
 from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
@@ -62,11 +60,11 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     return communicate(ALLREDUCE, x, Reduction(channel(comm, "mpi_allreduce"), reduction_of(op, x, "mpi_allreduce")))
 
 
-def _forward(x: Array, p: Reduction) -> Any:
+def _forward(x: Array, p: Reduction) -> Array:
     return collectives.allreduce(p.channel, x, p.op, "mpi_allreduce")
 
 
-def _prepared(p: Reduction, x: Array, out: Array) -> Any:
+def _prepared(p: Reduction, x: Array, out: Array) -> Function | None:
     if p.op != SUM:  # maximum and minimum need checks for NaN
         return None
     if divides(x.nbytes):
@@ -74,7 +72,7 @@ def _prepared(p: Reduction, x: Array, out: Array) -> Any:
     return prepared_sum(p.channel, x, out)
 
 
-def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
+def _adjoint(ans: Array, x: Array, p: Reduction) -> Function:
     """Return the transpose: the result y_r of each rank r depends on each x_s, so the cotangent of x_s is a sum over r."""
     total = p._replace(op=SUM)
     if p.op == SUM:
@@ -82,12 +80,12 @@ def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
     return lambda g: communicate(ALLREDUCE, g, total) * _slope(ans, x, p)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Array:
     total = p._replace(op=SUM)
     return communicate(ALLREDUCE, dx if p.op == SUM else dx * _slope(ans, x, p), total)
 
 
-def _slope(ans: Array, x: Array, p: Reduction) -> Any:
+def _slope(ans: Array, x: Array, p: Reduction) -> Array:
     """Return the derivative of a product or an extremum with respect to this rank's entries."""
     if p.op == PROD:
         # All ranks take the same branch, since `ans` is the same on all ranks, and traced on all or none. A traced quotient
@@ -112,7 +110,7 @@ def _divides(y: Array) -> bool:
     return bool(condition if arrays is None else arrays.to_host(condition))
 
 
-def _product(factors: Array) -> Any:
+def _product(factors: Array) -> Array:
     # Pairs are multiplied, without divisions, so that derivatives of any order are correct even if factors are zero.
     while len(factors) > 1:
         half = len(factors) // 2

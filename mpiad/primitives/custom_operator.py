@@ -125,7 +125,7 @@ class Communicating(Recorded):
 
         return vjp
 
-    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: dict[str, Any], level: int) -> Any:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: dict[str, Any], level: int) -> Array:
         """Return the tangent of the result."""
         if self.forward is None:
             raise NotImplementedError(f"{self.__name__} has no tangent: define one with mpiad.extend.defjvp.")
@@ -135,7 +135,7 @@ class Communicating(Recorded):
 note_rules(Communicating)
 
 
-def _read_only(array: Array) -> Any:
+def _read_only(array: Array) -> Array:
     """Return a contiguous array for MPI, read-only on the host."""
     if type(array) is not np.ndarray:
         arrays = arrays_of(array)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray, Rank
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.primitives.addresses import addresses
 from mpiad.primitives.catalogue import EXCHANGE, Exchange
 from mpiad.primitives.cotangents import spec_like
@@ -64,7 +62,7 @@ def mpi_exchange(
     return communicate(EXCHANGE, x, Exchange(receiver, spec, sender))
 
 
-def _forward(x: Array, p: Exchange) -> Any:
+def _forward(x: Array, p: Exchange) -> Array:
     array = outgoing(x, "mpi_exchange")
     # Send and receive are active at the same time; otherwise a ring of ranks would deadlock.
     if p.dest is not None and p.source is not None:
@@ -75,20 +73,20 @@ def _forward(x: Array, p: Exchange) -> Any:
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_exchange")
 
 
-def _prepared(p: Exchange, x: Array, out: Array) -> Any:
+def _prepared(p: Exchange, x: Array, out: Array) -> Function | None:
     # An exchange without one of the partners, or with a wildcard, can't be prepared.
     if p.dest is None or p.source is None or p.source.number is None:
         return None
     return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")
 
 
-def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
+def _adjoint(ans: Array, x: Array, p: Exchange) -> Function:
     """Return the transpose of a permutation between ranks: its inverse, with both directions reversed."""
     reverse = Exchange(p.source and p.source.back(), spec_like(x), p.dest and p.dest.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Exchange) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Exchange) -> Array:
     return communicate(EXCHANGE, dx, Exchange(p.dest and p.dest.along(), p.spec, p.source and p.source.along()))
 
 

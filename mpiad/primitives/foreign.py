@@ -66,7 +66,7 @@ def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     _sequence.last = number = _sequence.last + 1
     pending.add(number)
 
-    def adjoint(g: Array) -> Any:
+    def adjoint(g: Array) -> Array:
         later = sum(other > number for other in pending)
         if later:
             pending.clear()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import pieces_of_all, root_of
 from mpiad.primitives.operation import communicate
@@ -58,11 +56,11 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.gather(p.channel, x, p.root, p.axis, p.lengths, "mpi_gather")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
     """Return the transpose of collecting arrays: each rank receives the cotangent of its array."""
     return lambda g: communicate(SCATTER, g, p)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.catalogue import ALLREDUCE, IALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
@@ -65,11 +63,11 @@ def _forward(x: Array, p: Reduction) -> Request:
     return Request("mpi_iallreduce", p.channel, handle, None, spec_like(array))
 
 
-def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Any:
+def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Function:
     """Return the transpose, a sum over all ranks; all ranks start sums in one order, but may wait in different orders."""
     cell, spec = ans.cell(level), ans.spec
 
-    def vjp(g: None) -> Any:
+    def vjp(g: None) -> Array:
         cotangent, cell.cotangent = cell.cotangent, None
         # The sum is collective, so this rank calls it even if its cotangent is zero.
         return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)

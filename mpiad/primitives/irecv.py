@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.addresses import address_from
 from mpiad.primitives.catalogue import IRECV, WAIT, Receiving
 from mpiad.primitives.operation import communicate
@@ -66,7 +64,7 @@ def _forward(x: None, p: Receiving) -> Request:
     return Request("mpi_irecv", p.source.channel, Receipt(p.spec, p.source), None, p.spec, p.source)
 
 
-def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
+def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Function:
     """Return the function that completes the send of the cotangent, which the adjoint of the wait started."""
     cell = ans.cell(level)
 

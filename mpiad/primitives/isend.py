@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from mpiad._typing import Array, Comm, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.addresses import address_to
 from mpiad.primitives.catalogue import ISEND, WAIT
 from mpiad.primitives.cotangents import spec_like
@@ -71,11 +69,11 @@ def _forward(x: Array, p: Envelope | None) -> Request:
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 
 
-def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
+def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Function:
     """Return the transpose of copying x to `dest` and to the result of the wait: the sum of the two cotangents."""
     cell = ans.cell(level)
 
-    def vjp(g: None) -> Any:
+    def vjp(g: None) -> Array:
         request, g_wait = cell.request, cell.cotangent
         cell.request = cell.cotangent = None
         if request is None:  # if there is no receiver

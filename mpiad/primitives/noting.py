@@ -46,7 +46,7 @@ def _switch(on: bool) -> None:
 def _noted_forward(operation: Noted) -> Callable:
     name, forward = operation.__name__, operation.bare
 
-    def noted(x: Array, params: object) -> Any:
+    def noted(x: Array, params: object) -> Array:
         return _recorded_call(calls.begin, (name, x, params), forward, x, params)
 
     return noted
@@ -71,7 +71,7 @@ def note_rules(kind: Any) -> None:
         called, site = _forward_call(self.__name__)
         return lambda g: _recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
-    def noted_jvp(self: Noted, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Any:
+    def noted_jvp(self: Noted, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Array:
         called, site = _forward_call(self.__name__)
         arguments = "tangent", called, site, args[0] if args else None, params
         return _recorded_call(calls.begin_rule, arguments, jvp, self, tangents, ans, args, params, level)

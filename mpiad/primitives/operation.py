@@ -68,10 +68,10 @@ class BatchedVjp:
 
     __slots__ = ("_pull", "pull_all")
 
-    def __init__(self, pull: Callable[[Array], Sequence[Any]], pull_all: Callable[[int], Sequence[Sequence[Any]]]):
+    def __init__(self, pull: Callable[[Array], Sequence[Array]], pull_all: Callable[[int], Sequence[Sequence[Array]]]):
         self._pull, self.pull_all = pull, pull_all
 
-    def __call__(self, g: Array) -> Sequence[Any]:
+    def __call__(self, g: Array) -> Sequence[Array]:
         """Return the cotangents of the inputs."""
         return self._pull(g)
 
@@ -126,7 +126,7 @@ class Recorded:
         """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
         raise NotImplementedError
 
-    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
         """Return the tangent of the result."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class Recorded:
         vjp, spec = self.vjp(ans, args, kwargs["params"], argnums, kwargs["level"]), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, kwargs["level"])
 
-    def _foreign_jvp(self, argnums: Sequence[int], gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+    def _foreign_jvp(self, argnums: Sequence[int], gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         return self.jvp(dict(zip(argnums, gs)), ans, args, kwargs["params"], kwargs["level"])
 
 
@@ -179,7 +179,7 @@ class Operation(Recorded):
         rule = self.adjoint(ans, x, params, level) if self.of_request else self.adjoint(ans, x, params)
         return lambda g: (rule(g),)
 
-    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
         """Return the tangent of the result."""
         x = args[0]
         dx = None if x is None else tangent_of(x, tangents.get(0))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, reduction_of
 from mpiad.primitives.cotangents import spec_like
@@ -63,11 +61,11 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     return communicate(REDUCE_SCATTER, x, Dividing(used, None, axis, lengths, piece_of(spec, axis, lengths[used.rank])))
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.reduce_scatter(p.channel, x, p.axis, p.lengths, "mpi_reduce_scatter")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
     """Return the transpose: each rank's array contributes to all parts, so it gets the cotangents of all parts."""
     return lambda g: communicate(ALLGATHER, g, p)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.catalogue import SCAN, Prefix
 from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
@@ -70,11 +68,11 @@ def _prefix(x: Array, comm: Comm, exclusive: bool, call: str) -> Prefix:
     return Prefix(channel(comm, call), exclusive, False)
 
 
-def _forward(x: Array, p: Prefix) -> Any:
+def _forward(x: Array, p: Prefix) -> Array:
     return collectives.scan(p.channel, x, p.exclusive, p.backwards, "mpi_exscan" if p.exclusive else "mpi_scan")
 
 
-def _adjoint(ans: Array, x: Array, p: Prefix) -> Any:
+def _adjoint(ans: Array, x: Array, p: Prefix) -> Function:
     """Return the transpose of a lower triangular matrix of ones over the ranks: a sum in the opposite direction."""
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 

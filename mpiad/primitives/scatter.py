@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, root_of
 from mpiad.primitives.cotangents import spec_like
@@ -84,15 +83,15 @@ def _agreed(
     return spec, len(spec.shape), collectives.bcast_integers(used, lengths, root)
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.scatter(p.channel, x, p.root, p.axis, p.lengths, p.spec, "mpi_scatter")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
     """Return the transpose of scattering: the cotangents are gathered on the root; zeros on other ranks."""
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
-    def vjp(g: Array) -> Any:
+    def vjp(g: Array) -> Array:
         whole = communicate(GATHER, g, p)
         return whole if template is None else template.zeros()
 

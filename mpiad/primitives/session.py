@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Rank
@@ -147,7 +145,7 @@ def reset(comm: Comm = None) -> None:
     renew(comm, "reset")
 
 
-def stop_gradient(x: Array) -> Any:
+def stop_gradient(x: Array) -> Array:
     """Return the plain value of a traced value; it is a constant in all derivatives.
 
     Parameters

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import getval
 
@@ -11,7 +9,7 @@ from mpiad._typing import Array
 from mpiad.transport.devices.device_arrays import arrays_of
 
 
-def arrays_like(x: Array) -> Any:
+def arrays_like(x: Array) -> Array:
     """Return the module with `full` and `arange` for the device of `x`, which may be traced."""
     return arrays_of(getval(x)) or np
 
@@ -29,6 +27,6 @@ def lower_triangle(like: Array, n: int) -> Array:
     return (i[None, :] < i[:, None]).astype(_real(like))
 
 
-def _real(like: Array) -> Any:
+def _real(like: Array) -> Array:
     dtype = getval(like).dtype
     return dtype.char.lower() if dtype.kind == "c" else dtype

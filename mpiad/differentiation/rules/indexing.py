@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import vspace
@@ -36,7 +34,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
 
-    def vjp(g: Array) -> tuple[Any]:
+    def vjp(g: Array) -> tuple[Array]:
         if type(g) in BOX_TYPES:
             return (put(g, idx, repeats, space or vspace(np.empty(shape, dtype))),)
         return (Scatter(shape, dtype, idx, g, repeats),)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -67,14 +67,16 @@ def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
     return slope * 0.0 if shape == kept else slope / (2.0 * anp.reshape(ans, kept)), named
 
 
-def slope_vjp(fun: Primitive, slope_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+def slope_vjp(fun: Primitive, slope_of: Callable, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply cotangents by the derivative of a reduction, which `slope_of` returns with the arguments by name."""
     slope, named = slope_of(fun, ans, args, kwargs)
     kept = kept_shape(anp.shape(slope), named.get("axis"))
     return lambda g: (fitted(anp.reshape(g, kept) * slope, args[0]),)
 
 
-def slope_jvp(fun: Primitive, slope_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+def slope_jvp(
+    fun: Primitive, slope_of: Callable, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
+) -> Array:
     """Sum the products of tangents and derivatives."""
     slope, named = slope_of(fun, ans, args, kwargs)
     terms = slope * gs[0]

@@ -167,16 +167,16 @@ def linear_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tup
     return fun(gs[0], *args[1:], **kwargs)
 
 
-def one_unchanged(g: Array) -> tuple[Any]:
+def one_unchanged(g: Array) -> tuple[Array]:
     """Pass the cotangent to the only argument."""
     return (g,)
 
 
-def one_negated(g: Array) -> tuple[Any]:
+def one_negated(g: Array) -> tuple[Array]:
     """Negate the cotangent for the only argument."""
     return (-g,)
 
 
-def two_unchanged(g: Array) -> tuple[Any, Any]:
+def two_unchanged(g: Array) -> tuple[Array, Array]:
     """Pass the cotangent to both arguments."""
     return (g, g)

@@ -11,7 +11,7 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.differentiation.rules.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import (
@@ -117,7 +117,9 @@ def _sorted_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Ar
     return np.take_along_axis(numbers, order, axis)
 
 
-def _rearrangement_vjp(fun: Primitive, indices_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+def _rearrangement_vjp(
+    fun: Primitive, indices_of: Function, argnums: Argnums, ans: Array, args: tuple, kwargs: dict
+) -> Vjp:
     """Move each element of the cotangent to the original index of the element."""
     if fun is anp.diag and len(anp.shape(args[0])) == 1:
         return inherited_vjp(fun, argnums, ans, args, kwargs)  # here diag makes a matrix from its diagonal
@@ -126,7 +128,7 @@ def _rearrangement_vjp(fun: Primitive, indices_of: Any, argnums: Argnums, ans: A
 
 
 def _rearrangement_jvp(
-    fun: Primitive, indices_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
+    fun: Primitive, indices_of: Function, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
 ) -> Array:
     """Rearrange the tangent like the array."""
     return anp.reshape(gs[0], (-1,))[indices_of(fun, ans, args, kwargs)]
