@@ -17,21 +17,21 @@ from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
-# Values of `save_step` for states that belong to no step: the initial state; no state, since the time wasn't reached or the
-# trajectory failed; the final state.
+# Values of `save_step` for saved values that aren't computed in a step: the initial state, a value at a time that wasn't
+# reached or of a failed trajectory, and the final state.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
 
 class NamedCode(str, Enum):
-    """A code that equals its name as a string, and has a number, which arrays store."""
+    """A code, a string equal to its name; its number is stored in arrays."""
 
     def __str__(self) -> str:
         return self.value
 
     @property
     def code(self) -> int:
-        """Return the number of the code in arrays."""
+        """The number that represents the code in arrays."""
         return type(self)._member_names_.index(self.name)
 
     @classmethod
@@ -41,7 +41,7 @@ class NamedCode(str, Enum):
 
 
 class ReturnCode(NamedCode):
-    """How a trajectory ended; equal to its name as a string.
+    """The reason why a trajectory ended, a string equal to its name.
 
     Examples
     --------
@@ -57,13 +57,13 @@ class ReturnCode(NamedCode):
     Terminated = "Terminated"
     """A terminal event ended the trajectory before the end of tspan."""
     MaxIters = "MaxIters"
-    """The maximum number of steps was tried. Raise max_steps, or take `Rodas5P` if the problem is stiff."""
+    """The maximum number of steps was tried. Raise max_steps, or use `Rodas5P` if the problem is stiff."""
     DtLessThanMin = "DtLessThanMin"
     """Steps became smaller than the resolution of time: at a singularity or discontinuity, or for a small tolerance."""
     Unstable = "Unstable"
-    """f returned NaN or infinity even for the smallest step, or the affect of an event returned them."""
+    """A step of the smallest (or fixed) size, or the affect of an event, gave NaN or infinity."""
     Zeno = "Zeno"
-    """An event with an affect occurred again and again with hardly any time in between."""
+    """Events with affects occurred repeatedly at intervals close to zero."""
     InitialFailure = "InitialFailure"
     """The mass matrix is singular, and no state near u0 satisfies the algebraic equations, or the index isn't 1."""
 
@@ -74,7 +74,7 @@ class ReturnCode(NamedCode):
 
 
 class ConvergenceCode(NamedCode):
-    """How a fit or the search for a steady state ended; equal to its name as a string.
+    """The reason why a fit or the search for a steady state ended, a string equal to its name.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def codes_of(names: Array) -> Array:
 
 
 def came_through(codes: Array) -> Array:
-    """Return a mask of the codes, in an array of numbers, that aren't failures."""
+    """Return a mask of the numbers in `codes` that don't represent failures."""
     return codes < _FIRST_FAILURE
 
 
@@ -140,7 +140,7 @@ class Outcome:
 
     @property
     def failed(self) -> Array:
-        """Which trajectories failed: array of bool, shape (N,)."""
+        """A mask of the trajectories that failed, shape (N,)."""
         return ~came_through(self.codes)
 
     def recorded(self) -> list[tuple[int, Steps]]:
@@ -166,13 +166,13 @@ class Outcome:
                 t, _, states = steps.trajectory(i)
                 times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
         # The record has only the states before each step.
-        every = np.arange(count)
-        times[every, self.naccept], u[every, self.naccept] = self.t_reached, self.u_end.T
+        rows = np.arange(count)
+        times[rows, self.naccept], u[rows, self.naccept] = self.t_reached, self.u_end.T
         return times, u
 
     @classmethod
     def empty(cls, batch: Batch, settings: Settings) -> Outcome:
-        """Return the outcome of trajectories that have not started."""
+        """Return the initial outcome of a solve."""
         d, n = batch.u0.shape
         n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
         saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
@@ -211,12 +211,12 @@ def _join(arrays: list[Any]) -> Any:
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
     """Return the number of calls of f per trajectory; `given`: whether the user chose the size of the first step."""
     tries = naccept + nreject
-    at_start = np.where(given, 1, 2)  # the second call serves to choose the size of the first step
+    at_start = np.where(given, 1, 2)  # the second call is used to choose the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 
 class FactorizationCounts:
-    """A solution of one trajectory or many, with the numbers of matrix factorizations."""
+    """Base class of solutions: the numbers of matrix factorizations and Jacobians."""
 
     naccept: Any
     nreject: Any
@@ -235,29 +235,29 @@ class FactorizationCounts:
 
 
 def failures(kinds: type[NamedCode], retcode: Array, failed: Array, predicate: str) -> str:
-    """Return a text with the number of failures, their codes and the first; `predicate`: such as "trajectories failed"."""
+    """Return a text with the number of failures, their codes and the first; `predicate`: for example "fits failed"."""
     counts = [f"{count} {kind}" for kind in kinds if (count := np.count_nonzero(retcode[failed] == kind))]
     return f"{len(failed)} of {len(retcode)} {predicate} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
 
 def report(call: str, what: str, retcode: Array) -> None:
-    """Log the number of `what`, such as "fits", that ended without success, their codes, and the first of them."""
+    """Log the failures among the codes of `what`, such as "fits"."""
     failed = np.flatnonzero(retcode != ConvergenceCode.Success)
     if len(failed):
         _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))
 
 
 def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
-    """Add the jumps and return codes at the start to an outcome, and number events by position in the user's list."""
+    """Add the jumps and return codes of events at the start, and replace event numbers by indices in the user's list."""
     outcome.jumps = [*acting.started, *outcome.jumps]
     ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
-    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # the event table is a view of it
+    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # `event_table` is a view of this
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
     steps, saved = outcome.save_step, outcome.saved
     if steps is not None:
-        # A value saved at a change of the state belongs to the next step. If no step follows, it is the final state.
+        # A value saved when an event changes the state belongs to the next step, or is the final state if no step follows.
         steps[steps == outcome.naccept[:, None]] = FINAL
     if empty_span.size and saved is not None:
         row, column = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[empty_span] == batch.start[empty_span, None])

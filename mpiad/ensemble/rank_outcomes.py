@@ -1,4 +1,4 @@
-"""The outcomes of the trajectories of all ranks, exchanged in one message per rank, of a few bytes per trajectory."""
+"""The outcomes of the trajectories of all ranks, which exchange a few bytes per trajectory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
 
 
 class _Share(NamedTuple):
-    """The data that a rank sends about its trajectories. An array whose entries are all equal is sent as one number."""
+    """The data that a rank sends about its trajectories."""
 
     count: int
     kind: tuple[Shape, np.dtype]  # of a state
@@ -28,8 +28,8 @@ class _Share(NamedTuple):
     accepted: Array  # numbers of steps, in as few bytes as possible
     rejected: Array
     calls: Array | None  # numbers of calls of f, sent if there were events, after which f is called again
-    codes: Array  # return codes
-    reached: Array  # final times
+    codes: Array  # return codes; a single number if all are Success
+    reached: Array  # final times; a single number if all are equal
     events: dict  # maps trajectories to their events, with untraced times
     converged: bool  # whether a reduction ended the solve
     compiled: bool
@@ -48,7 +48,7 @@ class RankOutcomes:
     evaluated: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
 
     def any(self, name: str) -> bool:
-        """Return whether the attribute `name` of any share is true."""
+        """Return whether the attribute `name` is true in any share."""
         return any(getattr(share, name) for share in self.shares)
 
     @property
@@ -97,7 +97,7 @@ class RankOutcomes:
 
     @property
     def tries(self) -> Array:
-        """Numbers of all tried steps, array of int, shape (N,)."""
+        """Numbers of tried (accepted and rejected) steps, array of int, shape (N,)."""
         return np.add(self._joined("accepted"), self._joined("rejected"), dtype=np.int32)
 
     @property
@@ -122,10 +122,10 @@ def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
     evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
-    """Exchange the ranks' outcomes, and return them with this rank's share; all ranks call it.
+    """Exchange the ranks' outcomes, and return this rank's share and all outcomes; collective.
 
-    `share` is this rank's solution, or the exception that it raised, which is then raised on all ranks. All ranks also
-    raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
+    `share` is this rank's solution, or an exception, which is then raised on all ranks. All ranks also raise an error if
+    their states differ in shape or dtype, or the digests of their arguments differ.
     """
     if isinstance(share, Exception):
         used.data.allgather(None)

@@ -30,7 +30,7 @@ class System(NamedTuple):
 
 
 class StageSystems:
-    """The systems of the steps of a run, with derivatives; `places`: the indices of the differentiated leaves."""
+    """The linear systems of a run's steps, with derivatives; `places`: the indices of the differentiated leaves."""
 
     def __init__(self, run: Run, places: Sequence[int]):
         self._batch, self._places, self._layout = run.batch, places, packing_of(run.batch.p)
@@ -74,11 +74,11 @@ class StageSystems:
                 right += self.mass.times(weight * before)
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
-        """Return the scalars of the parameters as rows, the arguments of programs, by their indices."""
+        """Return the scalars of the parameters by their indices, as rows: arguments of programs."""
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:
-        """Return the gradient of Σ right · D with respect to u, the leaves and time; D: the derivative of f along (du, dt).
+        """Return the gradient of Σ right · D with respect to u, the leaves and time; D is the derivative of f along (du, dt).
 
         `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
@@ -99,7 +99,7 @@ class StageSystems:
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
         """Return the m tangents of each scalar of the parameters, shape (m, n), or zeros, (1, n), if `tangents` is empty.
 
-        `tangents`: for each differentiated leaf m arrays, where None means zeros.
+        `tangents`: for each differentiated leaf m arrays, or None for zeros.
         """
         count, dtype = u.shape[-1], u.dtype
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
@@ -120,7 +120,7 @@ class StageSystems:
     ) -> Array:
         """Return the tangents of the derivative of f along (du, dt), shape (d, m, n).
 
-        `du` has shape (d, n), `dt` (n,). `tangents`: of u, shape (m, d, n). `rows`: tangents of the parameters.
+        `du` has shape (d, n), `dt` (n,). `tangents`: those of u, shape (m, d, n). `rows`: see `tangent_rows`.
         """
         given = self.rows(leaves, u.shape[1], u.dtype)
         moved = [*(tangents[:, i] for i in range(len(u))), *rows]
