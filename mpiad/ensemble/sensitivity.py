@@ -63,7 +63,7 @@ class SensitivitySolve:
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def states(self, x: Array, ids: Array) -> States:
-        """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents along each variable."""
+        """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
         traced = self._traced(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
         batch, times = traced.batch.plain(), self._times if self._times.ndim == 1 else self._times[ids]
         leaves = [batch.p.leaves[place] for place in traced.leaves]

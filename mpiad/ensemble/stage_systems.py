@@ -78,7 +78,7 @@ class StageSystems:
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:
-        """Return the gradient of Σ right · D with respect to u, the leaves and time; D is the derivative of f along (du, dt).
+        """Return the gradient of Σ right · D with respect to u, leaves and time; D is the derivative of f along (du, dt).
 
         `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
