@@ -41,8 +41,9 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return _checked(fun(ensemble.problem, i, repeat, **keywords), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # Leaves shared with the first and the last trajectory are assumed to be shared by all trajectories.
-        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])  # a single one is repeated
+        # Leaves shared with the first and the last trajectory are assumed to be shared by all. A single
+        # trajectory is created again for this comparison.
+        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
         return [flatten(problem_of(i).p)[0] for i in outside]
 
     return columns_of([problem_of(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)

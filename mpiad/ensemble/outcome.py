@@ -24,7 +24,7 @@ _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_ste
 
 
 class NamedCode(str, Enum):
-    """A code, a string equal to its name; its number is stored in arrays."""
+    """A code, which is a string equal to its name; arrays store its number."""
 
     def __str__(self) -> str:
         return self.value
@@ -113,7 +113,7 @@ def came_through(codes: Array) -> Array:
 
 @dataclass
 class Outcome:
-    """The results of N trajectories, written when they end."""
+    """The results of N trajectories, written when the trajectories end."""
 
     u_end: Array  # shape (d, N); the last accepted state
     t_reached: Array  # shape (N,)
@@ -121,7 +121,7 @@ class Outcome:
     naccept: Array  # int, shape (N,)
     nreject: Array  # int, shape (N,)
     saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
-    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved time, from 0, or a code above
+    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved value (see INITIAL)
     # If events change states, shape (N,): the index of the next given time, and the number of continuations after events.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
@@ -130,10 +130,10 @@ class Outcome:
     # If steps are recorded: for each share of the trajectories, the index of its first trajectory, and all accepted steps.
     steps: list[tuple[int, Steps]] = field(default_factory=list)
     solver: Any = None  # for derivatives of a solve by kernels: the object that computes `steps` on demand
-    tapes: list[Any] = field(default_factory=list)  # the steps as a kernel wrote them
+    tapes: list[Any] = field(default_factory=list)  # the steps in the layout of a kernel
     last: Array | None = None  # the last row of each trajectory in `tapes`
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
-    crossings: Any = None  # the events that a kernel found, one per row: see `kernel_rows`
+    crossings: Any = None  # the events located by a kernel, one per row: see `kernel_rows`
     record: Any = None  # the recorded steps of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
     jumps: list[Any] = field(default_factory=list)  # the changes of states by events, if steps are recorded
@@ -182,7 +182,7 @@ class Outcome:
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
-        """Return the concatenated outcome of several shares; their steps stay separate."""
+        """Return the concatenated outcomes of several shares, with a list of the shares' steps."""
         tables, steps, jumps, offset = [], [], [], 0
         for part in parts:
             if part.event_table is not None:

@@ -23,11 +23,11 @@ class _Share(NamedTuple):
     """The data that a rank sends about its trajectories."""
 
     count: int
-    kind: tuple[Shape, np.dtype]  # of a state
+    kind: tuple[Shape, np.dtype]  # shape and dtype of a state
     times: int  # a fingerprint of the saved times if they are the same for all trajectories, else 0
     accepted: Array  # numbers of steps, in as few bytes as possible
     rejected: Array
-    calls: Array | None  # numbers of calls of f, sent if there were events, after which f is called again
+    calls: Array | None  # numbers of calls of f, sent if events occurred, after which f is called again
     codes: Array  # return codes; a single number if all are Success
     reached: Array  # final times; a single number if all are equal
     events: dict  # maps trajectories to their events, with untraced times

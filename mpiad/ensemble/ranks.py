@@ -1,8 +1,8 @@
 """`EnsembleMPI`: the division of an ensemble into contiguous shares of equal cost, and the gathering of solutions.
 
-The cost of a share is estimated from the numbers of steps in the last solve. It is the sum of
-two terms, proportional to the number of steps of all its trajectories, and to the number of iterations of the step loop,
-that is, the number of steps of its longest trajectory.
+The cost of a share is estimated from the numbers of steps in the last solve, as the sum of two terms. One is proportional
+to the number of steps of all its trajectories, the other to the number of steps of its longest trajectory, that is, the
+number of iterations of the step loop.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ShardedSolution(EnsembleSolution):
     comm : mpi4py intracommunicator or None
         A communicator created by the user isn't pickled. Set it after unpickling, before computing statistics.
 
-    Notes
+    Ranks
     -----
     All ranks call mean, std, quantile, summary and plot together.
     """
@@ -141,13 +141,13 @@ _ITERATION, _TRACED_ITERATION, _LANES = 1200.0, 1500.0, 16.0
 # The measured cost of entering and leaving the working set or a kernel's lane, per trajectory, in units of the cost of a
 # step: without kernels, with kernels, and with tangents in kernels.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
-# Number of blocks of trajectories per share. Shares consist of whole blocks, so they deviate by at most 0.1 %.
+# Number of blocks per share. Shares consist of whole blocks, so their boundaries are rounded to 0.1 % of the mean size.
 _BLOCKS = 1024
 _MOST_DIVISIONS = 8
 
 
 class EnsembleMPI(EnsembleAlgorithm):
-    """A contiguous share of the trajectories per rank, balanced by the steps of each trajectory in the last solve.
+    """Backend that solves a contiguous share of the trajectories per rank, balanced by the last solve's numbers of steps.
 
     Parameters
     ----------

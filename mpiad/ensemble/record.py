@@ -3,7 +3,7 @@
 In each turn of a solve every active trajectory, a column, tries a step. The accepted steps of a turn are stored as a chunk.
 At the end they are sorted into *sweeps*: sweep s has the (s+1)-th step from the end of each trajectory that has it.
 Trajectories are sorted by their numbers of steps, in descending order, so sweep s has the first ``widths[s]`` trajectories.
-Its states form a contiguous block of shape (d, width). Reverse passes visit s = 0, 1, …, forward passes the opposite order.
+The states of a sweep form one block of shape (d, width). Reverse passes visit s = 0, 1, …, forward passes the opposite.
 
 The record takes (d + 2) numbers per accepted step.
 """

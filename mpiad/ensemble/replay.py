@@ -155,7 +155,7 @@ class _Replay:
             # Traced zeros with the derivatives of the start of tspan and of its end. They are added to the constant times
             # and sizes of steps. After an event that ends a step, `_shift` has the derivatives of the time of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
-        # The saved values as rows, and the number of rows. Row 0 is the value at times that weren't reached.
+        # The saved values as rows, and the number of rows. Row 0, of zeros, is used for times that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
         self._crossings: list[tuple[LocatedEvent, Array, Array]] = []

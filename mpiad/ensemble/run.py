@@ -1,4 +1,4 @@
-"""`Run`: a solve that is to be differentiated, with its inputs, its recorded steps, saved values and events."""
+"""`Run`: a solve to be differentiated, with its inputs, recorded steps, saved values and events."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class SortedSweep(StepSweep):
         return super().forwards() if self._every else (self._visit(s) for s in range(len(self) - 1, -1, -1))
 
     def visit_of(self, column: Array, number: Array) -> Array:
-        """Return the indices of the visits that contain some steps; `number`: the steps, from 0."""
+        """Return the indices of the visits that contain steps of columns; `number`: the steps, from 0."""
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
     def _visit(self, s: int) -> Visit:
@@ -203,7 +203,7 @@ class SortedSweep(StepSweep):
         return int(np.count_nonzero(self.counts > number))
 
     def is_last(self, column: Array, number: Array) -> Array:
-        """Return a mask of the steps whose last stage isn't the first stage of a next step."""
+        """Return a mask of the steps whose last stage isn't the first stage of a following step."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -344,11 +344,11 @@ class Run:
         return self.placed(self.live)
 
     def placed(self, mask: np.ndarray) -> Array:
-        """Return a host array on the device of the states."""
+        """Return a host array, copied to the device of the states."""
         return mask if self.xp is None else self.xp.to_device(np.ascontiguousarray(mask))
 
     def moved(self, x: Array) -> Array:
-        """Return a host array, possibly traced, on the device of the states."""
+        """Return a host array, possibly traced, copied to the device of the states."""
         return x if self.xp is None else array_to_device(x, self.xp)
 
     def arange(self, stop: int) -> Array:
@@ -450,7 +450,7 @@ class Run:
         return self.save_step == (INITIAL if at_start else FINAL)
 
     def saved_at(self, at_start: bool) -> Array | None:
-        """Return this mask, (N, slots), on the device of the states; None if it contains no value."""
+        """Return the mask of `_saved_at` on the device of the states, shape (N, slots); None if it is empty."""
         mask = self._saved_at(at_start)
         return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 

@@ -146,7 +146,7 @@ def solve(
     dtmax : float
         Maximum step size.
     max_steps : int
-        Maximum number of steps per trajectory, rejected ones included.
+        Maximum number of steps per trajectory, rejected steps included.
     events : Event or tuple of Event
         Events to detect or to apply. If an event changes the state at a saved time, the state after the event is saved.
     batch_size : int, optional

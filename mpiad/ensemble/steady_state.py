@@ -91,13 +91,14 @@ class Roots(NamedTuple):
     u: Array  # shape (d, N); NaN if no root was found
     jacobian: Array  # shape (N, d, d); at u
     codes: Array  # int, shape (N,)
-    niter: Array  # numbers of accepted steps, int, shape (N,)
+    niter: Array  # numbers of accepted damped steps, int, shape (N,)
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
     """Find a root of f for each trajectory by Newton's method from u0, shape (d, N).
 
-    A search succeeds if u0 is finite and a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component.
+    A search succeeds if a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component, and the Jacobian
+    at the root is nonsingular.
     """
     search = _Search(equations, u0, rtol, atol)
     for _ in range(max_iters):
@@ -181,7 +182,7 @@ class _Search:
         return Roots(u, jacobian, codes, self._niter)
 
     def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
-        """Compute f and its Jacobian, and the Newton step, which is the last step if it is short enough."""
+        """Compute f and its Jacobian; take the undamped Newton step as the last step if it is short enough."""
         if not ids.size:
             return
         with np.errstate(all="ignore"):
@@ -295,11 +296,11 @@ class SteadyStateSolution:
     retcode : array of str, shape (N,)
         Names of `ConvergenceCode`.
     niter : array of int, shape (N,)
-        Number of accepted Newton steps.
+        Number of accepted damped Newton steps, without the final undamped step.
     jacobian : array, shape (N, d, d)
         Jacobian of f with respect to u, at u; states that are matrices are flattened.
     indices : array of int, shape (N,)
-        The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
+        The numbers of the trajectories, from 0; with ``EnsembleMPI(gather=False)``, those of this rank's share.
 
     Examples
     --------
@@ -368,7 +369,7 @@ def steady_state(
     rtol, atol : float
         Tolerances of the solve and of the last Newton step, which is at most ``atol + rtol * abs(u)`` in each component.
     max_iters : int
-        Maximum number of Newton steps, rejected ones included.
+        Maximum number of damped Newton steps, rejected steps included.
     dt, dtmax, max_steps, compile
         As for `solve`.
 
@@ -380,7 +381,7 @@ def steady_state(
     Raises
     ------
     NotImplementedError
-        If tspan is traced, states are complex, or arrays are on a device; and for second derivatives.
+        If tspan is traced, states are complex, arrays are on a device, or with EnsembleGPU; and for second derivatives.
     TypeError, ValueError
         If an argument is invalid.
 

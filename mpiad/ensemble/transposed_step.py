@@ -94,7 +94,7 @@ class TransposedStep:
             self._evaluate(self.argument(self.last), self.last)
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
-        """Return the cotangent of the state before the step, shape (d, n); can be called only once.
+        """Return the cotangent of the state before the step, shape (d, n); `pull` can be called only once.
 
         `cotangent`: that of the state after the step; overwritten. ``note_stage(j, parts, y_bar)`` is called for each stage
         j with the cotangents of the leaves (and of time) and of the argument.
@@ -234,7 +234,7 @@ class StepCotangents:
             self._divisor = np.where(step.h == 0, 1, step.h)  # columns without a step have zero increments
 
     def note_stage(self, j: int, parts: list[Any], y_bar: Array | None) -> None:
-        """Add the contributions of stage j, given cotangents of the leaves and time, `parts`, and of its argument."""
+        """Add the contributions of stage j, given the cotangents `parts` of leaves and time, and that of its argument."""
         self.note_leaves(parts, np.s_[: self._width], self._width)
         if not self.timed:
             return

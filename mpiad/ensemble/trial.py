@@ -42,7 +42,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     with np.errstate(all="ignore"):
         first = _columns(batch, numbers(width) % batch.size)
         derivative.check(*first)
-        if len(batch.shape) < 2:  # f gets matrices one by one
+        if len(batch.shape) < 2:  # f is called with one matrix at a time
             moved = [cache(partial(_perturbed_columns, batch, numbers(other_width), p_and_t)) for p_and_t in (True, False)]
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
@@ -71,7 +71,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 
 
 def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Array, Any, Array]:
-    """Return columns, the first trajectory last, and perturb u of the others, with `p_and_t` also p and t."""
+    """Return columns with the first trajectory last; u, and with `p_and_t` also p and t, of the others are perturbed."""
     ids = (numbers + 1) % len(numbers) % batch.size
     u, p, t = _columns(batch, ids)
     if p_and_t:

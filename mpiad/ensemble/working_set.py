@@ -30,10 +30,10 @@ from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import StepObservers, Stopped
 
-# Number of entries of an array of the working set. About fifteen arrays of this size fit into the cache.
+# Number of entries per array of the working set. About fifteen such arrays fit into the cache.
 _BLOCK = 32_768
 _LEAST_COLUMNS = 512
-# Ended columns are replaced when this number of their entries has been computed, which costs about as much.
+# Ended columns are replaced when this number of their entries has been computed. A replacement costs about as much.
 _IDLE = 10_000
 # Maximum number of turns until events act on suspended columns, so that more columns are processed together.
 _WAITING = 3
