@@ -146,8 +146,8 @@ class Outcome:
     def recorded(self) -> list[tuple[int, Steps]]:
         """Return `steps`, computed by a kernel if necessary."""
         if self.solver is not None and not self.steps:
-            found = self.solver.recorded(self)
-            self.steps = [(tape.first, tape.steps(found.last, found.naccept, self.u_end.dtype)) for tape in found.tapes]
+            solved = self.solver.recorded(self)
+            self.steps = [(tape.first, tape.steps(solved.last, solved.naccept, self.u_end.dtype)) for tape in solved.tapes]
         return self.steps
 
     def recorded_jumps(self) -> list[Any]:
@@ -177,8 +177,8 @@ class Outcome:
         n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
         saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
         save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record and n_saved is not None else None
-        made = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
-        return cls(batch.u0.copy(), batch.start.copy(), *made, *counters(settings.acting))
+        parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
+        return cls(batch.u0.copy(), batch.start.copy(), *parts, *counters(settings.acting))
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:

@@ -51,9 +51,9 @@ class KernelSources:
 
     def with_kernels(self, kernels: Mapping[str, str]) -> Any:
         """Return a copy of the problem, for a solution, with the sources of its kernels."""
-        made = copy.copy(self)
-        made.__dict__["_kernels"] = kernels
-        return made
+        problem = copy.copy(self)
+        problem.__dict__["_kernels"] = kernels
+        return problem
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class ODEProblem(KernelSources):
 
     def changed(self, changes: dict[str, Any]) -> ODEProblem:
         """Return the problem with some fields changed; other fields aren't checked again."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, **changes)
-        made._convert(changes)
-        return made
+        problem = object.__new__(type(self))
+        problem.__dict__.update(self.__dict__, **changes)
+        problem._convert(changes)
+        return problem
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ class EnsembleProblem(KernelSources):
             if fun is not None and not callable(fun):
                 raise TypeError(f"EnsembleProblem: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
         if self.prob_func is not None and not (self.u0 is None and self.p is None):
-            given = " and ".join(name for name in ("u0", "p") if getattr(self, name) is not None)
-            both = f"prob_func={self.prob_func!r:.60} and {given}"
-            raise ValueError(f"EnsembleProblem: give either prob_func, or arrays u0 and p, not both; but got {both}.")
+            names = " and ".join(name for name in ("u0", "p") if getattr(self, name) is not None)
+            arguments = f"prob_func={self.prob_func!r:.60} and {names}"
+            raise ValueError(f"EnsembleProblem: give either prob_func, or arrays u0 and p, not both; but got {arguments}.")
 
 
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
@@ -195,16 +195,16 @@ def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()
 
 def _comparable(part: Any) -> list[Any]:
     """Return texts and arrays that represent the leaves of an argument."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for leaf in map(getval, flatten(part)[0]):
         if callable(leaf):
-            found.append(text_of(leaf))
+            parts.append(text_of(leaf))
         elif is_device_array(leaf):
-            found.append((leaf.shape, leaf.dtype))
+            parts.append((leaf.shape, leaf.dtype))
         else:
             array = np.asarray(leaf)
-            found += [(array.shape, array.dtype), *([array] if array.dtype.kind in "biufc" else [])]
-    return found
+            parts += [(array.shape, array.dtype), *([array] if array.dtype.kind in "biufc" else [])]
+    return parts
 
 
 def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:

@@ -39,11 +39,11 @@ def gathered(
     `start` returns the initial states of all trajectories, shape (d, N), or is None if a rank can't compute them. `timed`:
     whether the final times have derivatives. `u`: the `u` of the solution if there is a reduction or output function.
     """
-    later = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
-    found: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
-    found |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
+    deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
+    fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
+    fields |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
     dense = share.dense and GatheredOutput(share.dense, len(share), used.user)
-    sol = EnsembleSolution.lazy(later, **found, _codes=outcomes.codes, dense=dense)
+    sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
     if timed:
         sol.t_reached = _collected(used, share.t_reached, outcomes)
     if u is not None:

@@ -154,8 +154,8 @@ class Log:
         times[0], times[1] = step.actual(step.t), step.actual(step.h)
         if self._every is not None:
             keep = np.flatnonzero(step.accepted & (step.number % self._every == 0))
-            kept = [numbers[0], numbers[1] // self._every], times, u
-            self._kept.append(tuple(np.take(array, keep, axis=-1) for array in kept))
+            entries = [numbers[0], numbers[1] // self._every], times, u
+            self._kept.append(tuple(np.take(array, keep, axis=-1) for array in entries))
             u = u[:0]
         if np.count_nonzero(step.accepted) == count:
             self._chunks.append((numbers, times, u.copy()))

@@ -73,8 +73,8 @@ class StepReplay:
 
         # The slope is computed again in each Newton step, so that each step squares the error.
         for _ in range(_ROOT_STEPS):
-            found, slope = jvp(value, x, np.ones_like(getval(x)))
-            x = x - (found - getval(found)) / slope
+            residual, slope = jvp(value, x, np.ones_like(getval(x)))
+            x = x - (residual - getval(residual)) / slope
         return x
 
 
@@ -296,11 +296,11 @@ class _Replay:
     def saved(self, start: Array, end: Array) -> Array:
         """Return the saved states, shape (N, n_saved, d)."""
         run, index = self._run, self._index
-        every = run.arange(run.batch.size)[:, None]
+        rows = run.arange(run.batch.size)[:, None]
         for at_start, states in ((True, start), (False, end)):
             mask = run.saved_at(at_start)
             if mask is not None:
-                index = np.where(mask, self._count + every, index)
+                index = np.where(mask, self._count + rows, index)
                 self._add(anp.transpose(states))
         return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
 

@@ -42,13 +42,13 @@ def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = No
     `visits` and `kinds` belong to the entries `rows`, by default all.
     """
     order = np.lexsort((kinds, visits))
-    own = order if rows is None else rows[order]
-    v, taken = visits[order], [np.take(array, own, axis=-1) for array in arrays]
+    entries = order if rows is None else rows[order]
+    v, chosen = visits[order], [np.take(array, entries, axis=-1) for array in arrays]
     cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
-    found: dict[int, list[tuple[Array, ...]]] = {}
+    groups: dict[int, list[tuple[Array, ...]]] = {}
     for start, stop in zip(cuts, cuts[1:]):
-        found.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in taken))
-    return found
+        groups.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in chosen))
+    return groups
 
 
 class Seeds(NamedTuple):
@@ -124,9 +124,9 @@ def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> di
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
     """Return the indices, in `ids`, of the trajectories of a sweep, and their columns."""
     order = np.argsort(sweep.ids)
-    place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
-    mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
-    return mine, order[place[mine]]
+    position = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
+    indices = np.flatnonzero(sweep.ids[order[position]] == ids) if len(order) else np.empty(0, int)
+    return indices, order[position[indices]]
 
 
 class Crossings(NamedTuple):
@@ -220,8 +220,8 @@ class SortedSweep(StepSweep):
 
     def _by_visits(self, crossings: Crossings) -> dict[int, list[tuple[Array, Array]]]:
         """Return for each visit the crossings and their columns, grouped by event."""
-        mine, columns = columns_of(self, crossings.ids)
-        return grouped(self.visit_of(columns, crossings.number[mine]), crossings.event[mine], mine, columns)
+        indices, columns = columns_of(self, crossings.ids)
+        return grouped(self.visit_of(columns, crossings.number[indices]), crossings.event[indices], indices, columns)
 
     @cached_property
     def _crossings_at(self) -> dict[int, list[tuple[Array, Array]]]:
@@ -231,14 +231,14 @@ class SortedSweep(StepSweep):
         """Return the events in the step."""
         if self._cut is None:
             return ()
-        run, found = self._run, []
+        run, events = self._run, []
         for crossings, visits, ends in ((run.crossings, self._crossings_at, False), (run.stops, self._stops_at, True)):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
                 # The index of the event's time in `crossed`, or, for a final time, the trajectory.
                 row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
-                found.append(LocatedEvent(event, ends, columns, x, time, row))
-        return found
+                events.append(LocatedEvent(event, ends, columns, x, time, row))
+        return events
 
     @cached_property
     def _stops_at(self) -> dict[int, list[tuple[Array, Array]]]:
@@ -250,9 +250,9 @@ class SortedSweep(StepSweep):
         jumps = self._run.jumps
         if jumps is None:
             return {}
-        mine, columns = columns_of(self, np.where(jumps.number > 0, jumps.ids, -1))
-        visits = self.visit_of(columns, jumps.number[mine] - 1)
-        return grouped(visits, jumps.turn[mine], mine, columns)
+        indices, columns = columns_of(self, np.where(jumps.number > 0, jumps.ids, -1))
+        visits = self.visit_of(columns, jumps.number[indices] - 1)
+        return grouped(visits, jumps.turn[indices], indices, columns)
 
     def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
         """Return the jumps after the step, in order, and their columns."""
@@ -260,9 +260,9 @@ class SortedSweep(StepSweep):
 
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan."""
-        found = np.zeros(len(visit.t), bool)
-        found[visit.about] = True if self._cut is None else ~self._cut[visit.about]
-        return found
+        mask = np.zeros(len(visit.t), bool)
+        mask[visit.about] = True if self._cut is None else ~self._cut[visit.about]
+        return mask
 
 
 # Number of entries per array of a block, so large that computing f costs more than tracing it.
@@ -329,9 +329,9 @@ class Run:
             empty_span = (self.batch.start == self.batch.end)[:, None]
             return np.where(live, np.where(empty_span, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
-        found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
-        found[:, 0] = INITIAL
-        return np.where(live, found, NOWHERE)
+        steps = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
+        steps[:, 0] = INITIAL
+        return np.where(live, steps, NOWHERE)
 
     def masked(self, x: Array) -> Array:
         """Return a copy with zeros for failed trajectories, which are columns of the last axis."""
@@ -435,8 +435,8 @@ class Run:
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
         for first, steps in self.shares:
-            mine = (ids >= first) & (ids < first + len(steps.counts))
-            t[mine], h[mine] = steps.times(ids[mine] - first, number[mine])
+            in_share = (ids >= first) & (ids < first + len(steps.counts))
+            t[in_share], h[in_share] = steps.times(ids[in_share] - first, number[in_share])
         due = self.due(ids, place)
         if due is None:
             return Entries(ids, place, number, np.ones(len(ids)), h)
@@ -512,11 +512,11 @@ class Run:
     def crossed_row(self) -> Array:
         """The index of each event's time in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
         ids, *_, ends = self._event_columns
-        live, found = self.live[ids], np.full(len(ids), -1)
-        found[live & ~ends] = np.arange(len(self.crossings.ids))
+        live, index = self.live[ids], np.full(len(ids), -1)
+        index[live & ~ends] = np.arange(len(self.crossings.ids))
         rows = np.flatnonzero(live & ends)
-        found[rows] = self.acting_row[np.searchsorted(self.stop_rows, rows)]
-        return found
+        index[rows] = self.acting_row[np.searchsorted(self.stop_rows, rows)]
+        return index
 
     def _with_acting(self, name: str) -> Array:
         own = getattr(self.crossings, name)
@@ -525,9 +525,9 @@ class Run:
     @cached_property
     def jumps(self) -> Jumps | None:
         """The state changes by events in trajectories that didn't fail; None if there are none."""
-        made = self.outcome.recorded_jumps() if self._any_acts else []
-        found = Jumps(made, self.live) if made else None
-        return found if found is not None and len(found.ids) else None
+        changes = self.outcome.recorded_jumps() if self._any_acts else []
+        jumps = Jumps(changes, self.live) if changes else None
+        return jumps if jumps is not None and len(jumps.ids) else None
 
     @property
     def _any_acts(self) -> bool:
@@ -544,14 +544,14 @@ class Run:
         if self.jumps is None:
             return self.terminated
         ids, number = self.jumps.ids, self.jumps.number
-        found = self.terminated.copy()
-        found[ids[number == self.counts[ids]]] = True
-        return found
+        mask = self.terminated.copy()
+        mask[ids[number == self.counts[ids]]] = True
+        return mask
 
     @cached_property
     def ending_events(self) -> Array:
         """The event that ended each trajectory, or -1: array of int, shape (N,)."""
         ids, event, *_, terminal = self._event_columns
-        found = np.full(self.batch.size, -1)
-        found[ids[terminal]] = event[terminal]  # the last of simultaneous events
-        return np.where(self.terminated, found, -1)
+        events = np.full(self.batch.size, -1)
+        events[ids[terminal]] = event[terminal]  # the last of simultaneous events
+        return np.where(self.terminated, events, -1)

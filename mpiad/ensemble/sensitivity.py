@@ -82,14 +82,14 @@ class SensitivitySolve:
             variables = bundle.variable(x, tangents)
             if self._generator is None:
                 p = Parameters([variables], [True], lambda leaves: leaves[0])
-                made = _TracedBatch(batch._replace(p=p), None, {0: tangents})
+                traced = _TracedBatch(batch._replace(p=p), None, {0: tangents})
             else:
-                made = _generated(bundle, self._generator, batch, variables)
+                traced = _generated(bundle, self._generator, batch, variables)
             settings = self._settings
             if settings.mass is None:
-                return made
-            consistent = consistent_start(made.batch, settings.mass, settings.rtol, settings.atol).batch
-            return made._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
+                return traced
+            consistent = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol).batch
+            return traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
 
     def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""

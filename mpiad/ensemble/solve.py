@@ -47,15 +47,15 @@ from mpiad.transport.core.agreement import raise_first, raising_together
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
     # The skeleton is pickled before the communication, so that an error can be raised on all ranks.
     try:
-        mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
+        pickled, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
         text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
         advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
-        mine, error = b"", TypeError(f"solve: {text}. {advice}")
-    everything = used.data.allgather(mine)
-    if not all(everything):
+        pickled, error = b"", TypeError(f"solve: {text}. {advice}")
+    pickles = used.data.allgather(pickled)
+    if not all(pickles):
         raise_first(used, error)
-    return [pickle.loads(text) for text in everything]
+    return [pickle.loads(text) for text in pickles]
 
 
 class _Placeholder:
@@ -75,16 +75,16 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     flat = [flatten(skeleton) for skeleton in skeletons]
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
-    mine = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
+    flat_numbers = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
     # On ranks without numbers, the empty array determines the dtype.
-    everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
+    all_numbers = mpi_allgather(anp.concatenate([np.empty(0, dtype), *flat_numbers]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:
         filled = []
         for part in parts:
             if isinstance(part, _Placeholder):
-                piece, at = everything[at : at + part.size], at + part.size
-                part = conform(anp.reshape(piece, part.shape)[()], part.shape, part.dtype)
+                values, at = all_numbers[at : at + part.size], at + part.size
+                part = conform(anp.reshape(values, part.shape)[()], part.shape, part.dtype)
             filled.append(part)
         trees.append(make(filled))
     return trees

@@ -47,12 +47,12 @@ class StageSystems:
         return self._program(second_tangent_program)
 
     def _program(self, derivative: Any) -> Program:
-        found = derived(derivative, self._batch)
-        if isinstance(found, Program):
-            return found
+        result = derived(derivative, self._batch)
+        if isinstance(result, Program):
+            return result
         raise NotImplementedError(
             "solve: derivatives of a Rosenbrock method need second derivatives of f, but f can't be traced "
-            f"({found}). Write f with the functions of autograd.numpy, and without branches on values."
+            f"({result}). Write f with the functions of autograd.numpy, and without branches on values."
         )
 
     def jacobian(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Array | None:
@@ -83,11 +83,11 @@ class StageSystems:
         `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
         count, d = u.shape[1], len(u)
-        found = evaluated(
+        gradients = evaluated(
             self._second_adjoint, u, self.rows(leaves, count, u.dtype), [t], right, [*(du[i] for i in range(d)), dt]
         )
         zeros = np.zeros_like(dt)
-        sums = [np.sum(x if np.shape(x) == zeros.shape else x + zeros, axis=0) for x in found]
+        sums = [np.sum(x if np.shape(x) == zeros.shape else x + zeros, axis=0) for x in gradients]
         leaves = []
         if self._places:
             layout, parameters = self._layout, sums[d:-1]
@@ -105,15 +105,15 @@ class StageSystems:
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
         if not tangents:
             return [zeros[None] for _ in numbers]
-        found, zero_leaves = [], list(leaves)
+        rows_along, zero_leaves = [], list(leaves)
         for part in self._layout.parts:
             zero_leaves[part.place] = np.zeros_like(leaves[part.place], dtype=dtype)
         for j in range(len(tangents[0])):
             filled = list(zero_leaves)
             for place, gs in zip(self._places, tangents):
                 filled[place] = zero_leaves[place] if gs[j] is None else gs[j]
-            found.append(self.rows(filled, count, dtype))
-        return [np.stack([row[k] + zeros for row in found]) for k in numbers]
+            rows_along.append(self.rows(filled, count, dtype))
+        return [np.stack([row[k] + zeros for row in rows_along]) for k in numbers]
 
     def push(
         self, u: Array, leaves: Sequence[Any], t: Array, du: Array, dt: Array, tangents: Array, rows: list[Array]

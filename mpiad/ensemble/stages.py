@@ -110,9 +110,9 @@ class Stages:
     def _sum(self, row: int, out: Array) -> Array:
         """Return the sum of stages weighted by a row of the table, in `out` or in another buffer."""
         if self._sums is not None:
-            found = self._sums.sum(row)
-            if found is not None:
-                return found
+            total = self._sums.sum(row)
+            if total is not None:
+                return total
         return weighted_sum(self._rows[row], self.k, out, self._term)
 
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
@@ -156,10 +156,10 @@ class _StageSums:
 
     def sum(self, row: int) -> Array | None:
         """Return the sum for a row of the table, in a buffer that is overwritten by the next sum; None for few terms."""
-        found = self._terms[row]
-        if found is None:
+        terms_of_row = self._terms[row]
+        if terms_of_row is None:
             return None
-        runs, products = found
+        runs, products = terms_of_row
         for stages, weights, terms in runs:
             np.multiply(stages, weights, terms)
         np.add.reduce(products, 0, None, self._flat_total)

@@ -172,13 +172,13 @@ class _Search:
     def roots(self) -> Roots:
         """Return the results; searches that haven't ended get the code MaxIters."""
         codes = np.where(self._codes == _ACTIVE, ConvergenceCode.MaxIters.code, self._codes)
-        found = np.flatnonzero(codes == ConvergenceCode.Success.code)
+        ids = np.flatnonzero(codes == ConvergenceCode.Success.code)
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
-        if found.size:
-            _, jacobian[found] = self._equations.linearized(self._u[:, found], found)
-            codes[found[_singular(jacobian[found], self._weight(self._u[:, found]))]] = ConvergenceCode.Singular.code
-            found = found[codes[found] == ConvergenceCode.Success.code]
-        u[:, found] = self._u[:, found]
+        if ids.size:
+            _, jacobian[ids] = self._equations.linearized(self._u[:, ids], ids)
+            codes[ids[_singular(jacobian[ids], self._weight(self._u[:, ids]))]] = ConvergenceCode.Singular.code
+            ids = ids[codes[ids] == ConvergenceCode.Success.code]
+        u[:, ids] = self._u[:, ids]
         return Roots(u, jacobian, codes, self._niter)
 
     def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
@@ -233,9 +233,9 @@ class SteadyStates:
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
         """Return the cotangents of leaves of the parameters, given the cotangents g of the states, shape (N, d)."""
         varies, ids = self._batch.p.varies, self._ids
-        found = {place: np.zeros_like(args[place]) for place in argnums}
+        cotangents = {place: np.zeros_like(args[place]) for place in argnums}
         if not ids.size:
-            return found
+            return cotangents
         # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
         # The cotangent of a duplicated column is zero.
@@ -247,16 +247,16 @@ class SteadyStates:
             if bar is None:
                 continue
             if varies[place]:
-                found[place][..., ids] = bar[..., : len(ids)]
+                cotangents[place][..., ids] = bar[..., : len(ids)]
             else:
-                found[place] = found[place] + bar
-        return found
+                cotangents[place] = cotangents[place] + bar
+        return cotangents
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
         """Return the tangents of the states, given the tangents of leaves of the parameters."""
-        found, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
+        result, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
         if not ids.size:
-            return found
+            return result
         u, leaves, t = self._at_steady_states()
         columns = ids[self._columns]
         along = [[np.take(g, columns, axis=-1) if varies[place] else g] for place, g in tangents.items()]
@@ -264,8 +264,8 @@ class SteadyStates:
         out = np.empty_like(given)
         with restoring_state(), Bundle() as bundle:
             Tracing(Field(self._batch), tuple(tangents), False).along(bundle, leaves, along)(out, given, t)
-        found[ids] = -solved_each(self._jacobian[ids], out[1].T[: len(ids)])
-        return found
+        result[ids] = -solved_each(self._jacobian[ids], out[1].T[: len(ids)])
+        return result
 
     def _at_steady_states(self) -> tuple[Array, list[Any], Array]:
         """Return the steady states, and the leaves and times of their trajectories, as columns."""
@@ -330,9 +330,9 @@ class SteadyStateSolution:
 
         A steady state is stable if all real parts are negative.
         """
-        found = np.full(self.jacobian.shape[:-1], np.nan, complex)
-        found[self.success] = np.linalg.eigvals(self.jacobian[self.success])
-        return found
+        values = np.full(self.jacobian.shape[:-1], np.nan, complex)
+        values[self.success] = np.linalg.eigvals(self.jacobian[self.success])
+        return values
 
 
 # The arguments of `steady_state`, by name.
@@ -408,9 +408,9 @@ def steady_state(
     if not isinstance(ensemblealg, EnsembleMPI):
         options = _checked(given)
         compiler = Compiler(options, options.trajectories)
-        found = _find(given, options, compiler, range(options.trajectories))
-        report("steady_state", "trajectories", found.retcode)
-        return _first(found) if isinstance(problem, ODEProblem) else found
+        solution = _find(given, options, compiler, range(options.trajectories))
+        report("steady_state", "trajectories", solution.retcode)
+        return _first(solution) if isinstance(problem, ODEProblem) else solution
     return _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
 
 
@@ -426,15 +426,15 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     warnings, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
     compiler.log_warnings(warnings, used.rank)
-    every = np.concatenate(retcode)
+    retcodes = np.concatenate(retcode)
     if used.rank == 0:
-        report("steady_state", "trajectories", every)
+        report("steady_state", "trajectories", retcodes)
     single = isinstance(given.problem, ODEProblem)
     if not mpi.gather and not single:
         return share
     u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), used)
-    found = SteadyStateSolution(u, every, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(every)))
-    return _first(found) if single else found
+    solution = SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
+    return _first(solution) if single else solution
 
 
 def _find(given: _Given, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
@@ -454,9 +454,9 @@ def _find(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ran
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
-    found = SteadyStates(batch, roots)
+    states = SteadyStates(batch, roots)
     leaves = traced.p.leaves
-    u = solve_operator(*leaves, solved=found) if any(map(isbox, leaves)) else found.vector
+    u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
     return SteadyStateSolution(u, ConvergenceCode.names_of(roots.codes), roots.niter, roots.jacobian, indices)
@@ -484,8 +484,8 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
     return batch
 
 
-def _first(found: SteadyStateSolution) -> SteadyStateSolution:
-    return replace(found, **{field.name: getattr(found, field.name)[0] for field in fields(found)})
+def _first(solution: SteadyStateSolution) -> SteadyStateSolution:
+    return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
 
 
 def _checked(given: _Given) -> SolveOptions:

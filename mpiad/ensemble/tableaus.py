@@ -185,10 +185,10 @@ def rosenbrock(
     expected += [(row, slope / gamma - 1) for row, slope in zip(((), *coupling), slopes)]
     expected += [(b, 1.0), (error, 0.0)]
     for row, value in expected:
-        found = sum(weight * slope for weight, slope in zip(row, slopes))
-        if abs(found - value) > ROUNDING * (1 + sum(map(abs, row))):
+        total = sum(weight * slope for weight, slope in zip(row, slopes))
+        if abs(total - value) > ROUNDING * (1 + sum(map(abs, row))):
             raise ValueError(
-                f"the row {row} of the table, times the weights {tuple(slopes)} of ∂f/∂t, sums up to {found!r}, but must "
+                f"the row {row} of the table, times the weights {tuple(slopes)} of ∂f/∂t, sums up to {total!r}, but must "
                 f"sum up to {value!r}: is a number missing, or a digit wrong?"
             )
     lengths = [len(slopes), len(b), len(error), len(dense), len(a) + 1, len(coupling) + 1]

@@ -58,10 +58,10 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
 
 def _widths(batch: Batch) -> list[int]:
     """Return two numbers of columns that differ from the lengths of all other axes."""
-    taken = {len(batch.u0), *batch.shape}
+    lengths = {len(batch.u0), *batch.shape}
     for leaf, varies in zip(batch.p.leaves, batch.p.varies):
-        taken.update(np.shape(leaf)[:-1] if varies else np.shape(leaf))
-    return [n for n in range(2, len(taken) + 4) if n not in taken][:2]
+        lengths.update(np.shape(leaf)[:-1] if varies else np.shape(leaf))
+    return [n for n in range(2, len(lengths) + 4) if n not in lengths][:2]
 
 
 def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
@@ -119,8 +119,8 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
         alone, shifted, other = value[0], value[1], value[:0]
     if alone.tobytes() == shifted.tobytes():
         return  # the usual case, without further arithmetic
-    known = [part[np.isfinite(part)] for part in (value, other)]
-    largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
+    finite = [part[np.isfinite(part)] for part in (value, other)]
+    largest = max((float(np.abs(part).max(initial=0.0)) for part in finite), default=0.0)
     rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
     if not np.allclose(alone, shifted, rtol=0, atol=rounding, equal_nan=True):
         raise ValueError(
