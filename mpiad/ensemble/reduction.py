@@ -20,10 +20,7 @@ _MOST_REPEATS = 1000
 
 
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
-    """Solve batch by batch with ``solved(numbers, repeat)``, until the reduction stops the solve.
-
-    Returns the solution of the solved batches; its `u` is the result of the reduction, or the list of outputs.
-    """
+    """Solve batch by batch until the reduction stops the solve; return the solution, whose `u` contains its outputs."""
     value: Any = [] if problem.u_init is None else problem.u_init
     parts, converged = [], False
     for numbers in batches:
