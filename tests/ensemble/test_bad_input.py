@@ -324,5 +324,5 @@ def test_what_is_traced_around_an_event_is_refused():
 
 def test_events_that_act_are_refused_on_gpus():
     ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: [-u[0]], np.ones(1), (0.0, 1.0)), u0=np.ones((2, 1)))
-    with pytest.raises(NotImplementedError, match="EnsembleGPU. .*take EnsembleVectorized"):
+    with pytest.raises(NotImplementedError, match="EnsembleGPU. .*use EnsembleVectorized"):
         solve(ensemble, ensemblealg=EnsembleGPU(), events=Event(times=[0.5], affect=_same))
