@@ -125,7 +125,7 @@ class SavedTangents:
         m, d, count = directions.u0.shape
         self._run, self.saved = run, np.zeros_like(directions.u0, shape=(m, count, run.slots, d))
 
-    def store(self, part: Saved, states: Array) -> None:
+    def take(self, part: Saved, states: Array) -> None:
         """Store the tangents `states` of values saved in a step, (m, d, n), or (m, s, d, n) for s values per column."""
         self.saved[:, part.ids, part.place] = np.swapaxes(states, -1, -2)
 
@@ -202,7 +202,7 @@ class _Block:
     def _save(self, stored: SavedTangents, visit: Visit, step: TangentStep, new: Array) -> None:
         saved = self._sweep.saved(visit)
         for part in saved.at_end:
-            stored.store(part, part.of(new))
+            stored.take(part, part.of(new))
         last = step.last
         # The last stage of a step is the first stage of the next step, which computes its tangents.
         for part in saved.handed_on:
@@ -213,4 +213,4 @@ class _Block:
                 step.add_last_stage()
                 weight = part.weights[last] if part.whole is None else part.weights[last] * part.whole
                 value = value + part.of(step.k[last][1:]) * weight
-            stored.store(part, part.of(step.u[1:]) + value * part.h)
+            stored.take(part, part.of(step.u[1:]) + value * part.h)
