@@ -202,7 +202,7 @@ class StateFiles:
             # The next state is written to the same slot, since the other slot has the last complete state.
             self._failures.warn(iteration, failures[0])
         else:
-            self._failures.end()
+            self._failures.clear()
             self.iteration, self._slot = iteration, 1 - self._slot
             # The files of another number of ranks are now obsolete.
             for file in self._obsolete[self._used.rank :: self._used.size]:
