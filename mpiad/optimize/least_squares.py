@@ -156,7 +156,7 @@ class ResidualEvaluation:
         return self._gathered(self.agreement.run(lambda: self._as_vector(f)))
 
     def _as_vector(self, found: object, size: int | None = None) -> np.ndarray:
-        """Return residuals or their tangents as a vector; raise unless their number is `size`, or that of the first call."""
+        """Return residuals or tangents as a vector; raise unless their number is `size`, or that of the first call."""
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
         if size is not None and found.size != size:

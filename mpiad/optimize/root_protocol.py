@@ -42,7 +42,7 @@ class Instructions:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return kind, variables and direction of the root's next instruction; the caller may keep or overwrite them."""
+        """Return kind, variables and direction of the root's next instruction; the caller may keep the variables."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
         kind, vector = int(self._kind[0]), self._pool.vector()
         direction = self._direction if kind in _WITH_DIRECTION else None

@@ -167,7 +167,7 @@ _ROUNDING = 4.0 * sys.float_info.epsilon
 
 
 def partial_result(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
-    """Return the result of a method that ended early: the best point, or `Points.last_or_best`."""
+    """Return the result of a method that ended early."""
     point: Point = (points.best or points.iterate) if at_best else points.last_or_best  # type: ignore[assignment]
     result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_copy_or_nan(point.gradient, point.x))
     result.update(nit=iterations, nfev=points.counts.of_objective, njev=points.counts.of_gradient)
@@ -184,7 +184,7 @@ def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
     """Correct a result of SciPy, in place, if values aren't finite or an earlier point is better.
 
-    With constraints, a finite result of a successful method isn't replaced, since a point with a lower value may violate them.
+    With constraints, a finite result of a successful method isn't replaced, since lower points may violate them.
     """
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.counts.of_objective)
