@@ -181,7 +181,7 @@ class DeviceWorkingSet(Turns):
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
     def _read_counts(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
-        """Return the numbers of active trajectories, of saved times (largest; per column), and of columns for each event."""
+        """Return the numbers of active trajectories, of saved times (largest; per column), and of columns per event."""
         numbers, count = [np.sum(self.live)], None
         if self._examines_steps:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)
