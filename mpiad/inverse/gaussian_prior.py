@@ -1,9 +1,9 @@
 """The base class of Gaussian priors, checks of their arguments, and their pointwise variances.
 
 Before scaling, variances are the diagonal entries of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. These are computed
-without a solve, from the heat kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per dimension, and the diagonal
-of each factor is a sum over the cosine modes of its dimension (Fourier modes if periodic). With t = eˢ the trapezoidal
-rule converges geometrically.
+without a solve, from the heat kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per
+dimension, and the diagonal of each factor is a sum over the cosine modes of its dimension (Fourier modes if periodic). With
+t = eˢ the trapezoidal rule converges geometrically.
 
 References
 ----------

@@ -365,7 +365,8 @@ class VI:
         TypeError, ValueError
             On all ranks, if an argument is invalid, or arguments differ between ranks.
         WorkerError
-            On all ranks, if each draw of an epoch failed: the model raised or wasn't finite. It contains the first traceback.
+            On all ranks, if each draw of an epoch failed, because the model raised or wasn't finite. The text contains the
+            first traceback.
         FloatingPointError
             On all ranks, if variational parameters or draws aren't finite (the learning rate may be too large), or if the
             prior's density at a draw is zero or isn't finite.
@@ -479,7 +480,7 @@ class VI:
         TypeError, ValueError
             On all ranks, if `n_samples` isn't a positive integer, or `n_samples`, seed or root differs between ranks.
         WorkerError
-            On all ranks, if each draw failed: the model raised or wasn't finite.
+            On all ranks, if each draw failed, because the model raised or wasn't finite.
 
         Ranks
         -----
