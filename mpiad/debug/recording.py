@@ -181,9 +181,9 @@ def _difference(comm: Comm, rank: int) -> float:
 
 # The trace file: the events of all ranks, written atomically in Chrome's trace event format, which Perfetto reads.
 #
-# In this format each rank is a process, and its events are "complete" events. Times on one
-# clock are rounded to nanoseconds, so that nested events remain nested, and written in microseconds. The time between two
-# communications is an event "computation".
+# In this format each rank is a process, and its events are "complete" events. Times on one clock are rounded
+# to nanoseconds, so that nested events remain nested, and written in microseconds. The time between two communications is
+# an event "computation".
 
 _WRITE_SIZE = 1 << 20  # approximate number of characters per write
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
