@@ -172,7 +172,7 @@ class NotFiniteError(ConvergenceError, ValueError):
 
 
 class IntegrationError(RuntimeError):
-    """Report trajectories of an ODE that didn't reach the final time; raised by `solve` with `throw=True`.
+    """Report trajectories that failed (see `ReturnCode.failed`); raised by `mpiad.ensemble.solve` with ``throw=True``.
 
     Examples
     --------

@@ -131,7 +131,7 @@ class Outcome:
     steps: list[tuple[int, Steps]] = field(default_factory=list)
     solver: Any = None  # for derivatives of a solve by kernels: the object that computes `steps` on demand
     tapes: list[Any] = field(default_factory=list)  # the steps in the layout of a kernel
-    last: Array | None = None  # the last row of each trajectory in `tapes`
+    last: Array | None = None  # int, shape (N,); the index of each trajectory's last row in `tapes`, or -1
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
     crossings: Any = None  # the events located by a kernel, one per row: see `kernel_rows`
     record: Any = None  # the recorded steps of a differentiable solve on a device

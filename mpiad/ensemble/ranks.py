@@ -125,7 +125,7 @@ def sharded(
 ) -> ShardedSolution:
     """Return this rank's share; `has_outputs`: whether its u is the result of an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
-    # Deferred attributes aren't computed.
+    # A copy of `__dict__`, since `dataclasses.replace` would compute the deferred attributes.
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
     if not has_outputs:
         # Statistics require the same number of saved times on all ranks.
@@ -155,7 +155,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         The algorithm by which a rank solves its share; `EnsembleVectorized` by default.
     gather : bool
         Whether every rank gets all N solutions. Otherwise a rank gets its share, the trajectories ``sol.indices``; mean,
-        standard deviation, quantiles and summary are still over all N. Every rank gets the solution of an ODEProblem.
+        standard deviation, quantiles and summary are still over all N. Every rank gets the solution of a single ODEProblem.
     comm : mpi4py intracommunicator, optional
 
     Raises

@@ -5,7 +5,7 @@ At the end they are sorted into *sweeps*: sweep s has the (s+1)-th step from the
 Trajectories are sorted by their numbers of steps, in descending order, so sweep s has the first ``widths[s]`` trajectories.
 The states of a sweep form one block of shape (d, width). Reverse passes visit s = 0, 1, …, forward passes the opposite.
 
-The record takes (d + 2) numbers per accepted step.
+The record takes d + 2 numbers per accepted step, or d / k + 2 if only the states before every k-th step are stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COPIED_COLUMNS = 2048
 
 
 class Step(NamedTuple):
-    """A step of n columns; times are in the direction of the solve."""
+    """A step of n columns; times are in the direction of the solve (see `initialization`)."""
 
     ids: Array  # trajectories, int, shape (n,)
     number: Array  # index of this step among the accepted steps of the trajectory, int, shape (n,)
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """One step of several trajectories."""
+    """One step of several trajectories, which `step_sweep` calls a visit."""
 
     ids: Array  # trajectories, int, shape (width,), in the sorted order
     t: Array  # times before the step, shape (width,)

@@ -203,7 +203,7 @@ class _Replay:
         """Return the start times and sizes of the steps of a visit."""
         if not self._timed:
             return visit.t, visit.h
-        # The end of tspan affects only the size of the last step, unless the trajectory ended at a terminal event.
+        # The end of tspan affects only the size of the last step, and nothing if the trajectory ended at a terminal event.
         ids = sweep.ids[: len(visit.t)]
         longer = anp.where(sweep.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
         for rows, own in sweep.jumps(visit)[:1]:

@@ -237,7 +237,7 @@ class EnsembleSolution(FactorizationCounts):
 
     @classmethod
     def lazy(cls, later: dict[str, Callable[[], Any]], **fields: Any) -> Any:
-        """Return a solution with the fields `made`, and the fields `later`, which are computed on first access."""
+        """Return a solution with the given fields, and with those of `later`, which are computed on first access."""
         # The constructor would require all fields.
         sol = object.__new__(cls)
         defaults = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}

@@ -45,7 +45,7 @@ from mpiad.transport.core.agreement import raise_first, raising_together
 
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
-    # The skeleton is pickled before the communication, so that an error can be raised on all ranks.
+    # `skeleton`, a pytree with placeholders for numbers, is pickled first, so that all ranks can raise an error.
     try:
         pickled, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together

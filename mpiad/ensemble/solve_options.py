@@ -41,7 +41,7 @@ class SolveOptions(NamedTuple):
     dtmax: Any
     max_steps: Any
     compile: Any
-    # `fit` and `steady_state` don't set the following options.
+    # `fit` has only some of the following options, `steady_state` has none. `checked_options` sets `mass` and `backend`.
     saveat: Any = None
     save_everystep: bool = False
     events: Any = ()

@@ -74,7 +74,7 @@ class StageSystems:
                 right += self.mass.times(weight * before)
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
-        """Return the scalars of the parameters by their indices, as rows: arguments of programs."""
+        """Return the scalars of the parameters by index, as programs take them: of shape (n,), or one number if shared."""
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:

@@ -62,8 +62,8 @@ class Stages:
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state from u, shape (d, n), and times and step sizes, shape (n,).
 
-        Times are in the direction of the solve, so h isn't negative. `sign`: 1, or -1 for columns integrated backwards in
-        time; None if there are no such columns.
+        Times are in the direction of the solve (see `initialization`), so h isn't negative. `sign`: 1, or -1 for columns
+        integrated backwards in time; None if there are no such columns.
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)

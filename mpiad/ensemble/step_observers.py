@@ -336,7 +336,7 @@ class StepObservers:
             return NONE
         kept = watch.extracted(step, terminated, crossed)
         watch.cut(kept)
-        # No saved time may lie after the terminal event.
+        # The step now ends at the terminal event, so that no states at later times are saved.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
         return terminated
 

@@ -194,8 +194,8 @@ def rosenbrock(
     lengths = [len(slopes), len(b), len(error), len(dense), len(a) + 1, len(coupling) + 1]
     if lengths != 6 * [count] or any(len(rows[i]) != i + 1 for rows in (a, coupling) for i in range(count - 1)):
         raise ValueError(
-            f"the table has {count} times c, and {lengths} entries of slopes, b, error, dense and, counting one more, a "
-            f"and coupling: all numbers must be {count}, and row i must have i weights"
+            f"the table has {count} entries of c, and {lengths} of slopes, b, error, dense and, counting one more, a and "
+            f"coupling: all numbers must be {count}, and row i must have i weights"
         )
     # Prepend f at the current state, with zero weights in all sums.
     shifted = [(0.0, *row) for row in ((), *a, b)]

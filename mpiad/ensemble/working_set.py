@@ -63,7 +63,7 @@ class Turns:
     # Arrays of shape (n,), except for u.
     ids: Array  # trajectories
     number: Array  # numbers of accepted steps
-    entered: Array  # the turns in which the trajectories entered
+    entered: Array  # the turns in which the trajectories entered; of suspended ones: minus the number of tried steps
     t: Array
     end: Array
     h: Array  # sizes of the next steps
@@ -77,7 +77,7 @@ class Turns:
     def __init__(self, settings: Settings):
         self._settings = settings
         self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
-        # The number of tried steps of a trajectory is the number of turns since it entered.
+        # The number of tried steps of an active trajectory is `_turn - entered`.
         self._turn, self._alive, self._last_turn = 0, 0, settings.max_steps
         self._stages: Any = None
         self._sign: Array | None = None

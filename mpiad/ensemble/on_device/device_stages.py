@@ -59,7 +59,7 @@ class DeviceStages:
 
 
 def stages_on_device(table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch) -> DeviceStages:
-    """Return the stages of a method's steps; `first`: f at the current states, in the direction of the solve."""
+    """Return the stages of a method's steps; `first`: f at the current states, times the `sign` given to `compute`."""
     if table.tableau.implicit:
         return DeviceRosenbrockStages(table, derivative, first, batch)
     return DeviceStages(table, derivative, first)

@@ -22,7 +22,7 @@ class Round(NamedTuple):
     t_new: Array
     accepted: Array  # bool, shape (n,)
     u: Array | None  # shape (d, n); before the step; None if the states must be recomputed
-    place: Array  # int, shape (n,); the number of values saved before the round
+    place: Array  # int, shape (n,); the number of values saved before the round (for `EveryStep` without the initial state)
     count: Array | None  # int, shape (n,); the number of saved times in the step of each column; None if all are zero
     reached: Array | None  # shape (n,); the end of the step if an event may have cut it short; None if it is `t_new`
     most: int  # the largest count

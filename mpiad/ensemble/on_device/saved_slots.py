@@ -109,7 +109,7 @@ class EveryStep:
     def collected(self, start: Array, most: int) -> tuple[Array, Array]:
         """Return the saved states, shape (N, most + 1, d), and their times, padded with NaN.
 
-        `most`: the largest number of accepted steps. `start`, shape (N,), and the times are in the direction of the solve.
+        `most`: the largest number of accepted steps. `start`, shape (N,), and the times are multiplied by `Record.signs`.
         """
         xp: Any = arrays_of(start)
         u0, self.count = self._batch.u0, most + 1
