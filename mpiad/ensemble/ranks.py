@@ -125,7 +125,7 @@ def sharded(
 ) -> ShardedSolution:
     """Return this rank's share; `has_outputs`: whether its u is the result of an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
-    # A copy of `__dict__`, since `dataclasses.replace` would compute the deferred attributes.
+    # A copy of `__dict__`, since passing the deferred attributes to the constructor would compute them.
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
     if not has_outputs:
         # Statistics require the same number of saved times on all ranks.
