@@ -176,7 +176,7 @@ class DistributedMatrix:
 
     Ranks
     -----
-    All ranks of `comm` call the constructor, the products, `solve` and `gathered`; other methods don't communicate.
+    All ranks of `comm` call the constructors, the products, `solve` and `gathered`; other methods don't communicate.
 
     Examples
     --------
@@ -475,7 +475,7 @@ class DistributedMatrix:
 
 
 class Transposed:
-    """The transpose of a `DistributedMatrix` `T`, with the methods `matvec`, `rmatvec` and `solve`."""
+    """The transpose of a `DistributedMatrix`, which is its attribute `T`; it has `matvec`, `rmatvec` and `solve`, too."""
 
     def __init__(self, matrix: DistributedMatrix):
         self.T = matrix

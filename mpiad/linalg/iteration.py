@@ -1,9 +1,10 @@
 """The driver of all iterative methods: the start, the check of the true residual, restarts, and the diagnosis of failures.
 
 The residual of a recurrence differs from the true one by rounding errors, and is meaningless if the operator lacks
-properties that the method requires. Therefore a solution is accepted only after one more product with the operator: its
-true residual must be within ten times the tolerance, or within the effect of rounding the solution. After a failure, a
-few products show whether the operator is singular, not linear or not symmetric, or badly scaled.
+properties that the method requires. Therefore, unless `verify` is False, a solution is accepted only after one more product
+with the operator: its true residual must be within ten times the tolerance (within the tolerance with left
+preconditioning), or within the effect of rounding the solution. After a failure, a few products show whether the operator
+is singular, not linear or not symmetric, or badly scaled.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
             break
         restarts_without_progress = restarts_without_progress + 1 if (norms > 0.999 * before)[norms > targets].any() else 0
         if restarts_without_progress == (1 if converged else _PATIENCE):
-            _stalled(system, norms, targets, converged)
+            _fail_stalled(system, norms, targets, converged)
     if system.settings.verify and system.settings.probe:
         require_unique(system, x, targets)
     x *= units
@@ -74,7 +75,7 @@ def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalA
     return r, norms
 
 
-def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: bool) -> None:
+def _fail_stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: bool) -> None:
     largest = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
     norm, target = float(norms[largest] * system.units[largest]), float(targets[largest] * system.units[largest])
     name = f" of system {largest}" if len(norms) > 1 else ""
@@ -91,9 +92,9 @@ def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: 
 _SEED = 20250101
 _MARGIN = 100.0  # multiple of the rounding error of a product with the operator
 _SINGULAR = (
-    "it is singular: the operator maps a constant field to zero, so u is determined only up to a constant (and exists only "
-    "if b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of u "
-    "to the operator"
+    "it is singular: the operator maps a constant field to zero, so u is determined only up to a constant (and, for a "
+    "symmetric operator, exists only if b has mean zero). Is this a pure Neumann or periodic problem? Fix the value of one "
+    "cell, or add a small multiple of u to the operator"
 )
 _CONTRAST = 1e-8  # a row is very small if it is smaller than this fraction of the mean
 

@@ -169,7 +169,7 @@ def ritz_pairs(
         projected = _gram(group, basis, _products(failures, "product", product, basis, batch))
         asymmetry = np.linalg.norm(projected - projected.T)
         if not asymmetry <= _ASYMMETRY * np.linalg.norm(projected):
-            problem = f"its projection differs from its transpose by {asymmetry:.3e}, of {np.linalg.norm(projected):.3e}"
+            problem = f"a projection of norm {np.linalg.norm(projected):.3e} differs from its transpose by {asymmetry:.3e}"
             raise agreed(group, ValueError(f"{_CALL}: product must be symmetric, but {problem}."))
         values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
         order = np.argsort(values)[::-1][:k]

@@ -29,8 +29,8 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 
 # A(p) u = b implies A u̇ = ḃ - (∂A/∂p ṗ) u, so a tangent takes one solve. The transpose of this map follows from Aᵀ λ = ū:
 # the cotangent of b is λ, and the cotangent of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at
-# the solution. The iteration is never traced. Both rules use only this operator and the user's operator, so they can be
-# differentiated again.
+# the solution. The iteration is never traced. Both rules use only `solution`, itself a differentiable function, and the
+# user's operator, so they can be differentiated again.
 #
 # The adjoint of a system with Aᵀ is a system with A, and both cotangents of p are derivatives of λᵀ A u. So the
 # cotangent of p in the transposed system also comes from a reverse pass through A, with u and λ interchanged.

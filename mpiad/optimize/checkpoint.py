@@ -78,7 +78,7 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
 
 
 class WriteFailures:
-    """Warnings about states that couldn't be written, once for each reason."""
+    """Warnings about states that couldn't be written; successive failures with the same reason cause one warning."""
 
     def __init__(self, call: str):
         self._call, self._last = call, ""

@@ -182,7 +182,10 @@ class ConstraintSet:
 
 
 def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
-    """Return the root's constraints as functions of the vector of variables; raise if one is invalid."""
+    """Return the root's constraints as functions of the vector of variables; raise if one is invalid.
+
+    `used` is the channel of the user's communicator, on which communication is refused during a call of a constraint.
+    """
     found = ConstraintSet()
     for constraint in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(constraint, dict):

@@ -20,7 +20,7 @@ _COUNT_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "pr
 
 
 class Ending(NamedTuple):
-    """The status of a result, zero for success, and its message."""
+    """The status of a result (see SciPy's method; in `minimize`, zero means success), and its message."""
 
     status: int
     message: str

@@ -251,7 +251,7 @@ class ResidualEvaluation:
         out = self._program.fun(x, *self._program.args)
         if out is None:
             return np.zeros(0)
-        out = to_host(out)  # rows and columns are assembled on the host
+        out = to_host(out)  # residuals and Jacobian are assembled on the host
         array = out if type(out) in Box.types else anp.array(out)
         dtype = spec_like(array).dtype
         if dtype.kind not in "fiu":
@@ -280,7 +280,7 @@ _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Rais
 
 
 class RootArguments(NamedTuple):
-    """The root's further arguments."""
+    """The arguments of `least_squares` from which the root runs SciPy's method."""
 
     keywords: dict[str, Any]  # SciPy's arguments: bounds, tolerances and others
     robust: dict[str, Any]  # the arguments `loss` and `f_scale`

@@ -98,7 +98,7 @@ def minimize(
         "gauss-newton", for a `fun` that returns this rank's residuals; the objective is then half the sum of their
         squares. `regularizer`: with "gauss-newton", a function of x that is added to the objective. `globalization`: "line
         search" or "trust region". `preconditioner` and `inner_product`: functions that return the product of a vector with
-        an approximate inverse Hessian, or with the inverse of the inner product; or objects with such a method `solve`.
+        an approximate inverse Hessian, and with R⁻¹ for the inner product uᵀ R v; or objects with such a method `solve`.
         `gtol` and `grtol`: tolerances of the gradient's norm in the inner product, absolute and relative to that at x0.
         The other options are `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
@@ -140,9 +140,9 @@ def minimize(
     ReplicationError
         A ValueError, on all ranks, if the x0 of any rank differs from the root's. It isn't raised with sharded methods.
     WorkerError
-        On all ranks, if an evaluation raises on any rank; it contains the traceback of this rank. The communicator is
-        usable afterwards. If other ranks wait for this rank inside a communication, and the MPI library can't interrupt
-        them, the job is aborted with this traceback.
+        On all ranks, if an evaluation raises on any rank; it contains the traceback of the failed rank. The communicator is
+        usable afterwards. If other ranks wait for the failed rank inside a communication, and the MPI library can't
+        interrupt them, the job is aborted with this traceback.
 
     Ranks
     -----

@@ -52,6 +52,7 @@ def _reference_count(array: np.ndarray) -> float:
 
 
 def _unshared_count() -> float:
+    # The count in the loop of `BufferPool.vector` for an array without other references.
     vectors = [np.empty(1)]
     for array in vectors:
         return _reference_count(array)
@@ -225,7 +226,7 @@ class HostPacking(Packing):
         self._buffer: np.ndarray | None = None
 
     def next_buffer(self) -> np.ndarray | None:
-        """Return a vector for the next variables, shape (size,), which `unpack` then uses without a copy."""
+        """Return a vector for the next variables, which `unpack` then uses without a copy; None if it is to copy them."""
         if self._plain and 8 * self.size >= _LARGE:
             self._buffer = self._pool.vector()
         return self._buffer

@@ -2,9 +2,10 @@
 
 A point's color is the parity of its indices, so there are 4 colors in two dimensions, and 8 in three. Points of one color
 aren't neighbors, not even diagonal ones, so a Gauss-Seidel step updates all of them at once. The points of color (0, ...)
-are the points of the next coarser level. In the array of a color, entry k is the point with the index 2k + color; the
-entries of the block are surrounded by one layer, the halo. All arrays are flat, so that the neighbors of all points of a
-color are one shifted slice: on small levels, loops over rows would take longer than the arithmetic.
+are the points of the next coarser level. In the array of a color, the point with the index 2k + color is entry
+k - first + 1; `first` is half the lowest index of the block, rounded down, and the 1 is for the halo, a layer around the
+block. All arrays are flat, so that the neighbors of all points of a color are one shifted slice: on small levels, loops
+over rows would take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Layout:
         """Return the slices of a color's points in the color's array, and in the block with `rim` layers around it."""
         entries, points = [], []
         for parity, low, high, first in zip(color, self.box.low, self.box.high, self.first):
-            # Entry k is the point 2k + parity, so the first and last k are rounded up.
+            # The range of k with low - rim <= 2k + parity < high + rim, so both of its bounds are rounded up.
             start, stop = ((bound - parity + 1) // 2 for bound in (low - rim, high + rim))
             entries.append(slice(start - first + 1, stop - first + 1))
             points.append(slice(2 * start + parity - (low - rim), None, 2))

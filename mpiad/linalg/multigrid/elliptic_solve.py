@@ -133,8 +133,8 @@ def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *
     """Return the transpose of the solution's derivative, for which A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
-        # On a tape of cotangents, derivatives with respect to κ and c are omitted, since an enclosing trace differentiates
-        # the reverse pass only. The kind of tape is the same on all ranks.
+        # If the current tape's only variable is the cotangent (`of_cotangents`), κ and c are constants in this solve:
+        # derivatives with respect to them are omitted. The kind of tape is the same on all ranks.
         tape = tracing.tape
         linear = tape is not None and tape.of_cotangents
         # The operator is its own transpose, so the same levels solve for all cotangents at once.

@@ -81,7 +81,10 @@ class Agglomeration:
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return this rank's old block from the new blocks `whole`, all with a layer around them; `block` is a template."""
+        """Return this rank's old block, with a layer around it, from the new blocks, with layers; all owners call it.
+
+        `whole` is this rank's new block, or None if it owns none; `block` is an array like the old block without the layer.
+        """
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange of halos.
@@ -176,7 +179,7 @@ _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
 class Plan(NamedTuple):
-    """Data shared by all levels."""
+    """Data for constructing a level and all coarser levels."""
 
     rank: Rank
     comm: Comm
@@ -319,6 +322,7 @@ class Level:
     def _multiplied(self, color: Color) -> WeightedSum:
         row = self.layout.row[color]
         if color in self._stencil.sweep[0]:
+            # A cycle updates this group last, so its equations are satisfied: the product is f.
             return WeightedSum(2 * self._count + row, base=row)
         return WeightedSum(2 * self._count + row, self._stencil.terms(color), diagonal=Term(row, row), negative=True)
 

@@ -1,9 +1,10 @@
 """Conjugate gradients preconditioned by multigrid V-cycles.
 
-A is applied to the preconditioned residual z; after the V-cycle that computes z, this takes half a product. A p, for the
-search direction p, follows from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. Vectors are
-updated by NumPy or the device's module, or by compiled loops, one per reduction. The loops are written in the kernel
-language (see `mpiad.compiling.translation`), and are compiled from this file's source.
+A is applied to the preconditioned residual z. After the V-cycle that computes z, half of the equations A z = r are
+satisfied, so this takes half a product. A p, for the search direction p, follows from A z by the recurrence of p, as in
+`linalg.krylov.conjugate_gradients`. Vectors are updated by NumPy or the device's module, or by compiled loops, one per
+reduction. The loops are written in the kernel language (see `mpiad.compiling.translation`), and are compiled from this
+file's source.
 """
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ def coefficients(domain: Domain, kappa: object, c: object, group: Channel) -> tu
 
 
 def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, group: Channel) -> bool:
-    """Return whether the operator's kernel contains constants; raise a ValueError if `mean_zero` differs. Collective."""
+    """Return whether the operator's kernel contains constants; collective.
+
+    Raise a ValueError on all ranks if `mean_zero` differs from the result, or differs between ranks.
+    """
     has_fixed_side = any(side for pair in sides.fixed for side in pair)
     # The sides are the same on all ranks, but c differs between ranks.
     largest, some_true, some_false = allreduce(group, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)

@@ -89,8 +89,8 @@ class LevelHalo:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
-        # In this case, the layer before the block is a copy of the block's last layer, and the layer after the block is a
-        # copy of the first layer.
+        # If the rank is its own neighbor, the layer before the block is a copy of the block's last layer, and the layer
+        # after the block is a copy of the first layer.
         for side, other in zip(own_sides, reversed(own_sides)):
             for ghost, own in zip(
                 _layers(whole, side.axis, side.ghost, side.ghost_parity),
@@ -159,11 +159,11 @@ class Stencil:
         return terms
 
 
-def _sweep(colors: list[Color], corners: bool) -> list[list[Color]]:
+def _sweep(colors: list[Color], has_diagonal_neighbors: bool) -> list[list[Color]]:
     # In a stencil without diagonal neighbors, neighbors of points with an even sum of indices have odd sums.
     even = [color for color in colors if sum(color) % 2 == 0]
     odd = [color for color in colors if sum(color) % 2]
-    if corners:
+    if has_diagonal_neighbors:
         return [[color] for color in even + odd]
     # Without diagonal neighbors, two groups suffice. In three dimensions, the smoothing of the finest level limits the
     # convergence: an additional half sweep saves three of eleven iterations.
@@ -253,10 +253,10 @@ def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int
     zero = (0,) * len(color)
     # In the rows of A, each neighbor's value is replaced by its interpolation from coarse points.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
-    for offset, coefficient, gather in terms:
+    for offset, coefficient, accumulate in terms:
         neighbor, steps = neighbor_color(color, offset)
         entries, factor = layout.shifted(steps), coefficient[number, layout.inner]
         for k, corner in enumerate(corners(neighbor)):
             row = inner[row_of[tuple(s + t for s, t in zip(steps, corner))]]
-            gather(row, factor * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else factor, out=row)
+            accumulate(row, factor * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else factor, out=row)
     return rows, row_of

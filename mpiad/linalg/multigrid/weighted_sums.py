@@ -131,7 +131,8 @@ class CompiledSums(Sums):
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
         """Return a function that computes sums, one after another."""
-        # The kernel's table of arrays: two words, followed by the address and the size of each array.
+        # The kernel's block (see `compiling.machine_code`): two zeros, since no kernel follows, and the address and
+        # size of each array.
         tables, block, state = self._numbers_of(sums), np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64), None
         address, right, kernel = block.ctypes.data, 2 + 2 * (len(_TABLES) + 1), self._kernel
 
@@ -182,7 +183,7 @@ def weighted_sums(
     state: np.ndarray, part: np.ndarray,
 ) -> None:  # fmt: skip
     """Compute sums of rows, described by the tables of `_numbers_of`; `part` is memory for one range."""
-    systems, of_right, of_state, length = numbers[0], numbers[1], numbers[2], numbers[3]
+    systems, right_stride, state_stride, length = numbers[0], numbers[1], numbers[2], numbers[3]
     for number in range(numbers[4]):
         k = 9 * number
         out, base_right, base_state, diagonal, multiplied = sums[k], sums[k + 1], sums[k + 2], sums[k + 3], sums[k + 4]
@@ -190,9 +191,9 @@ def weighted_sums(
         for start in range(0, length, 2048):
             n = min(2048, length - start)
             for system in range(systems):
-                offset = system * of_state + start
+                offset = system * state_stride + start
                 if base_right >= 0:
-                    k = base_right + system * of_right + start
+                    k = base_right + system * right_stride + start
                     a = right[k : k + n]
                     for i in range(n):
                         part[i] = a[i]

@@ -111,7 +111,7 @@ class NewtonSettings(NamedTuple):
 
 
 def settings_of(method: str, tol: float | None, options: dict | None) -> Settings | NewtonSettings:
-    """Return the settings of a method; `tol` is the default of the tolerances, as in SciPy."""
+    """Return the settings of a method; `tol` is the default of gtol, and of ftol in L-BFGS-sharded."""
     given, newton = dict(options or {}), method.lower().startswith("newton")
     kind = NewtonSettings if newton else Settings
     if tol is not None:
