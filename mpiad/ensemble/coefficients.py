@@ -125,7 +125,10 @@ class DeviceCoefficients(Coefficients):
         return [(t + c * h).astype(self.real) for c in self.tableau.c]
 
     def time(self, i: int, t: Array, h: Array, t_new: Array, sign: Array | None) -> Array:
-        """Return the times of stage i as passed to f, for a step in the direction of the solve that ends at `t_new`."""
+        """Return the times of stage i as passed to f, for steps of size h from t to `t_new`.
+
+        These arguments are in the direction of the solve, that is, multiplied by `sign`; None stands for 1.
+        """
         times = t_new if self.tableau.c[i] == 1 else t + self.tableau.c[i] * h
         return (times if sign is None else times * sign).astype(self.real)
 

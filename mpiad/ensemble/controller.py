@@ -63,7 +63,7 @@ class PIController:
     safety, least, most : float
         The safety factor, and the lower and upper bound of the ratio of successive step sizes.
     beta : float
-        Exponent of the previous error, times the order; 0, the default of all methods, gives SciPy's controller.
+        Exponent of the previous error, times the order. The methods use 0 by default, which gives SciPy's controller.
 
     References
     ----------

@@ -119,7 +119,7 @@ class EventWatch:
 
     def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
         """Locate and store the events of a step; `crossed`: the columns of each event; `pairs`: values before and after."""
-        last, ending_event = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
+        part, ending_event = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
         for e, (event, columns) in enumerate(zip(self._events, crossed)):
             if columns is None:
@@ -128,13 +128,13 @@ class EventWatch:
             found.append((e, columns, x))
             if event.stops:
                 states = states.copy() if states is step.new else states
-                earlier = x <= last[columns]  # if two events coincide, the later one in the list ends the step
-                last[columns] = np.where(earlier, x, last[columns])
+                earlier = x <= part[columns]  # if two events coincide, the later one in the list ends the step
+                part[columns] = np.where(earlier, x, part[columns])
                 ending_event[columns] = np.where(earlier, np.full_like(columns, e), ending_event[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
-        located = [self._written(step, e, columns, x, last, ending_event, len(found) > 1) for e, columns, x in found]
-        ended = None if states is step.new else last < np.inf
-        return StepEvents([event for event in located if event], ended, last, states, found)
+        located = [self._written(step, e, columns, x, part, ending_event, len(found) > 1) for e, columns, x in found]
+        ended = None if states is step.new else part < np.inf
+        return StepEvents([event for event in located if event], ended, part, states, found)
 
     def _located(self, event: Event, step: Step, before: Array, after: Array) -> tuple[Array, Array]:
         """Return the fractions of the step at which a condition vanishes, and the states there.
@@ -167,13 +167,13 @@ class EventWatch:
         return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
     def _written(
-        self, step: Step, e: int, columns: Array, x: Array, last: Array, ending_event: Array, several: bool
+        self, step: Step, e: int, columns: Array, x: Array, end_part: Array, ending_event: Array, several: bool
     ) -> LocatedEvent | None:
         """Write an event to the table; return it without the columns in which another event ended the step earlier."""
         # Rounding mustn't move an event beyond the end of the step.
         time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
-        occurred, terminal = x <= last[columns], self._events[e].stops
+        occurred, terminal = x <= end_part[columns], self._events[e].stops
         part = np.where(occurred, x, np.inf)
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
         self.note(step, e, columns, part, time)

@@ -74,9 +74,9 @@ class FitResult:
     njev: Array
     retcode: Array
     indices: Array
-    _factor: Array
-    _residuals: Array
-    _tries: Array
+    _factor: Array  # shape (N, m + 1, m + 1); see `Evaluation`
+    _residual_counts: Array  # int, shape (N,); number of residuals
+    _tries: Array  # int, shape (N,); number of steps of all solves, including rejected ones
 
     def __len__(self) -> int:
         return len(self.p)
@@ -111,7 +111,7 @@ class FitResult:
             root = np.where(used[..., None], rows / values[..., None], 0.0) / norms[:, None]
             found = np.swapaxes(root, 1, 2) @ root
             if not absolute_sigma:
-                excess = self._residuals - np.count_nonzero(free, axis=1)
+                excess = self._residual_counts - np.count_nonzero(free, axis=1)
                 found = found * np.where(excess > 0, 2 * self.cost / excess, np.nan)[:, None, None]
         found[~self.success] = np.nan
         return found

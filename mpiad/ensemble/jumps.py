@@ -63,7 +63,8 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
     before, now, euler, heun = values
     ahead, change, curvature = distance_ahead(elapsed, span), euler - now, heun - euler
     at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(change * elapsed / ahead))
-    # If the slope is zero, the sign is opposite to that of the curvature, and the parabola returns to zero at once.
+    # If the slope is zero, the sign chosen is opposite to that of the curvature. The parabola then returns to zero at
+    # once, as for a ball that lies on the ground.
     side = np.where(change != 0, np.sign(change), -np.sign(curvature))
     returns = at_root & (side * curvature < 0) & ((direction == 0) | (side * direction < 0))
     back = np.where(returns, -ahead * change / curvature, np.inf)

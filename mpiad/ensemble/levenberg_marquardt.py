@@ -108,9 +108,9 @@ class _Problems:
         self._cost, self._factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
         self._gradient = _gradient(self._factor)
         self._codes[~np.isfinite(self._cost)] = ConvergenceCode.InitialFailure.code
-        self._scale = np.ones((count, m))
+        self._inverse_scale = np.ones((count, m))
         self._rescale(np.arange(count), first=True)
-        norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._scale
+        norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._inverse_scale
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step to a point at which the residuals were undefined.
         self._failed_damping = np.full(count, np.inf)
@@ -123,9 +123,9 @@ class _Problems:
 
     def try_step(self) -> None:
         ids = self.active
-        x, cost, factor, scale = self._x[ids], self._cost[ids], self._factor[ids], self._scale[ids]
+        x, cost, factor, inverse = self._x[ids], self._cost[ids], self._factor[ids], self._inverse_scale[ids]
         step, trial = _bounded_step(
-            factor, np.sqrt(self._damping[ids])[:, None] * scale, x, self._lower[ids], self._upper[ids], self._fixed(ids)
+            factor, np.sqrt(self._damping[ids])[:, None] * inverse, x, self._lower[ids], self._upper[ids], self._fixed(ids)
         )
         found = self._evaluate(trial, ids)
         self._nfev[ids] += 1
@@ -145,7 +145,7 @@ class _Problems:
 
         stop = self._stopping
         flat = (np.abs(actual) <= stop.ftol * cost) & (np.abs(predicted) <= stop.ftol * cost) & (ratio <= 2)
-        lengths = np.sqrt(_squared(scale * step)), np.sqrt(_squared(scale * x))
+        lengths = np.sqrt(_squared(inverse * step)), np.sqrt(_squared(inverse * x))
         short = (lengths[0] <= stop.xtol * (stop.xtol + lengths[1])) | (trial == x).all(axis=1)
         stationary = self._optimality(ids) <= stop.gtol
         self._set_code(ids, (flat | short) & ~stationary & near_failure, ConvergenceCode.ConvergenceFailure)
@@ -183,10 +183,10 @@ class _Problems:
 
     def _rescale(self, ids: Array, first: bool = False) -> None:
         if self._given_scale is not None:
-            self._scale[ids] = 1 / self._given_scale[ids]
+            self._inverse_scale[ids] = 1 / self._given_scale[ids]
             return
         norms = scaled_factor(self._factor[ids], np.ones_like(self._x[ids], bool))[1]
-        self._scale[ids] = norms if first else np.maximum(self._scale[ids], norms)
+        self._inverse_scale[ids] = norms if first else np.maximum(self._inverse_scale[ids], norms)
 
     def _set_code(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
         """Set the code of the problems in the mask `done` that don't have a code yet."""

@@ -100,8 +100,9 @@ if save_step.shape[0] > 0:
 @next_save_time
 """
 
-# Locates the events of a step and writes them to a table (see `kernel_rows`). The first terminal event ends the step at the
-# fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends, for all lanes at once.
+# Locates the events of a step and writes them to a table (see `kernel_rows`). The first event that is terminal or acts ends
+# the step at the fraction `first` of the step. `@crossed` has compared the signs of the conditions at both ends, for all
+# lanes at once.
 _EVENTS = """
 h = $sign * $size
 @rounded_step
@@ -196,7 +197,7 @@ def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in spec.sided:
         return steps.changed(e, *values)
-    # Only sign changes from the side to which the condition left its last root count.
+    # A sign change counts only if it starts on the side to which the condition left its last root.
     up, down = (steps.changed(e, *values, direction) for direction in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
@@ -207,7 +208,7 @@ def forward(
     u0: {real}[:, ::1], p: {real}[:, ::1], s: {real}[::1], start: float64[::1], end: float64[::1], times: float64[:, ::1],
     rtol: float64, atol: {real}[::1], dt: float64, dtmax: float64, max_steps: float64, u_end: {real}[:, ::1],
     t_reached: float64[::1], codes: int8[::1], naccept: int64[::1], nreject: int64[::1], saved: {real}[:, :, ::1],
-    save_step: int32[:, ::1], du_end: {real}[:, :, ::1], dsaved: {real}[:, :, :, ::1], last: int64[::1],
+    save_step: int32[:, ::1], du_end: {real}[:, :, ::1], dsaved: {real}[:, :, :, ::1], last_row: int64[::1],
     rows: float64[:, ::1], previous: int64[::1],
     when affected:
         given_times: float64[:, ::1], kinds: int64[:, ::1], slots: int64[::1], resumed: int64[::1],
@@ -263,8 +264,8 @@ def forward(
                     rows[row, 0] = $sign * $now
                     rows[row, 1] = $sign * $size
                     each c: rows[row, {c+2}] = $u[{c}]
-                    previous[row] = last[ids[l]]
-                    last[ids[l]] = row
+                    previous[row] = last_row[ids[l]]
+                    last_row[ids[l]] = row
                     row += 1
         for l in range({lanes}):
             if $event > 0.0:

@@ -74,8 +74,9 @@ if acted and code < 0 and tn != $end:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition after affects. If it is so near zero that rounding determines its sign, the sign is set: after
-# the condition's event to the opposite of the earlier sign, after a very short step to the earlier sign.
+# The value of a condition after affects. If they haven't changed it, and it may be so near zero that rounding determines
+# its sign, the sign is set: after the condition's event to the opposite of the earlier sign, after a very short step to the
+# earlier sign.
 _RESUME = """
 {value}
 value_before = $condition[{e}]
@@ -228,7 +229,8 @@ if {jump_step} == step[l] + 1:
     {next_jump}
 """
 
-# The cotangent of the last step's size is a cotangent of the time at which this step ends.
+# `h_bar` belongs to the step that ends at the jump `last_jump`, or, if that is -1, at the end of tspan. The cotangent of
+# the size of this step is a cotangent of the time at which it ends.
 _SIZE_COTANGENT = """
 if {last_jump} < 0:
     stop_bar[i] += $h_bar

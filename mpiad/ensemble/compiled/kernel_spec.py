@@ -75,7 +75,7 @@ class KernelSpec(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether the size of a step depends on the error of the previous step."""
+        """Whether the size of a step depends on the errors of the two steps before it."""
         return self.tableau.error is not None and self.controller.remembers
 
     @property

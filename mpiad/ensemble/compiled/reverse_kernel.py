@@ -73,7 +73,7 @@ ids[l] = i
 row[l] = last[i]
 step[l] = naccept[i] - 1
 time_index[l] = n_saved - 1
-# If every step is saved, trajectories with fewer steps have unused entries at the end.
+# Skip final states, whose cotangents are in `end_bar`, and states that weren't reached; both come last.
 while time_index[l] >= 0 and save_step[i, time_index[l]] < -1:
     time_index[l] -= 1
 each c: $cotangent[{c}] = end_bar[{c}, i]

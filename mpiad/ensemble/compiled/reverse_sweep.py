@@ -33,7 +33,7 @@ class KernelSeeds(NamedTuple):
 
     end: Array  # shape (d, N); of the states at the end of the last steps
     saved: Array | None  # shape (N, n_saved, d); of saved states
-    save_step: Array  # int, shape (N, n_saved); the step that contains each saved state; states in no step come last
+    save_step: Array  # int, shape (N, n_saved); the step of each saved state, or INITIAL; FINAL and NOWHERE come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
     stop: Array  # shape (N,); end time of the last step, or of the full step if a terminal event cut it short
     leaves: dict[int, Array]  # cotangents from events, by index of the parameters' leaf
@@ -65,21 +65,21 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     end, value = plain.end.copy(), np.zeros((len(table), len(plain.end)), plain.end.dtype)
     reached = np.zeros(run.batch.size) if seeds.reached is None else seeds.reached
     stop, start = plain.stop.copy(), np.zeros(run.batch.size)
-    crossed = np.zeros(len(table))
-    crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed[: len(run.crossings.ids)]
+    times_bar = np.zeros(len(table))
+    times_bar[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed[: len(run.crossings.ids)]
     if run.jumps is not None:  # `KernelStops` handles the events that ended steps
         terminal[:] = False
     stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
     # If two terminal events coincide, only one of them has ended the trajectory.
     ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
-    nonterminal = np.flatnonzero(crossed)
+    nonterminal = np.flatnonzero(times_bar)
     with np.errstate(all="ignore"):
         for number in np.unique(event[ending]):
             rows = ending[event[ending] == number]
             value[rows], start[ids[rows]] = _pulled(run, places, table[rows], leaves, end[:, ids[rows]], reached[ids[rows]])
         for number in np.unique(event[nonterminal]):
             rows = nonterminal[event[nonterminal] == number]
-            value[rows], _ = _pulled(run, places, table[rows], leaves, None, crossed[rows])
+            value[rows], _ = _pulled(run, places, table[rows], leaves, None, times_bar[rows])
     end[:, ids[ending]] = 0
     chosen = np.concatenate([ending, nonterminal])
     return _merged(plain._replace(end=end, stop=stop, leaves=leaves, start=start), table[chosen], value[chosen])

@@ -36,7 +36,7 @@ FEW = 4
 MOST_COMPONENTS = 100
 # Maximum number of operations of f; a step calls f two to ten times.
 MOST_OPERATIONS = 1500
-# A function with more than this number of different programs isn't compiled any more.
+# Maximum number of different programs of a function that are compiled.
 _MOST_PROGRAMS = 8
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -45,10 +45,10 @@ _structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
 # Per f and structure: the numbers of the first solve, the indices of the numbers that have changed since then, and the
 # problem in which the changed numbers are parameters.
 _first_numbers: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
-# Maximum number of cached traces per function.
+# Maximum number of cached traces, of all functions together.
 _MOST_KNOWN = 64
-_known: dict[Fingerprint, Any] = {}
-_kinds: dict[Fingerprint, None] = {}
+_known: dict[Fingerprint, Any] = {}  # the cached traces
+_kinds: dict[Fingerprint, None] = {}  # the keys of the cached traces, without floats
 
 
 class TracedProblem(NamedTuple):

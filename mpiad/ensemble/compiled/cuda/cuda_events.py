@@ -28,16 +28,16 @@ if ({crossed}) {
     each e:
         // The second run, which records steps for the reverse kernel, writes no events.
         if (u_end && fraction{e} < INFINITY && fraction{e} <= cut) {
-            const long long row = NEXT(event_count);
-            if (row < event_capacity) {
-                rows[0 * event_capacity + row] = (double)i;
-                rows[1 * event_capacity + row] = {e};
-                rows[2 * event_capacity + row] = (double)step_count;
-                rows[3 * event_capacity + row] = fraction{e};
-                rows[4 * event_capacity + row] = sign * (now + fraction{e} * size);
-                rows[5 * event_capacity + row] = (double)head;
+            const long long event_column = NEXT(event_count);
+            if (event_column < event_capacity) {
+                rows[0 * event_capacity + event_column] = (double)i;
+                rows[1 * event_capacity + event_column] = {e};
+                rows[2 * event_capacity + event_column] = (double)step_count;
+                rows[3 * event_capacity + event_column] = fraction{e};
+                rows[4 * event_capacity + event_column] = sign * (now + fraction{e} * size);
+                rows[5 * event_capacity + event_column] = (double)head;
             }
-            head = row;
+            head = event_column;
         }
     when terminal:
         if (cut < INFINITY) {
@@ -62,13 +62,13 @@ if (crossed{e}) {
 # Processes the events of a step, after the stages of the step have been recomputed.
 _CROSSED = """
 when uses_last: real {last_stage};
-while (row >= 0 && (long long)rows[2 * event_capacity + row] == step) {
+while (event_column >= 0 && (long long)rows[2 * event_capacity + event_column] == step) {
     has_arrivals = true;
     @states
     @rates
-    const int event = (int)rows[event_capacity + row];
+    const int event = (int)rows[event_capacity + event_column];
     @bodies
-    row = (long long)rows[5 * event_capacity + row];
+    event_column = (long long)rows[5 * event_capacity + event_column];
 }
 """
 
@@ -89,7 +89,7 @@ if (event == {e}) {
         // The cotangent of the state at the event is treated like that of a saved state.
         @sums
         each c:
-            mid_{c} += bar_{c};
+            mid_bar_{c} += bar_{c};
             each used: arrival{used}_{c} += w{used} * bar_{c};
     }
 }
@@ -107,8 +107,8 @@ def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
         changed += c_lines([steps.condition(e, f"after{e}", "new", "tn")])
         changed.append(f"const bool crossed{e} = {steps.changed(e, f'before{e}', f'after{e}')};")
         value = [steps.condition(e, "value", "y", "sign * (now + x * size)")]
-        ends = [f"value_before = {steps.doubled(f'before{e}')}", f"value_after = {steps.doubled(f'after{e}')}"]
-        lines = [*ends, *steps.located(lambda i, c: f"k{i}_{c}", lambda c: f"u_{c}", value)]
+        both = [f"value_before = {steps.doubled(f'before{e}')}", f"value_after = {steps.doubled(f'after{e}')}"]
+        lines = [*both, *steps.located(lambda i, c: f"k{i}_{c}", lambda c: f"u_{c}", value)]
         located += filled(_LOCATED, {"e": e, "search": c_lines(lines, ["value"]), "terminal": terminal[e]})
     cut = ["x = cut", *steps.weights()]
     for c in range(spec.d):
@@ -125,7 +125,7 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the placeholders of the reverse kernel for events."""
     if not spec.events:
         return {"declared": "", "crossed": []}
-    d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * event_capacity + row]"]
+    d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * event_capacity + event_column]"]
     if spec.stages in steps.used():
         last = steps.state(f"k{spec.stages}")
         lines.append(steps.call(f"k{spec.stages}", f"y{spec.stages}", spec.stages))
@@ -135,15 +135,15 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     slopes = [" + ".join(f"(real)r{i} * k{i}_{c}" for i in steps.used()) for c in range(d)]
     sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
     outputs = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
-    given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * event_capacity + row]", "1", *outputs]
+    given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * event_capacity + event_column]", "1", *outputs]
     names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(outputs), "given": ", ".join(given)}
     names["slope"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
     names["sums"] = [f"{name} += factor * by{j};" for j, name in enumerate(sums)]
-    at_end = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
+    end_fraction_bar = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
     bodies = []
     for e, (terminal, _) in enumerate(spec.events):
-        names |= {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[row] != 0"}
-        names["fraction_bar"] = at_end if terminal else f"(real)times_bar[row] * {h}"
+        names |= {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[event_column] != 0"}
+        names["fraction_bar"] = end_fraction_bar if terminal else f"(real)times_bar[event_column] * {h}"
         bodies += filled(_BODY, names)
     crossed = {"uses_last": bool(last), "last_stage": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
     crossed["rates"] = [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)]

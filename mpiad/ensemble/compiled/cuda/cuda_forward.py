@@ -59,7 +59,7 @@ INLINE double inverse_root(double x, const int n) {
 }
 typedef {real} real;
 
-// The time of a trajectory's next saved state.
+// The time with this index at which trajectory i is saved, multiplied by `sign`; infinity after the last one.
 INLINE double save_time_at(
     const double* times, long long n_saved, long long by_row, long long i, long long time_index, double sign
 ) {
@@ -76,8 +76,9 @@ def prelude(spec: KernelSpec) -> str:
 
 _KERNEL = """
 // Solves the trajectories first, ..., first + count - 1 of n. saved: shape (n_saved, d, n); steps_u, steps_t: (capacity, d,
-// count), (capacity, 2, count); rows, the table of events: (6, event_capacity); other arrays: (rows, n). failed: the number
-// of failed trajectories. If u_end is null, only the steps are written.
+// count), (capacity, 2, count); rows, the table of events: (6, event_capacity); dsaved: (tangents, n_saved, d, n). For p to
+// u0 and atol see `Inputs`; other arrays: (..., n). failed: the number of failed trajectories. If u_end is null, only the
+// steps are written.
 KERNEL forward(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
     const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
@@ -110,7 +111,7 @@ KERNEL forward(
         long long step_count = 0, tries = 0;
         double following = 1;
         bool rejected = false;
-        when remembers: double before = {least_error};
+        when remembers: double q2_before = {least_error};
         when events: long long head = -1;
         @conditions
         if (code < 0) {
@@ -206,7 +207,7 @@ def cuda_forward_text(spec: KernelSpec) -> str:
     names |= {"unit_tangents": _unit_tangents(spec, steps), "first_step": _first_step(spec, steps)}
     names |= {"stages": c_lines(steps.stages(), scope), "error": c_lines(steps.error(), scope)}
     names |= {"tangents": _tangents(spec, steps), "interpolated": _interpolated(spec, steps)}
-    names["factor"] = c_lines(_factor(spec, steps), ["before"]) if spec.tableau.error else []
+    names["factor"] = c_lines(_factor(spec, steps), ["q2_before"]) if spec.tableau.error else []
     return "\n".join(filled(_KERNEL, names))
 
 
@@ -217,7 +218,7 @@ def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
         # These two calls take half as many instructions as `pow`, with an error of a few ulp.
         return [f"{out} = np.exp2({exponent} * np.log2({x}))"]
 
-    return steps.factor(power, "before", "rejected")
+    return steps.factor(power, "q2_before", "rejected")
 
 
 def _unit_tangents(spec: KernelSpec, steps: Steps) -> list[str]:

@@ -39,7 +39,7 @@ KERNEL reverse(
         if (alive) {
             long long time_index = n_saved - 1;
             when events:
-                long long row = heads[i];
+                long long event_column = heads[i];
                 bool ends = code == {Terminated};
             while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > ahead) --time_index;
             for (long long step = naccept[i] - 1; step >= 0; --step) {
@@ -48,7 +48,7 @@ KERNEL reverse(
                 when single: const real h_ = (real)h;
                 each c: const real y0_{c} = steps_u[(step * {d} + {c}) * count + column];
                 when inside:
-                    each c: real mid_{c} = 0;
+                    each c: real mid_bar_{c} = 0;
                     each i: each c: real arrival{i}_{c} = 0;
                     bool has_arrivals = false;
                 while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) > now) {
@@ -59,7 +59,7 @@ KERNEL reverse(
                             @weights
                             each c:
                                 const real bar_{c} = saved_bar[(time_index * {d} + {c}) * n + i];
-                                mid_{c} += bar_{c};
+                                mid_bar_{c} += bar_{c};
                                 each used: arrival{used}_{c} += w{used} * bar_{c};
                         } else {
                             each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
@@ -77,7 +77,7 @@ KERNEL reverse(
                 // The cotangent of the new state is complete.
                 each c: z{last}_{c} = total_{c};
                 @pulled
-                when inside: each c: total_{c} += mid_{c};
+                when inside: each c: total_{c} += mid_bar_{c};
                 ahead = now;
             }
             while (time_index >= 0 && save_time_at(times, n_saved, by_row, i, time_index, sign) == start_time) {

@@ -27,7 +27,7 @@ from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.devices.device_arrays import ArrayModule, DeviceKernel, Launcher, launcher_of
 
-_BLOCKS = 4096  # maximum number of blocks of trajectories whose step counts are copied to the host
+_BLOCKS = 4096  # maximum number of blocks of trajectories; one number of steps per block is copied to the host
 
 
 class Share(NamedTuple):
@@ -73,7 +73,7 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
     return shares
 
 
-_ROWS = 1024  # initial capacity of the table of events, in addition to the expected number
+_ROWS = 1024  # number of columns of the first table of events, in addition to the expected number of events
 Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
 
