@@ -151,10 +151,10 @@ def diagnosis(system: System) -> str:
         return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
     # If some rows are very small, these products don't show whether the operator is singular.
-    contrast = _contrast(system, images[2], images[3], scale / system.length)
+    contrast = _contrast(system, images[2], images[3], scale / system.unknowns)
     if constant and not contrast:
         return _SINGULAR + "."
-    if system.settings.method == "cg" and (np.abs(product_12 - product_21) > 1e-6 * np.sqrt(scale * system.length)).any():
+    if system.settings.method == "cg" and (np.abs(product_12 - product_21) > 1e-6 * np.sqrt(scale * system.unknowns)).any():
         return "the operator isn't symmetric. Take method='gmres' or 'bicgstab'."
     if contrast:
         return (
@@ -172,7 +172,7 @@ def _contrast(system: System, image_1: LocalArray, image_2: LocalArray, mean: np
     count, total = np.real(system.sums(np.array(local, float)))
     # With random signs, entries cancel in at most about one row in sixteen.
     factors = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
-    return float(np.max(np.where(count > 0.2 * system.length, factors, 0.0)))
+    return float(np.max(np.where(count > 0.2 * system.unknowns, factors, 0.0)))
 
 
 def _rounding_squared(dtype: np.dtype) -> float:

@@ -173,6 +173,16 @@ def test_extreme_contrast_is_called_that(method):
     assert "singular" not in str(caught.value) and "sign" not in str(caught.value)
 
 
+def test_few_small_rows_are_no_extreme_contrast():
+    """One row in eight is small: too few on any number of ranks, whose numbers of rows don't count."""
+    domain = Domain(40)
+    (k,) = domain.coordinates()
+    diagonal = np.where(k % 8 == 0, 1e-12, 1.0 + k)
+    with pytest.raises(ConvergenceError, match="within maxiter=2 iterations") as caught:
+        solve(lambda u: diagonal * u, np.ones(domain.local_shape), maxiter=2)
+    assert "extreme contrast" not in str(caught.value)
+
+
 def test_operator_that_is_not_symmetric(domain, rank_rng):
     # Conjugate gradients may still arrive; the derivative, which takes A for Aᵀ, would be wrong.
     b = right_hand_side(domain, rank_rng)
