@@ -149,7 +149,7 @@ class Operation(Recorded):
     - `of_request`: whether the operation starts or completes a request; its rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
       arguments that communicates from array x into array out, and doesn't report its calls to debugging tools.
-    - `forward`, `bare`: the forward rule, with and without reports of its calls to debugging tools.
+    - `forward`, `bare`: the forward rule; only `forward` reports its calls to debugging tools, while they ask for it.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, of_request: bool = False, batched_adjoint: bool = False):
