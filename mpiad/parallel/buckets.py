@@ -2,8 +2,8 @@
 
 The sums use a separate communicator, so they may start during a reverse pass, independently of its communication. On
 different ranks arrays may be ready in different orders, but all ranks must start the sums in the same order: a sum starts
-when its bucket and all previous buckets are full. The sum of the last bucket can't overlap with computation, so it is a
-blocking call, which takes less memory and time.
+when all arrays of its bucket and of the previous buckets are ready. The sum of the last bucket can't overlap with
+computation, so it is a blocking call, which takes less memory and time.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Sums:
         self._begun = self._plan.several
 
     def add(self, index: int, array: Array) -> None:
-        """Add one array, and start the sums of full buckets."""
+        """Add one array, and start the sums of the next buckets whose arrays are all ready; `wait` starts the last sum."""
         self._arrays[index] = array
         self._missing[self._plan.bucket_of[index]] -= 1
         while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:

@@ -1,4 +1,7 @@
-"""Pytrees of parameters, and checks of gradients and states against them."""
+"""Pytrees of parameters, and checks of gradients and states against them.
+
+The trained leaves of a pytree are all floats, complex numbers and arrays of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
 
 
 def map_trained(fun: Callable[[Array], Array], tree: Tree) -> Tree:
-    """Apply a function to the trained leaves of a pytree."""
+    """Apply a function to the trained leaves of a pytree; other leaves are unchanged."""
     return map_leaves(lambda leaf: fun(leaf) if is_variable(leaf) else leaf, tree)
 
 
@@ -52,8 +55,8 @@ def matching_leaves(
 ) -> list[Any]:
     """Return the leaves of a tree; raise if its structure, shapes or dtypes differ from those of the parameters.
 
-    `expected`: the leaves of the parameters; with `real` leaves are compared with their real parts. `name`, `of`: the names
-    of the tree and of the parameters in messages.
+    `expected`: the leaves of the parameters. `real`: whether the tree must match the real parts of the parameters. `name`,
+    `of`: the names of the tree and of the parameters in messages.
     """
     found = flatten(tree)[0]
     if same_form(tree, params) and all(map(_matches, found, map(_real, expected) if real else expected)):

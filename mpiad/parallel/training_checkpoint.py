@@ -158,7 +158,7 @@ def _require_like(restored: TrainingCheckpoint, like: Tree) -> None:
     for name, part in parts:  # `parts` grows in this loop
         if same_form(part, like):
             try:
-                matching_leaves(part, like, flatten(like)[0], "another model's", name, "like")
+                matching_leaves(part, like, flatten(like)[0], "no match for like", name, "like")
             except ValueError as error:
                 mismatch = error
             else:

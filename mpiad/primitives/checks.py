@@ -67,7 +67,7 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     if not isinstance(op, Op):
         raise TypeError(f"{call}: op must be an mpi4py operation such as MPI.SUM, but got {type(op).__name__} {op!r}.")
     name, allowed = name_of(op), defined_for(kind)
-    # User-defined operations have no adjoint, and are allowed for integers only.
+    # User-defined operations have no adjoint, so they are refused for real and complex numbers.
     if name in allowed or (name is None and kind not in "fc"):
         return op
     got = "a user-defined operation" if name is None else f"MPI.{name}"

@@ -20,7 +20,10 @@ def spec_like(x: Array) -> Spec:
 
 
 def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Array:
-    """Convert a cotangent or tangent to the shape, dtype and device of its primal value; host arrays aren't copied."""
+    """Convert a cotangent or tangent to the shape, dtype and device of its primal value.
+
+    Raise a TypeError instead of copying a host array to a device.
+    """
     if arrays is not None and not hasattr(type(g), "__cuda_array_interface__"):
         g = _on_device(g, shape, dtype, arrays)
     elif not hasattr(g, "dtype"):

@@ -74,7 +74,7 @@ def _forward(x: Array, p: Exchange) -> Array:
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Function | None:
-    # An exchange without one of the partners, or with a wildcard, can't be prepared.
+    # Not possible without one of the partners. The number isn't None, since `mpi_exchange` refuses wildcards.
     if p.dest is None or p.source is None or p.source.number is None:
         return None
     return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")

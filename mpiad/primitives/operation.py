@@ -82,7 +82,8 @@ class suspended:
     __slots__ = ("_is_body", "_is_operator", "_outer_channels", "_outer_tape", "_tape")
 
     def __init__(self, tape: Tape | None = None, body: bool = True, operator: bool = False):
-        # `operator`: whether the body is a user's function, which may raise on some ranks only.
+        # `body`: whether the function is the body of a node, which ends the recording of a compiled program.
+        # `operator`: whether it is a user's function, which may raise on some ranks only.
         self._tape, self._is_body, self._is_operator = tape, body, operator
 
     def __enter__(self) -> None:
@@ -148,6 +149,7 @@ class Operation(Recorded):
     - `of_request`: whether the operation starts or completes a request; its rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
       arguments that communicates from array x into array out, and doesn't report its calls to debugging tools.
+    - `forward`, `bare`: the forward rule; only `forward` reports its calls to debugging tools, while they ask for it.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, of_request: bool = False, batched_adjoint: bool = False):

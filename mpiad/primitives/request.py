@@ -2,7 +2,8 @@
 
 Start and wait are separate nodes on the tape; the request itself isn't traced. In the reverse pass the wait comes first:
 its adjoint starts the message with the cotangent, and the adjoint of the start completes this message, which therefore
-overlaps with computation. Both adjoints share the state in a `Cell`; each nested trace has its own cell.
+overlaps with computation. For a sum over the ranks, the adjoint of the start does both, since ranks may wait in different
+orders. Both adjoints share the state in a `Cell`; each nested trace has its own cell.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ class Coded(NamedTuple):
     step: float
     # Order of the differences along the first axis. For the first entries, differences along the next axis are stored.
     order: int
-    relative: bool  # whether the difference from the preceding array is coded
+    relative: bool  # whether the difference from the preceding leaf of the same state is coded
 
     def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
-        """Return the array, with an error of at most half a step per entry; `before` is the preceding array."""
+        """Return the array, with an error of at most half a step per entry; `before` is the preceding leaf."""
         differences, kind = self.differences, np.finfo(dtype).dtype
         entries, axes = np.empty(differences.shape, kind), _axes(differences.ndim, dtype)
         before = _real(before) if self.relative and before is not None else None
@@ -197,7 +197,7 @@ class Packed(NamedTuple):
     device: Any = None  # the leaf's device, if it is stored on the host or in a file
 
     def leaf(self, before: Any) -> Any:
-        """Return the leaf in its original dtype; `before` is the preceding leaf."""
+        """Return the leaf in its original dtype; `before` is the preceding leaf of the same state."""
         if self.code is not None:
             return Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype, before)
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)

@@ -14,7 +14,7 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.sharded.host_vectors import Parts, Ring
 from mpiad.transport.devices.device_arrays import ArrayModule
 
-# Columns per operation, so that temporary arrays take at most a few tens of megabytes.
+# Columns per range that `DeviceVectors` yields, so that temporary copies of a range take at most a few tens of megabytes.
 _MAX_COLUMNS = 1 << 18
 
 

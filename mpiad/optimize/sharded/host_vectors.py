@@ -1,7 +1,7 @@
 """The vectors of L-BFGS on the host, stored as the rows of a matrix, and the operations on them.
 
-A tile is a range of columns of all rows, in contiguous memory. Operations process one tile after the other, since a tile
-fits into the cache. `device_vectors` is the counterpart on a device.
+A tile is a range of columns of all rows, in contiguous memory. Operations process one tile after the other, since the one
+or two rows that a tile's operations use repeatedly fit into the cache. `device_vectors` is the counterpart on a device.
 
 Two rows form a slot. The slot of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
 stores the gradient g at the current point and the next direction. The slot after it stores the gradients of trial points.

@@ -302,7 +302,10 @@ class LBFGS:
         return State(self._count, self._trials.count, new, value_before, slope, grad_norm, stopped)
 
     def _search(self, iterate: Point, slope: float, grad_norm: float) -> Point:
-        """Return the point that a line search accepts, or the best trial point; `iterate` if no trial is better."""
+        """Return the point that a line search accepts, or the best trial point.
+
+        Return `iterate` if no trial is better, or a rank received SIGTERM before a trial was accepted.
+        """
         self._barrier = math.inf
         line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, grad_norm)), iterate
         for _ in range(self._settings.maxls):

@@ -6,7 +6,8 @@ direction. The second pass computes the direction. With m pairs and n variables,
 of the memory per iteration.
 
 The products of the rows with the gradient are updated by adding the products with the newest change. They are computed from
-the rows again only when the gradient is so small that rounding errors of the updates would matter.
+the rows again only when the last step isn't stored as a pair, or the gradient is so small that rounding errors of the
+updates would matter.
 
 The two-loop recursion needs only scalar products of the steps s, the gradient changes y and the gradient g. The direction
 -H g is a combination of these 2m + 1 vectors.

@@ -149,7 +149,7 @@ class NewtonPoint:
 
     - `finite`: whether the value and all entries of the gradient are finite.
     - `free`: mask of the free variables; None for all.
-    - `projected_step`: with bounds, P(x - g) - x.
+    - `projected_step`: with bounds, the projection of x - g onto the bounds, minus x.
     - `norm`: norm of the gradient in the inner product, NaN until it is computed. `square`: squared norm of its free part.
     - `length`, `slope`: length of the step from the previous point, and derivative at the previous point along the step.
     """
