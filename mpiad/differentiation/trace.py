@@ -72,7 +72,7 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
         names = {type(leaf).__name__ + (f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else "") for leaf in leaves}
         kinds = ", ".join(sorted(names)) or "nothing"
         raise TypeError(
-            f"{call}: argument {argnum!r} holds {kinds}, but only real and complex numbers and arrays have derivatives. "
+            f"{call}: argument {argnum!r} holds {kinds}, but only floating-point numbers and arrays have derivatives. "
             "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
         )
     if len(places) < len(leaves):
