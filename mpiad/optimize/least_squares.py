@@ -180,7 +180,7 @@ class ResidualEvaluation:
             # With a robust loss and large outliers, a gradient computed from R would have only half of the digits.
             return _qr_factor(np.column_stack([model, weighted])), model @ weighted
 
-        # The factor R of the stacked factors is that of all rows, since RᵀR is the sum of these products over the ranks.
+        # The factor R of the stacked factors is that of all rows, since RᵀR is the sum of the ranks' products.
         factors = self._comm.gather(self.agreement.run(reduced), self._program.root)
         if factors is None:
             return None

@@ -85,7 +85,7 @@ class Objective(NamedTuple):
     def _model_term(self, params: Tree, theta: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.valid], found.gradients[found.valid]
         if self.gradient == "pathwise":
-            # The model's gradients are constants, so this is linear in θ, and its derivative is the chain rule.
+            # The model's gradients are constants, so this is linear in θ, and its gradient is that of the mean loss.
             return np.sum(to_device_of(gradients, stop_gradient(theta)) * theta) / len(values)
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0

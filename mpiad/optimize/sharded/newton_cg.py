@@ -85,7 +85,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
     z = system.precondition(residual)
     square = _positive(system, system.dot(residual, z))
     target, near_target = forcing**2 * system.square, system.slack * forcing**2 * square
-    # The recurrences for pᵀ P⁻¹ p, pᵀ P⁻¹ d and dᵀ P⁻¹ d, with the direction d.
+    # `pp`, `pd` and `dd` are pᵀ P⁻¹ p, pᵀ P⁻¹ d and dᵀ P⁻¹ d for the direction d.
     direction, pp, pd, dd, decrease = -z, 0.0, 0.0, square, 0.0
     for count in range(limit):
         product = system.multiply(direction)
