@@ -22,8 +22,8 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     call_sites : bool
         Whether all ranks must make a collective call without a root from the same line.
     timeout : float, optional
-        The maximum duration of a wait in seconds; 0 for no limit. By default the value of ``MPIAD_TIMEOUT``, or 300 if this
-        variable isn't set.
+        The maximum duration of a wait in seconds; 0 for no limit. By default the current limit (set by
+        ``MPIAD_TIMEOUT`` or an outer `checked`), or 300 if there is none.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Concatenation of several arrays to one vector, for operators whose result or variable is one array."""
+"""Concatenation of several arrays to one vector, for messages, and for operations that take or return only one array."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpiad.transport import Spec
 
 
 class Concatenation:
-    """A vector of flattened arrays, with a dtype that represents all arrays exactly; on a device if any array is."""
+    """The layout of a vector of flattened arrays: a dtype that represents all exactly; on a device if any array is."""
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)

@@ -31,6 +31,7 @@ def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
     if watch_settings.debug():
         claim = f"{call}: J must be the same on all ranks"
         advice = (
-            "Reductions of this MPI round differently on different ranks. Decide on one rank, and broadcast the decision."
+            "Reductions of this MPI round differently on different ranks. If the program branches on J, let one rank "
+            "choose, and broadcast its choice."
         )
         settled(require_replicated, channel, named_leaves(value, "J"), claim, advice)

@@ -190,7 +190,7 @@ def shared_sum(gradients: list[Array], comm: Comm) -> list[Array]:
         if len(members) == 1:
             out[members[0]] = mpi_allreduce(gradients[members[0]], comm=comm)
             continue
-        # One message instead of many small messages saves more time than the copies take.
+        # One message instead of many small messages saves more time than copying takes.
         whole = Concatenation([specs[i] for i in members])
         total = mpi_allreduce(whole.vector([gradients[i] for i in members]), comm=comm)
         for i, part in zip(members, whole.parts(total)):

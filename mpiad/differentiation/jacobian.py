@@ -82,7 +82,7 @@ def jacobian(
         spec = _agreed_spec(traced, weight, used, variables.shapes() if shared else ())
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
-        # For a shared variable, the derivatives of all entries of J are summed over the ranks in one message.
+        # For a shared variable, the derivatives of all entries of J are summed over the ranks together, not row by row.
         return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
 
     return evaluate

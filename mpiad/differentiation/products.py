@@ -91,7 +91,7 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
     """Implement `make_vjp` and `linearize`; `passes` as in `Tape`."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Function, Tree]:
-        variables = variables_of(args, argnum, "make_vjp")
+        variables = variables_of(args, argnum, "linearize" if passes == "recorded" else "make_vjp")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)

@@ -24,7 +24,7 @@ from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRA
 
 _ndarray = np.ndarray
 # Exact types only, since subclasses of ndarray may define other operators.
-_numbers = frozenset({float, int, np.float64, np.ndarray})
+_untraced = frozenset({float, int, np.float64, np.ndarray})
 _new = object.__new__
 _getitem: Any = ArrayBox.__getitem__
 _KEYWORDS: dict = {}
@@ -73,7 +73,7 @@ def _operator(rule: Callable, fun: Function, ufunc: Function, swapped: bool) -> 
     def method(self: Any, other: Array) -> Array:
         node, x, kind = self._node, self._value, type(other)
         if type(node) is OrderedNode and type(x) is _ndarray and node.tape.record is not None:
-            if kind in _numbers:
+            if kind in _untraced:
                 args = (other, x) if swapped else (x, other)
                 return _recorded(rule, ufunc(*args), args, argnums, (node,), self._trace)
             if kind in _boxes and other._trace == self._trace and type(other._value) is _ndarray:
@@ -120,7 +120,7 @@ def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable
     def method(self: Any, other: Array) -> Array:
         node, x, kind = self._node, self._value, type(other)
         if type(node) is BundleNode and type(x) is _ndarray and node.tape.record is not None:
-            if kind in _numbers:
+            if kind in _untraced:
                 z = ufunc(x, other)
                 return _new_box(z, [None if g is None else first(g, x, other, z) for g in node.g], node.tape, self._trace)
             if kind in _bundle_boxes and other._trace == self._trace and type(other._value) is _ndarray:
@@ -144,7 +144,7 @@ def _right_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callabl
 
     def method(self: Any, other: Array) -> Array:
         node, y, kind = self._node, self._value, type(other)
-        if kind in _numbers and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
+        if kind in _untraced and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
             z = ufunc(other, y)
             return _new_box(z, [None if h is None else second(h, other, y, z) for h in node.g], node.tape, self._trace)
         return fun(other, self)

@@ -52,7 +52,7 @@ class LibraryTape(Tape):
 
     def __enter__(self) -> Any:
         self.outer: Tape | None = tracing.tape
-        self.around: LibraryTape | None = tracing.tapes
+        self.around: LibraryTape | None = tracing.tapes  # the next outer open tape, even if it isn't current
         self.outer_channels = tracing.channels
         tracing.tapes = self  # first, so that an interrupt in this function also ends the trace
         _open_number(self)

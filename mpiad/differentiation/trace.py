@@ -114,7 +114,7 @@ def trace_backwards(
             # Variables are the first nodes of the record, and the reverse pass stops before these nodes.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.on_tape(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-            # Leaves are unboxed before the tape closes, since this turns them into constants. An error here ends the trace.
+            # Leaves are unboxed inside the block, whose end turns them into constants. An error here ends the trace.
             leaves, build = flatten(out)
             results = [unboxed(leaf, tape) for leaf in leaves]
             places = [-1 if node is None else node.index for _, node in results]

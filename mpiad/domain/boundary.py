@@ -39,7 +39,7 @@ class Side(NamedTuple):
     # ``layers(n, h, end)`` returns the slice of the copied layers in a block with its halo: h layers, or one repeated
     # layer. With None nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # Minimum number of cells of a block minus the width of the halo; None if any number of cells suffices.
+    # Minimum number of cells of the grid along the dimension, minus the width of the halo; None if any number suffices.
     extra_cells: int | None = None
     factor: complex = 1
     value: Any = 0

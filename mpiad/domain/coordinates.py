@@ -58,7 +58,8 @@ class Location(NamedTuple):
     """The owners of points, their cells, and their positions between cells."""
 
     owner: Array  # int array of shape (...); the rank that owns the cell
-    # Int array of shape (..., dimensions): the index, in the whole grid, of the last cell at or before the point.
+    # Int array of shape (..., dimensions): the index, in the whole grid, of the last cell at or before the point; for a
+    # point at the end of a dimension that isn't periodic, of the cell before the last.
     cell: Array
     fraction: Array  # shape (..., dimensions); the distance from that cell, from 0 to 1 (the next cell)
 

@@ -148,10 +148,10 @@ def _finish(x: None, begun: ActiveExchange) -> LocalArray:
 
 def _adjoint_of_begin(ans: ActiveExchange, x: Array, exchange: Exchange, level: int) -> Function:
     """Return the function that ends the transposed exchange, which the adjoint of `end_exchange` has begun."""
-    cell = ans.cell(level)
+    shared = ans.cell(level)
 
     def vjp(g: None) -> Array:
-        request, cell.request = cell.request, None
+        request, shared.request = shared.request, None
         return communicate(_END_OPERATION, None, request)
 
     return vjp
@@ -159,10 +159,10 @@ def _adjoint_of_begin(ans: ActiveExchange, x: Array, exchange: Exchange, level: 
 
 def _adjoint_of_end(ans: Array, x: None, begun: ActiveExchange, level: int) -> Function:
     """Return the function that begins the transposed exchange."""
-    cell, transposed = begun.cell(level), begun.exchange.transposed()
+    shared, transposed = begun.cell(level), begun.exchange.transposed()
 
     def vjp(g: Array) -> None:
-        cell.request = communicate(_BEGIN_OPERATION, g, transposed)
+        shared.request = communicate(_BEGIN_OPERATION, g, transposed)
 
     return vjp
 
@@ -173,8 +173,8 @@ def _tangent_of_begin(dx: Array, ans: ActiveExchange, x: Array, exchange: Exchan
 
 
 def _tangent_of_end(dx: None, ans: Array, x: None, begun: ActiveExchange, level: int) -> Array:
-    cell = begun.cell(level)
-    pending, cell.request = cell.request, None
+    shared = begun.cell(level)
+    pending, shared.request = shared.request, None
     return communicate(_END_OPERATION, None, pending)
 
 

@@ -79,9 +79,9 @@ class PreparedStage:
             yield
             messages.finish("exchange")
         except BaseException as error:
-            # The error is a GeneratorExit if the program was discarded. Active messages may still write to the array.
+            # A GeneratorExit means that the compiled program was discarded. Active messages may still write to the array.
             name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
-            messages.leave(f"{name} left a program in which messages were under way.")
+            messages.leave(f"{name} left a compiled program in which messages were under way.")
             raise
         combine = self._combine
         for cells, part in self._unpacked:

@@ -1,7 +1,7 @@
 """Coordinates of cells, owners of points, and interpolation at points between cells.
 
 The cells of a grid represent points with equal spacing. Along each dimension, a user's point lies between a cell and
-the next cell. The rank that owns the surrounding cell with the smallest index along all dimensions also owns the point.
+the next cell. The rank that owns the surrounding cell which comes first along all dimensions also owns the point.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Stage(NamedTuple):
     """Copies of cells that don't depend on each other, and are made simultaneously."""
 
     routes: tuple[Route, ...]
-    own_copies: tuple[tuple[Index, Index], ...]  # pairs of cells of the block, and the cells of its halo that copy them
+    own_copies: tuple[tuple[Index, Index], ...]  # pairs: cells of the block, the halo cells that copy them
     # The physical sides, in the order in which they are filled after the messages: the dimension, 0 or 1 for the low or
     # high side, and the extent of the layers along the other dimensions.
     sides: tuple[tuple[int, int, tuple[slice, ...]], ...]

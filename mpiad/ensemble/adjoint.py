@@ -131,7 +131,7 @@ def to_start(cotangents: Cotangents, jumps: LinearJumps) -> None:
 
 
 def of_ends(run: Run, seeds: Seeds) -> Array:
-    """Return the cotangents of the final states, also as saved values; zero for failed trajectories."""
+    """Return the cotangents of the final states, including their saved copies; zero for failed trajectories."""
     end = run.masked(seeds.end)
     if seeds.saved is not None:
         run.add_saved(end, seeds.saved, at_start=False)
@@ -152,7 +152,7 @@ class _BackwardSweep:
         cotangents, ids, varies = self._cotangents, sweep.ids, self._run.batch.p.varies
         self._sweep, self._leaves = sweep, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in cotangents.leaves}
-        # Cotangents of the start of the first processed step; a change of this time shifts all processed steps.
+        # Cotangents of the start of the earliest step processed so far; a change of this time shifts all processed steps.
         self._start, self._end = cotangents.start[ids], self._run.numbers(len(ids))
         self._u_bar = cotangents.u0[:, ids]
         for visit in sweep.backwards():

@@ -161,9 +161,10 @@ class EnsembleGPU(EnsembleVectorized):
 
 
 def device_for(batch: Batch, together: bool) -> ArrayModule:
-    """Return the device of a batch's arrays; for host arrays this rank's device if `together`, else the current one.
+    """Return the device of a batch's arrays; for host arrays this rank's device or the current one.
 
-    Raises an ImportError if CuPy isn't installed; a RuntimeError if there is no GPU.
+    `together`: whether several ranks solve the ensemble, each on its own device. Raises an ImportError if CuPy
+    isn't installed; a RuntimeError if there is no GPU.
     """
     for x in (batch.u0, *batch.p.leaves):
         arrays = arrays_of(x)

@@ -37,9 +37,9 @@ def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Arr
     kept = "".join(letter for letter in axes if letter in present)
     part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
     sizes = iter(anp.shape(part))
-    full = tuple([next(sizes) if letter in present else 1 for letter in axes])
-    stretched = tuple(map(max, full, shape))
-    return fitted(part if stretched == anp.shape(part) else expand(part, stretched, full), operands[k])
+    with_ones = tuple([next(sizes) if letter in present else 1 for letter in axes])
+    stretched = tuple(map(max, with_ones, shape))
+    return fitted(part if stretched == anp.shape(part) else expand(part, stretched, with_ones), operands[k])
 
 
 def letters_of(subscripts: str, ndims: Sequence[int]) -> tuple[list[str], str]:

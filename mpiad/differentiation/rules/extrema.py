@@ -1,4 +1,4 @@
-"""Maxima and minima over axes, and bounds; tied elements share the cotangent equally, as in autograd."""
+"""Maxima and minima over axes, and clipping to bounds; tied elements share the cotangent equally, as in autograd."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
     else:
         axes = tuple(i for i, (n, k) in enumerate(zip(x.shape, extrema.shape)) if n != k)
         counts = np.sum(hits, axis=axes, keepdims=True, dtype=dtype)
-    # If no element equals the extremum, the extremum is `initial` or NaN. For NaN the gradient is NaN, as in autograd.
+    # If no element equals the extremum, it is `initial` or NaN. Without `initial` the gradient is NaN, as in autograd.
     return hits / (np.maximum(counts, 1) if "initial" in kwargs else counts)
 
 

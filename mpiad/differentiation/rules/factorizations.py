@@ -129,6 +129,7 @@ def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
 
 
 _NORM: Primitive = getattr(linalg, "_primitive_norm", linalg.norm)
+# From NumPy 2 on, `solve` takes a right-hand side as a vector only if it has one axis.
 _VECTORS_ONLY = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
 
 
