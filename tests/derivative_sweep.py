@@ -511,7 +511,7 @@ def page() -> str:
     bad = wrong(table) + wrong(others)
     if bad:
         raise SystemExit("\n".join(bad))
-    head = ("Function", "Reverse", "Forward", "Reverse over reverse", "Forward over reverse", "Refused calls")
+    head = ("Function", "Reverse", "Forward", "Reverse over reverse", "Forward over reverse", "Unsupported calls")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     rows = rows_of(table)
     complete = [f"`{name}`" for name, cells in rows.items() if set(cells[: len(MODES)]) == {"yes"}]
@@ -535,8 +535,8 @@ over reverse and by forward over reverse. Tests compare each derivative with fin
 - Pass traced arrays by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`.
 - `array`, `concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm` accept lists of traced arrays.
   Other functions convert a list to an array of objects, for which most functions raise an error.
-- At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows autograd's convention.
-  The derivatives of `linalg.norm`, `std` and `sinc` at zero are NaN.
+- At points at which the derivative doesn't exist (`abs` at zero, `max` and `sort` of equal elements), mpiad follows
+  autograd's convention. The derivatives of `linalg.norm`, `std` and `sinc` at zero are NaN.
 
 ## All four derivatives
 
@@ -546,8 +546,8 @@ over reverse and by forward over reverse. Tests compare each derivative with fin
 
 - *yes*: the derivative is available.
 - *in part*: the calls in the last column raise a `NotImplementedError` that names the function. In these calls, `x` is the
-  traced array, and `a`, `m` and `mask` are constant arrays. After a call, (1-D) or (2-D) means that it is refused only if
-  `x` has this number of axes.
+  traced array, and `a`, `m` and `mask` are constant arrays. (1-D) or (2-D) after a call means that only arrays `x`
+  with this number of axes raise the error.
 - *no*: all calls raise this error.
 
 {table}
