@@ -335,7 +335,8 @@ class VI:
         Parameters
         ----------
         data : object
-            This rank's data, which are passed to `loss`. If the data contain device arrays, `theta` is on the same device.
+            The whole data, the same on all ranks: the loss of a draw gets the data of the rank that evaluates it. If they
+            contain device arrays, `theta` is on the same device.
         n_epochs : int
             Maximum number of updates.
         max_epochs_without_improvement : int, optional
@@ -466,7 +467,7 @@ class VI:
         params : pytree of arrays
             Variational parameters; those on a device are copied to the host.
         data : object
-            This rank's data, which are passed to `loss`.
+            The whole data, the same on all ranks.
         n_samples : int
             The number of draws.
 
