@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,9 +13,18 @@ from mpiad._typing import Array, Buffer, Comm, Rank, Request, Shape, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.channels import ABANDONED, Channel, is_watched
 from mpiad.transport.devices import device_settings
-from mpiad.transport.devices.chunked_staging import bounds, incoming_transfer, of_whole, outgoing_transfer
-from mpiad.transport.devices.device_arrays import Spec, arrays_of, result
-from mpiad.transport.devices.staging import Staged, Transfer, transfer_of
+from mpiad.transport.devices.device_arrays import Spec, arrays_of
+from mpiad.transport.devices.staging import takes_directly
+from mpiad.transport.devices.transfers import (
+    DirectTransfer,
+    HostTransfer,
+    StagedTransfer,
+    Transfer,
+    bounds,
+    incoming_transfer,
+    of_whole,
+    outgoing_transfer,
+)
 
 # MPI matches forward messages, which have the user's tags, in the order of their start. The messages of adjoints may be
 # started in another order on either side, since requests are waited for in any order. Therefore their tag is computed from
@@ -123,7 +133,7 @@ class Announcement(list):
 
 def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
     channel = envelope.channel
-    pieces = of_whole(array.size, array.dtype.itemsize, chunk)
+    pieces = of_whole(array, chunk)
     outgoing = outgoing_transfer(array, pieces)
     announcement = Announcement(array, chunk)
     announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
@@ -151,23 +161,22 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
     return total, chunk
 
 
-def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
-    """Receive all chunks into `memory`, one per step of the iteration."""
+def _receive_chunks(envelope: Envelope, buffers: list[np.ndarray]) -> Iterator[int]:
+    """Receive all chunks into buffers, one per step of the iteration."""
     channel, posted = envelope.channel, []
-    for start, end in bounds(memory.size, 1, chunk):
-        given = memory[start:end], envelope.peer, envelope.tag_of_chunks
-        posted.append(channel.begin("blocking receive", memory, channel.reverse.Irecv, *given))
-    for requests in posted:
+    for buffer in buffers:
+        given = buffer.reshape(-1).view(np.uint8), envelope.peer, envelope.tag_of_chunks
+        posted.append(channel.begin("blocking receive", buffer, channel.reverse.Irecv, *given))
+    for number, requests in enumerate(posted):
         requests[0].Wait()
         channel.release(requests)
-        yield
+        yield number
 
 
 def discard(total: int, chunk: int, envelope: Envelope) -> None:
     """Receive and discard the chunks of an unexpected array."""
     dropped = np.empty(total, np.uint8)
-    for _ in _received(dropped, envelope, chunk):
-        pass
+    deque(_receive_chunks(envelope, [dropped[start:end] for start, end in bounds(total, 1, chunk)]), 0)
 
 
 # Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.
@@ -181,26 +190,25 @@ class Receipt:
     any.
     """
 
-    __slots__ = ("buffer", "destination", "envelope", "requests", "sent", "spec", "transfer")
+    __slots__ = ("buffer", "envelope", "requests", "sent", "spec", "transfer")
 
     def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", sent: tuple | None = None):
         self.spec, self.envelope, self.sent, self.requests = spec, envelope, sent, list[Request]()
-        self.transfer: Transfer = transfer_of(spec.arrays)
-        self.destination = self.transfer.destination(spec.shape, spec.dtype)
-        self.buffer: Buffer = self.transfer.recv_buffer(self.destination)
+        self.transfer = incoming_transfer(spec)
+        self.buffer: Buffer = self.transfer.piece(0)
         if kind:
-            kept, call = (self.buffer, self.destination), envelope.comm.Irecv
+            kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
             self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send, and return MPI's request; a host array mustn't be changed before `finish_send`."""
     if type(array) is not np.ndarray:
-        transfer, chunk = transfer_of(arrays_of(array)), device_settings.present().chunk
+        chunk = device_settings.present().chunk
         # An array of the size of an announcement would be mistaken for one.
-        if isinstance(transfer, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
+        if array.nbytes > max(chunk, ANNOUNCEMENT_BYTES) and not takes_directly(arrays_of(array)):
             return _send_in_chunks(array, envelope, chunk, kind)
-        array = transfer.send_copy(array)
+        array = outgoing_transfer(array, copies=True).piece(0)
     return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
 
 
@@ -227,8 +235,9 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     # MPI reports an error if a message is too long, but not if it is too short.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
-        return _receive_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.destination, call)
-    return receipt.transfer.received(receipt.destination)
+        return _received_in_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.transfer, call)
+    receipt.transfer.take(0)
+    return receipt.transfer.received()
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
@@ -247,15 +256,15 @@ def _answered(envelope: Envelope, status: Status) -> None:
 
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive a message after checking its size; a message of another size is received and discarded."""
-    transfer, status = transfer_of(spec.arrays), MPI.Status()
-    destination = transfer.destination(spec.shape, spec.dtype)
-    buffer = transfer.recv_buffer(destination)
+    transfer, status = incoming_transfer(spec), MPI.Status()
+    buffer = transfer.piece(0)
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
     got = status.Get_count(MPI.BYTE)
     _answered(envelope, status)
     if got == spec.nbytes:
         message.Recv(buffer)
-        return transfer.received(destination)
+        transfer.take(0)
+        return transfer.received()
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
@@ -265,7 +274,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
         except MessageMismatchError:
             _drop_chunks(dropped, got, spec, envelope)
             raise
-    return _receive_chunks(dropped, got, spec, envelope, destination, call)
+    return _received_in_chunks(dropped, got, spec, envelope, transfer, call)
 
 
 def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
@@ -301,7 +310,8 @@ def require_whole(destination: np.ndarray, status: Status, back: Envelope, call:
     """After a message of another size, receive the chunks that it announces, or raise a ValueError."""
     got = status.Get_count(MPI.BYTE)
     if got != destination.nbytes:
-        destination[...] = _receive_chunks(destination, got, Spec.of(destination), back, np.empty_like(destination), call)
+        transfer = HostTransfer(np.empty_like(destination))
+        destination[...] = _received_in_chunks(destination, got, Spec.of(destination), back, transfer, call)
 
 
 def _await(receipt: Receipt, status: Status, call: str) -> None:
@@ -325,7 +335,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
     _answered(envelope, status)
 
 
-def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:
+def _received_in_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, transfer: Transfer, call: str) -> Array:
     """Receive the array whose chunks a message announces; raise a ValueError if there are none, or if its size differs."""
     announced = read_announcement(buffer, got, spec)
     if announced is None:
@@ -334,16 +344,13 @@ def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, de
     if total != spec.nbytes:
         discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    if spec.arrays is None:
-        for _ in _received(destination.reshape(-1).view(np.uint8), envelope, chunk):
-            pass
-        return result(destination)
-    # Chunks are staged even with a CUDA-aware MPI, since the sender has sent chunks.
-    pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
-    incoming = incoming_transfer(spec, pieces, getattr(destination, "pinned_block", None))
-    for number, _ in enumerate(_received(incoming.memory.view(np.uint8), envelope, chunk)):
-        incoming.take(number)
-    return incoming.received()
+    if isinstance(transfer, DirectTransfer):
+        transfer = StagedTransfer(spec, [])  # even with a CUDA-aware MPI, since the sender has sent chunks
+    pieces = of_whole(spec, chunk)
+    transfer.divide(pieces)
+    for number in _receive_chunks(envelope, [transfer.piece(k) for k in range(len(pieces))]):
+        transfer.take(number)
+    return transfer.received()
 
 
 def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
