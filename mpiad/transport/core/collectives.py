@@ -22,7 +22,7 @@ from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied, result
-from mpiad.transport.devices.device_settings import divides, exchanges, present
+from mpiad.transport.devices.device_settings import chunk_of, exchanges, present
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import (
     HostTransfer,
@@ -58,11 +58,6 @@ def name_of(op: Op) -> str | None:
     return next((name for name in _NAMES if op == getattr(MPI, name)), None)
 
 
-def _chunk_of(nbytes: int) -> int | None:
-    """Return the size in bytes of the pieces of an array of this size; None if it is communicated as a whole."""
-    return present().chunk if divides(nbytes) else None
-
-
 def _compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
     """Compare the ranks' calls on a guarded communicator: different sizes would lead to different numbers of MPI calls."""
     if getattr(comm, "agreement", None) is not None:
@@ -96,7 +91,7 @@ class Summation:
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
-    pieces = of_whole(array, _chunk_of(array.nbytes))
+    pieces = of_whole(array, chunk_of(array.nbytes))
     sent, received = outgoing_transfer(array, pieces, True, copies=True), incoming_transfer(Spec.of(array), pieces, True)
     requests = [
         channel.begin("reduction", (sent, received), channel.data.Iallreduce, sent.piece(k), received.piece(k), MPI.SUM)
@@ -184,42 +179,39 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
-    chunk = _chunk_of(array.nbytes)
+    chunk = chunk_of(array.nbytes)
     if chunk is not None:
         _compare(channel.data, "Allreduce", array, op)
     elif exchanges(array.nbytes) and name_of(op) == "SUM":
         return _exchanged_sum(channel, array)
-    elif type(array) is np.ndarray:  # without the transfers, which take longer than a sum of a few numbers
+    elif type(array) is np.ndarray:  # without a further function call, since small sums are frequent
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
         return out if array.ndim else out[()]
-    pieces = of_whole(array, chunk)
-    sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
-    return _passed(len(pieces), lambda k: channel.data.Allreduce(sent.piece(k), received.piece(k), op), received)
+    return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array, None, of_whole(array, chunk))
 
 
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Sum the ranks' arrays on the root; return zeros on other ranks."""
     array = outgoing(x, call)
-    chunk = _chunk_of(array.nbytes)
+    chunk = chunk_of(array.nbytes)
     if chunk is not None:
         _compare(channel.data, "Reduce", array, MPI.SUM, root)
     elif exchanges(array.nbytes):
         return _exchanged_sum(channel, array, root)
     pieces = of_whole(array, chunk)
+    if channel.rank == root:
+        return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, None, pieces)
     sent = outgoing_transfer(array, pieces)
-    if channel.rank != root:
-        for number in range(len(pieces)):
-            channel.data.Reduce(sent.piece(number), None, MPI.SUM, root)
-        return Spec.of(array).zeros()
-    received = incoming_transfer(Spec.of(array), pieces)
-    return _passed(len(pieces), lambda k: channel.data.Reduce(sent.piece(k), received.piece(k), MPI.SUM, root), received)
+    for number in range(len(pieces)):
+        channel.data.Reduce(sent.piece(number), None, MPI.SUM, root)
+    return Spec.of(array).zeros()
 
 
 def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
     """Return the root's array on all ranks, which know its spec."""
     array = outgoing(x, call) if channel.rank == root else None
-    return _bcast(channel, array, spec, root, _chunk_of(spec.nbytes))
+    return _bcast(channel, array, spec, root, chunk_of(spec.nbytes))
 
 
 def _bcast(channel: Channel, array: Array | None, spec: Spec, root: int, chunk: int | None) -> Array:
@@ -239,24 +231,25 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     array = outgoing(x, call)
     # Suffix sums are prefix sums over the ranks in reverse order.
     comm = channel.backwards() if backwards else channel.data
-    reduction, chunk = comm.Exscan if exclusive else comm.Scan, _chunk_of(array.nbytes)
+    reduction, chunk = comm.Exscan if exclusive else comm.Scan, chunk_of(array.nbytes)
     if chunk is not None:
         _compare(comm, "Scan", array)
     pieces = of_whole(array, chunk)
+    if not (exclusive and comm.rank == 0):
+        return communicate(reduction, array, None, pieces)
+    # In MPI the first rank's exclusive sum is undefined.
     sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
-    if exclusive and comm.rank == 0:  # in MPI the first rank's exclusive sum is undefined
-        for number in range(len(pieces)):
-            reduction(sent.piece(number), received.piece(number))
-        return Spec.of(array).zeros()
-    return _passed(len(pieces), lambda k: reduction(sent.piece(k), received.piece(k)), received)
+    for number in range(len(pieces)):
+        reduction(sent.piece(number), received.piece(number))
+    return Spec.of(array).zeros()
 
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     array = outgoing(x, call)
-    chunk = _chunk_of(array.nbytes)
+    chunk = chunk_of(array.nbytes)
     if chunk is None:
-        return communicate(channel.data.Alltoall, array, Spec.of(array))
+        return communicate(channel.data.Alltoall, array)
     _compare(channel.data, "Alltoall", array)
     pieces = of_blocks([array.size // channel.size] * channel.size, array.dtype.itemsize, chunk)
     sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
@@ -293,7 +286,7 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     array = _front(outgoing(x, call), axis)
     rest = array.shape if axis is None else array.shape[1:]
     counts, itemsize = [length * prod(rest) for length in lengths], array.dtype.itemsize
-    chunk = _chunk_of(sum(counts) * itemsize)
+    chunk = chunk_of(sum(counts) * itemsize)
     own = of_block(counts, channel.rank, itemsize, chunk)
     sent, whole = outgoing_transfer(array, own), Spec((sum(lengths), *rest), array.dtype, arrays_of(array))
     if root is not None and channel.rank != root:
@@ -318,7 +311,7 @@ def scatter(
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
     array = _front(outgoing(x, call), axis) if channel.rank == root else None
     counts, itemsize = [length * prod(shape if axis is None else shape[1:]) for length in lengths], piece.dtype.itemsize
-    chunk = _chunk_of(sum(counts) * itemsize)
+    chunk = chunk_of(sum(counts) * itemsize)
     own = of_block(counts, channel.rank, itemsize, chunk)
     received = incoming_transfer(piece._replace(shape=shape), own)
     sent = None if array is None else outgoing_transfer(array, of_blocks(counts, itemsize, chunk))
@@ -334,7 +327,7 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
     array = _front(outgoing(x, call), axis)
     rest, itemsize = array.shape[1:], array.dtype.itemsize
     block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
-    counts, chunk = [length * prod(rest) for length in lengths], _chunk_of(array.nbytes)
+    counts, chunk = [length * prod(rest) for length in lengths], chunk_of(array.nbytes)
     if chunk is not None or exchanges(array.nbytes):
         _compare(channel.data, "Reduce_scatter", array)
     if chunk is None and exchanges(array.nbytes):
@@ -404,7 +397,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
         array = np.ndarray(spec.shape, spec.dtype, entries)
         return result(array.copy()) if spec.arrays is None else spec.arrays.to_device(array)
     array = _or_send_error(channel, root, lambda: outgoing(x, call))
-    arrays, chunk, entries = arrays_of(array), _chunk_of(array.nbytes), None
+    arrays, chunk, entries = arrays_of(array), chunk_of(array.nbytes), None
     staged = arrays is not None and not takes_directly(arrays)
     if staged and array.nbytes > present().chunk:
         chunk = present().chunk

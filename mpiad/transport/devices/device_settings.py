@@ -194,14 +194,15 @@ def put(settings: DeviceSettings) -> DeviceSettings:
     return before
 
 
-def divides(nbytes: int) -> bool:
-    """Return whether a collective on an array of this size is cut into pieces; the same on all ranks."""
-    return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
+def chunk_of(nbytes: int) -> int | None:
+    """Return the bytes of a piece if a collective on an array of this size is divided, else None; the same on all ranks."""
+    chunk = _present.chunk
+    return chunk if nbytes > chunk and _present.expected and not _present.cuda_aware else None
 
 
 def exchanges(nbytes: int) -> bool:
     """Return whether arrays of this size are summed by an exchange of blocks; the same on all ranks."""
-    return _present.exchanged and nbytes > _present.chunk
+    return nbytes > _present.chunk and _present.exchanged
 
 
 def from_environment() -> DeviceSettings:

@@ -39,8 +39,7 @@ def outgoing_transfer(
 
     `nonblocking`: in a nonblocking collective. `copies`: whether MPI reads a private copy of a device array.
     """
-    arrays = arrays_of(array)
-    if arrays is None:
+    if type(array) is np.ndarray or (arrays := arrays_of(array)) is None:
         return HostTransfer(array, pieces)
     if len(pieces) == 1 and takes_directly(arrays, nonblocking):
         return DirectTransfer(arrays.copy(array) if copies else array, arrays, pieces)
@@ -180,11 +179,21 @@ class StagedTransfer:
 Transfer = HostTransfer | StagedTransfer
 
 
-def communicate(call: Callable[[Buffer, Buffer], object], sent: Array, spec: Spec) -> Array:
-    """Return the array with this spec that MPI writes in ``call(send_buffer, recv_buffer)``; it reads `sent`."""
-    outgoing, incoming = outgoing_transfer(sent), incoming_transfer(spec)
-    call(outgoing.piece(0), incoming.piece(0))
-    incoming.take(0)
+def communicate(
+    call: Callable[[Buffer, Buffer], object], sent: Array, spec: Spec | None = None, pieces: list[Ranges] = _WHOLE
+) -> Array:
+    """Return the array that MPI writes in ``call(send_buffer, recv_buffer)``, called for each piece; MPI reads `sent`.
+
+    `spec`: of the result, by default that of `sent`.
+    """
+    if spec is None and type(sent) is np.ndarray and len(pieces) == 1:  # transfers take longer than a sum of a few numbers
+        out = np.empty(sent.shape, sent.dtype)
+        call(sent, out)
+        return out if sent.ndim else out[()]
+    outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec or Spec.of(sent), pieces)
+    for number in range(len(pieces)):
+        call(outgoing.piece(number), incoming.piece(number))
+        incoming.take(number)
     return incoming.received()
 
 
