@@ -146,9 +146,7 @@ def arrays_of(x: Array) -> ArrayModule | None:
 def arrays_named(name: str) -> ArrayModule:
     """Return the module for arrays with this name on this process's current device; raise a TypeError if unknown."""
     if name == "CuPy":
-        from mpiad.transport.devices.cupy_arrays import current_arrays
-
-        return current_arrays()
+        return selected_arrays()
     for here in _here.values():
         found = here()
         if found.name == name:

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -26,6 +27,8 @@ from mpiad.transport.watch.descriptions import rank_ranges, table_of_ranks
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
 
 State = dict[str, Any]
+Node: TypeAlias = "int | tuple[str, int]"  # a rank; or the key and the number of a collective
+Graph = dict[Node, list[Node]]
 _LONGEST = 10  # maximum number of ranks of a cycle that a message lists
 
 
@@ -40,83 +43,66 @@ class Finding(NamedTuple):
 
 def finding_of(states: list[State | None], asker: int) -> Finding:
     """Return the finding for the states of all ranks of the world; `asker`: the rank whose wait took too long."""
-    edges = _edges(states)
-    cycle = _cycle(edges, asker)
-    ranks = _together(edges, asker)
-    rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
+    graph = _wait_graph(states)
+    connected = _component(graph, asker)
+    cycle = _cycle({node: awaited for node, awaited in graph.items() if node in connected})
+    ranks = tuple(sorted(node for node in graph if node in connected and isinstance(node, int)))
+    rows = [_row(rank, state, _awaited(graph, rank)) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
-    lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
+    lines = [_headline(states, min(cycle or ranks), cycle, graph), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
     lines += message_headers.unreceived([state and state["ledger"] for state in states])
     lines.append("The communicators of these waits can't be used before mpiad.reset(comm).")
     return Finding("\n".join(lines), table, ranks, cycle)
 
 
-def _edges(states: list[State | None]) -> dict[int, list[int]]:
-    """Return the ranks for which each waiting rank waits: its partner, or those that haven't reached the collective.
+def _wait_graph(states: list[State | None]) -> Graph:
+    """Return the nodes for which each node waits: a rank for the other end of its message, or for a collective.
 
-    Ranks that wait in the same collective share one list, so the searches are linear in the number of ranks.
+    A collective is a node that waits for the ranks that haven't reached it. So the graph is linear in the number of ranks.
     """
-    here: dict[tuple[str, int], list[int]] = defaultdict(list)
-    edges: dict[int, list[int]] = {}
-    for rank, state in enumerate(states):
-        if state is None or state["state"] != "waits":
-            continue
-        if "peers" in state:
-            edges[rank] = list(state["peers"])
-        else:
-            here[state["key"], state["number"]].append(rank)
-    for (key, number), ranks in here.items():
-        arrived = set(ranks)
-        members = states[ranks[0]]["members"]  # type: ignore[index]
-        counts = {other: (states[other] or {}).get("counts", {}).get(key, 0) for other in members}
-        missing = [other for other in members if other not in arrived and counts[other] < number]
-        edges |= dict.fromkeys(ranks, missing)
-    return edges
+    waiting = [(rank, state) for rank, state in enumerate(states) if state is not None and state["state"] == "waits"]
+    graph: Graph = {rank: state["peers"] if "peers" in state else [_collective(state)] for rank, state in waiting}
+    for node, members in {_collective(state): state["members"] for _, state in waiting if "peers" not in state}.items():
+        counts = {other: (states[other] or {}).get("counts", {}).get(node[0], 0) for other in members}
+        graph[node] = [other for other in members if counts[other] < node[1] and graph.get(other) != [node]]
+    return graph
 
 
-def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return a cycle of waits that can be reached from a rank, from its lowest rank to the same rank; empty if none."""
-    # Without recursion, since a cycle may have thousands of ranks.
-    path, ahead = {start: None}, [iter(edges.get(start, ()))]
-    done: set[int] = set()
-    while ahead:
-        for other in ahead[-1]:
-            if other in path:
-                ranks = list(path)
-                cycle = ranks[ranks.index(other) :]
-                start = cycle.index(min(cycle))
-                return (*cycle[start:], *cycle[: start + 1])
-            if other in edges and id(edges[other]) not in done:
-                path[other] = None
-                ahead.append(iter(edges[other]))
-                break
-        else:
-            ahead.pop()
-            rank, _ = path.popitem()
-            done.add(id(edges.get(rank)))
+def _collective(state: State) -> tuple[str, int]:
+    return state["key"], state["number"]
+
+
+def _awaited(graph: Graph, rank: int) -> list[int]:
+    """Return the ranks for which a rank waits."""
+    nodes = graph.get(rank, [])
+    return [other for node in nodes for other in (graph[node] if isinstance(node, tuple) else [node])]  # type: ignore[misc]
+
+
+def _cycle(graph: Graph) -> tuple[int, ...]:
+    """Return the ranks of a cycle of waits, from its lowest rank to the same rank; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        ranks = [node for node in error.args[1][:0:-1] if isinstance(node, int)]  # each waits for the next one
+        start = ranks.index(min(ranks))
+        return (*ranks[start:], *ranks[: start + 1])
     return ()
 
 
-def _together(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return the waiting ranks in the connected component of a rank in the wait-for graph."""
-    waiters, awaited, lists = defaultdict(list), defaultdict(set), {id(ranks): ranks for ranks in edges.values()}
-    for rank, ranks in edges.items():
-        waiters[id(ranks)].append(rank)
-    for key, ranks in lists.items():
-        for rank in ranks:
-            awaited[rank].add(key)
-    found, new, seen = {start}, [start], set()
+def _component(graph: Graph, start: int) -> set[Node]:
+    """Return the nodes that are connected with a rank by waits."""
+    neighbors: dict[Node, set[Node]] = defaultdict(set)
+    for node, awaited in graph.items():
+        for other in awaited:
+            neighbors[node].add(other)
+            neighbors[other].add(node)
+    found, new = {start}, [start]
     while new:
-        rank = new.pop()
-        for key in awaited[rank] | ({id(edges[rank])} if rank in edges else set()):
-            if key in seen:
-                continue
-            seen.add(key)
-            fresh = {*lists[key], *waiters[key]} - found
-            found |= fresh
-            new += fresh
-    return tuple(sorted(rank for rank in found if rank in edges))
+        fresh = neighbors[new.pop()] - found
+        found |= fresh
+        new += fresh
+    return found
 
 
 def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
@@ -139,7 +125,7 @@ def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {rank_ranges(sorted(ranks))}" if ranks else ""
 
 
-def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edges: dict[int, list[int]]) -> str:
+def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], graph: Graph) -> str:
     state: State = states[rank]  # type: ignore[assignment]
     text = f"rank {rank} has waited for {_shown(state)} seconds in {state['call']} at {state['place']}"
     if cycle:
@@ -147,7 +133,7 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edg
         if len(shown) > _LONGEST:
             shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
         return f"{text}, and this wait can't end: {' -> '.join(shown)}. Let one of them act first."
-    gone = [other for other in edges[rank] if (states[other] or {}).get("state") == "left"]
+    gone = [other for other in _awaited(graph, rank) if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
