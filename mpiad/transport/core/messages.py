@@ -379,25 +379,19 @@ def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
 ) -> Callable[[], object]:
     """Return the function that sends one array and receives another; before a call renew the envelopes (of one tag)."""
-    sent, received, status, channel = as_message(array), as_message(destination), MPI.Status(), there.channel
-    dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, destination.nbytes, MPI.BYTE
-    # The tag of both forward messages; tags of adjoints depend on the message's number.
-    tag = there.tag
+    sent, received, status = as_message(array), as_message(destination), MPI.Status()
+    dest, source, size, byte = there.peer, back.peer, destination.nbytes, MPI.BYTE
 
     def swap() -> None:
         try:
-            if reverse:
-                channel.reverse.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
-            else:
-                channel.data.Sendrecv(sent, dest, tag, received, source, tag, status)
+            there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
         except MPI.Exception as error:
             ABANDONED.append((sent, received))  # MPI may still use them
             raise receive_error(error, Spec.of(destination), back, call) from None
         if status.Get_count(byte) != size:  # tested here, since a function call would take a tenth of the time
             require_whole(destination, status, back, call)
 
-    to_itself = dest == source == channel.rank
-    if not to_itself or (array.shape, array.dtype) != (destination.shape, destination.dtype):
+    if not dest == source == there.channel.rank or (array.shape, array.dtype) != (destination.shape, destination.dtype):
         return swap
 
     def copied() -> None:
