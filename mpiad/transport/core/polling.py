@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -194,6 +195,95 @@ class Line:
 
 _ASK, _ANSWER = 1, 2
 _POLL_INTERVAL = 5e-4  # seconds
+
+
+class StateExchange:
+    """Questions of the ranks about each other's states, which a thread of each rank answers every `tick` seconds.
+
+    `comm`: without other messages, and not guarded. `state`: returns this rank's state. If MPI doesn't allow a second
+    thread, a rank answers only when it calls `answer`.
+    """
+
+    def __init__(self, comm: Comm, state: Callable[[], Any], tick: float, name: str):
+        self._comm, self._state, self._tick, self._name = comm, state, tick, name
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
+        self._sent, self._received = Counter[Rank](), Counter[Rank]()  # numbers of messages
+        self._asked = 0
+        self._answers: dict[Rank, Any] = {}
+        self._receiving, self._sending = threading.Lock(), threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start to answer."""
+        self._ended.clear()
+        if threads_may_communicate() and self._others:
+            self._thread = threading.Thread(target=self._respond, name=self._name, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop answering."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether a thread answers."""
+        return self._thread is not None
+
+    def _respond(self) -> None:
+        while not self._ended.wait(self._tick):
+            self.answer()
+
+    def answer(self) -> None:
+        """Receive all messages that have arrived, and answer questions."""
+        with self._receiving:
+            status = MPI.Status()
+            while (message := self._comm.improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+                source, kind = status.source, status.tag
+                self._received[source] += 1
+                self._handle(source, kind, message.recv())
+
+    def _handle(self, source: Rank, kind: int, value: Any) -> None:
+        if kind == _ASK and not self._ended.is_set():
+            self.post([source], _ANSWER, (value, self._state()))
+        elif kind == _ANSWER and value[0] == self._asked:  # late answers to earlier questions are ignored
+            self._answers[source] = value[1]
+
+    def post(self, ranks: list[Rank], kind: int, value: object) -> None:
+        """Send a message without waiting."""
+        buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+        with self._sending:
+            self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
+            for rank in ranks:
+                self._sends.append(held := [buffer])
+                # `extend` with `map` can't be interrupted between the send and its registration.
+                held.extend(map(self._comm.Isend, (buffer,), (rank,), (kind,)))
+                self._sent[rank] += 1
+
+    def ask_all(self, seconds: float, ends: Callable[[], bool] = lambda: False) -> dict[Rank, Any]:
+        """Return the states of the other ranks that answer within a time, and before ``ends()`` is true."""
+        with self._receiving:
+            self._asked += 1
+            self._answers = {}
+        self.post(self._others, _ASK, self._asked)
+        until = time.perf_counter() + seconds
+        while len(self._answers) < len(self._others) and time.perf_counter() < until and not ends():
+            self.answer()
+            time.sleep(_LONGEST_NAP)
+        return self._answers
+
+    def drain(self) -> None:
+        """Complete all messages after `stop`; collective."""
+        # A probe may miss a message in flight; the senders' counts give the remaining number.
+        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(self._comm.size)])):
+            while self._received[source] < sent:
+                self.answer()
+        for request in [request for held in self._sends for request in held[1:]]:
+            request.Wait()
 
 
 class SharedCounter:

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -44,7 +43,7 @@ from mpiad.transport.core.agreement import (
 )
 from mpiad.transport.core.channels import communications, is_watched, live_channels, world_ranks
 from mpiad.transport.core.lookup import channel
-from mpiad.transport.core.polling import threads_may_communicate
+from mpiad.transport.core.polling import StateExchange
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.abort import end_by, end_job, may_end_job
 from mpiad.transport.exits.recovery import recovers
@@ -57,19 +56,20 @@ from mpiad.transport.watch.watch_settings import seconds_of
 # MPI can't be inspected. `DeferredFailures` end the job after some time, measured by a thread of the failed rank.
 #
 # A `FailureDetector` finds out whether ranks wait in a communication for a failed rank. Each rank has a second thread,
-# which wakes up five times per second. After a notice from a failed rank, it reports to that rank whenever its main thread
-# begins to wait, moves on, or reaches the agreement. If some ranks wait and none moves, the ranks are deadlocked. But a
-# waiting rank may have moved on after its report. Therefore the failed rank asks all ranks again, and uses only reports
-# from one round: a rank that reports waiting has then waited for half a second since it was asked. (Detection of
-# termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call from user code into a compiled solver can't
-# be distinguished from a communication by bare mpi4py. It counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
+# which wakes up five times per second and answers questions of failed ranks. A rank waits if its main thread has stayed at
+# one instruction for half a second. If some ranks wait and none moves, the ranks are deadlocked. But a waiting rank may
+# move on after its answer. Therefore the failed rank asks all ranks twice, and the waiting ranks must have waited since
+# before the first question. (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call
+# from user code into a compiled solver can't be distinguished from a communication by bare mpi4py. It counts as waiting only
+# after minutes, or after `MPIAD_TIMEOUT`.
 
 
 # Seconds until a failed rank ends the job: if other ranks probably wait for it, and if that is unlikely.
 SOON, LATE = 10.0, 300.0
 
-_RANK_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
+_ROUND_WITHIN = 5.0  # seconds for the answers to one question
+_ARRIVED = math.inf
 _WAITS_AFTER = 0.5
 _STUCK_AFTER = 300.0  # limit for calls from user code if MPIAD_TIMEOUT isn't set
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
@@ -80,67 +80,27 @@ _DEATH_WITHIN = 2.0  # seconds within which the launcher kills this process afte
 
 
 class FailureDetector:
-    """Monitors the states of ranks during a call, until `close`.
+    """Finds out in a call whether ranks wait for a failed rank, until `close`.
 
     `stage_module`: name of the module whose functions take part in agreements. `listens`: whether to answer failed ranks,
     which isn't needed if waiting ranks can be interrupted.
     """
 
     def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
-        self._comm, self._call, self._stage_module = comm, call, stage_module
-        self._empty, self._posted = np.empty(0), list[Request]()  # notices are empty messages, whose tags are their kinds
-        self._sent, self._received = Counter[int](), Counter[int]()  # numbers of notices by rank
+        self._call, self._stage_module, self._size = call, stage_module, comm.size
+        self._exchange = StateExchange(getattr(comm, "bare", comm), self._state, _TICK, "mpiad-watch")
         self._watched = threading.get_ident()
-        self._reported: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
-        # The states that other ranks have reported since they were asked; whether a waiting one has moved on since then.
-        self._states, self._moved = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES), False
-        self._receiving = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-        if listens and comm.size > 1 and threads_may_communicate():
-            self._thread = threading.Thread(target=self._monitor, name="mpiad-watch", daemon=True)
-            self._thread.start()
+        if listens:
+            self._exchange.start()
 
-    def _monitor(self) -> None:
-        while not self._done.wait(_TICK):
-            self._receive_notices()
-            if self._reported:
-                self._report(self._state())
-
-    def _receive_notices(self) -> None:
-        with self._receiving:
-            status = MPI.Status()
-            while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-                source, kind = status.source, status.tag
-                self._receive(source, kind)
-                if kind == _RANK_FAILED:
-                    self._reported[source], self._place = _MOVES, None
-                else:
-                    self._states[source] = kind
-                    self._moved |= kind == _MOVES
-
-    def _receive(self, source: int, tag: int) -> None:
-        self._comm.Recv(self._empty, source, tag)
-        self._received[source] += 1
-
-    def _post(self, dest: int, kind: int) -> None:
-        self._posted.append(self._comm.Isend(self._empty, dest, kind))
-        self._sent[dest] += 1
-
-    def _report(self, state: int) -> None:
-        for rank in list(self._reported):
-            if self._reported[rank] != state:
-                self._reported[rank] = state
-                self._post(rank, state)
-
-    def _state(self) -> int:
-        """Return the state of the main thread, which waits if it stays at one instruction too long."""
+    def _state(self) -> float:
+        """Return for how many seconds the main thread waits, negative if it moves; `_ARRIVED` in an agreement."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
             frame = frame.f_back
         if frame is None:
-            return _MOVES
+            return -math.inf
         module = frame.f_globals.get("__name__", "")
         if module.startswith(self._stage_module):
             return _ARRIVED
@@ -150,29 +110,24 @@ class FailureDetector:
         if not module.startswith(_COMMUNICATES):
             given = os.environ.get("MPIAD_TIMEOUT")
             limit = (seconds_of(given, "MPIAD_TIMEOUT") or math.inf) if given else _STUCK_AFTER
-        return _WAITS if now - self._place[2] >= limit else _MOVES
+        return now - self._place[2] - limit
 
     def wait_as_failed(self, request: Request, error: BaseException) -> None:
         """Wait until all ranks have reached an agreement; end the job if they never will."""
-        start, has_asked_twice = time.monotonic(), False
-        self._ask()
+        start = time.monotonic()
+        first = math.inf  # when the first of consecutive rounds began in which no rank moved
         while not request.Test():
-            self._receive_notices()
-            waiting = [rank for rank, state in self._states.items() if state == _WAITS]
-            if waiting and _MOVES not in self._states.values():
-                if has_asked_twice and not self._moved:
-                    self._end(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
-                has_asked_twice = True
-                self._ask()
-            if self._thread is None and time.monotonic() - start > _PATIENCE:
+            began = time.monotonic()
+            if self._exchange.has_thread:
+                waits = self._exchange.ask_all(_ROUND_WITHIN, request.Test)
+                stuck = len(waits) == self._size - 1 and min(waits.values()) >= 0 and min(waits.values()) != _ARRIVED
+                if stuck and min(waits.values()) >= time.monotonic() - first:
+                    rank = min(waits, key=lambda rank: waits[rank])
+                    self._end(error, f"rank {rank} waits in a communication and no rank moves on")
+                first = min(first, began) if stuck else math.inf
+            elif began - start > _PATIENCE:
                 self._end(error, f"another rank has not finished its part within {_PATIENCE} seconds")
             time.sleep(1e-3)
-
-    def _ask(self) -> None:
-        """Begin a round: every other rank reports whether it waits or has arrived; until then it counts as moving."""
-        self._states, self._moved = dict.fromkeys(self._states, _MOVES), False
-        for rank in self._states:
-            self._post(rank, _RANK_FAILED)
 
     def _end(self, error: BaseException, reason: str) -> None:
         sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")
@@ -181,20 +136,11 @@ class FailureDetector:
         raise error
 
     def close(self, failed: bool = False) -> None:
-        """Stop the monitor; `failed`: whether any rank has failed, so that notices may be pending."""
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Stop the monitor; `failed`: whether any rank has failed, so that messages may be pending."""
+        self._exchange.stop()
         self._place = None
-        if not failed:
-            return
-        # A probe may miss a notice in flight; the senders' counts give the remaining number.
-        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(self._comm.size)])):
-            while self._received[source] < sent:
-                self._receive(source, MPI.ANY_TAG)
-        for request in self._posted:
-            request.Wait()
-        self._posted.clear()
+        if failed:
+            self._exchange.drain()
 
 
 def _end_late(error: Exception, call: str, seconds: float) -> None:

@@ -6,7 +6,6 @@ wait with it, which raise the same error. If MPI doesn't allow a second thread, 
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import time
@@ -15,13 +14,10 @@ from graphlib import CycleError, TopologicalSorter
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-from mpi4py import MPI
-
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Rank
 from mpiad.errors import DeadlockError
 from mpiad.transport.core import calls
-from mpiad.transport.core.polling import threads_may_communicate
+from mpiad.transport.core.polling import StateExchange
 from mpiad.transport.watch import communicator, message_headers, timed_waits
 from mpiad.transport.watch.descriptions import rank_ranges, table_of_ranks
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
@@ -139,65 +135,41 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], gra
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
 
 
-_ASK, _ANSWER, _VERDICT, _LEFT = 1, 2, 3, 4
+_VERDICT, _LEFT = 3, 4  # kinds of messages beside those of `StateExchange`
 _TICK = 0.02  # seconds between two polls of the thread
 _PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
 _APART = 1e-3  # seconds between the questions of consecutive ranks
 
 
-class Responder:
+class Responder(StateExchange):
     """Answers questions about this rank, and asks the others; the constructor is collective."""
 
     def __init__(self, comm: Comm):
-        self._comm = comm
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        super().__init__(comm, self._present_state, _TICK, "mpiad-status")
         self._patience = _PATIENCE + _APART * comm.size
-        self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
-        self._asked = 0
         self._asking = False
         self._left: tuple[str, str, float] | None = None  # how, where and when this rank left the program
-        self._receiving, self._sending = threading.Lock(), threading.Lock()
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
         self.start()
 
     def start(self) -> None:
         """Start to answer."""
-        self._done.clear()
-        if threads_may_communicate() and self._comm.size > 1:
-            self._thread = threading.Thread(target=self._respond, name="mpiad-status", daemon=True)
-            self._thread.start()
-        timed_waits.set_reporter(self.expire, None if self._thread is not None else self.answer)
+        super().start()
+        timed_waits.set_reporter(self.expire, None if self.has_thread else self.answer)
 
-    def stop(self) -> None:
-        """Stop answering."""
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _respond(self) -> None:
-        while not self._done.wait(_TICK):
-            self.answer()
-
-    def answer(self) -> None:
-        """Answer pending questions and notices."""
-        with self._receiving:
-            while (arrived := self._receive(_ASK)) is not None:
-                source, (number,) = arrived
-                self._post([source], _ANSWER, (number, self._state()))
-            while (arrived := self._receive(_LEFT)) is not None:
-                source, (counts, sends, how, place) = arrived
-                departed[source] = Departure(counts, sends, how, place, perf_counter())
-            while (arrived := self._receive(_VERDICT)) is not None:
-                _, (waits, found) = arrived
-                timed_waits.set_verdict(waits[self._comm.rank], DeadlockError(*found))
+    def _handle(self, source: Rank, kind: int, value: Any) -> None:
+        if kind == _LEFT:
+            departed[source] = Departure(*value, perf_counter())
+        elif kind == _VERDICT:
+            waits, found = value
+            timed_waits.set_verdict(waits[self._comm.rank], DeadlockError(*found))
+        else:
+            super()._handle(source, kind, value)
 
     def announce(self, how: str, place: str, sends: bool) -> None:
         """Notify all other ranks that this one has left the program; `sends`: whether messages from it are in flight."""
         self._left = self._left or (how, place, perf_counter())
         with self._receiving:
-            self._post(self._others, _LEFT, (communicator.counts(), sends, how, place))
+            self.post(self._others, _LEFT, (communicator.counts(), sends, how, place))
 
     def receive_departures(self) -> None:
         """Receive the other ranks' notices, since some MPIs report unreceived messages."""
@@ -215,7 +187,8 @@ class Responder:
             return waiting.verdict
         self._asking = True
         try:
-            states = self._ask_all()
+            answers = self.ask_all(self._patience) | {self._comm.rank: self._present_state()}
+            states = [answers[rank] if rank in answers else _departure(rank) for rank in range(self._comm.size)]
             self.answer()
             if waiting.verdict is not None:  # another rank was faster
                 return waiting.verdict
@@ -227,7 +200,7 @@ class Responder:
                 if waiting.verdict is not None:
                     return waiting.verdict
             waits = {rank: states[rank]["wait"] for rank in found.ranks if rank != self._comm.rank}  # type: ignore[index]
-            self._post(list(waits), _VERDICT, (waits, found))
+            self.post(list(waits), _VERDICT, (waits, found))
             return DeadlockError(*found)
         finally:
             self._asking = False
@@ -238,26 +211,7 @@ class Responder:
             self.answer()
             time.sleep(_TICK / 4)
 
-    def _ask_all(self) -> list[dict[str, Any] | None]:
-        states: list[dict[str, Any] | None] = [None] * self._comm.size
-        states[self._comm.rank] = self._state()
-        self._asked += 1
-        self._post(self._others, _ASK, (self._asked,))
-        until, missing = perf_counter() + self._patience, set(self._others)
-        while perf_counter() < until and missing:
-            self.answer()
-            arrived = self._receive(_ANSWER)
-            if arrived is None:
-                time.sleep(_TICK / 10)
-            # Late answers to earlier questions are ignored.
-            elif arrived[1][0] == self._asked:
-                states[arrived[0]] = arrived[1][1]
-                missing.discard(arrived[0])
-        for rank in missing:
-            states[rank] = _departure(rank)
-        return states
-
-    def _state(self) -> dict[str, Any]:
+    def _present_state(self) -> dict[str, Any]:
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         every = timed_waits.waits_by_thread.copy()
         waiting = every.get(main) or next(iter(every.values()), None)
@@ -269,20 +223,6 @@ class Responder:
             return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
         frame = sys._current_frames().get(main)
         return common | {"state": "computes", "place": calls.site_of(frame).text}
-
-    def _post(self, ranks: list[int], tag: int, value: object) -> None:
-        buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-        with self._sending:
-            self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
-            for rank in ranks:
-                self._sends.append(held := [buffer])
-                # `extend` with `map` can't be interrupted between the send and its registration.
-                held.extend(map(self._comm.Isend, (buffer,), (rank,), (tag,)))
-
-    def _receive(self, tag: int) -> tuple[int, Any] | None:
-        status = MPI.Status()
-        message = self._comm.improbe(MPI.ANY_SOURCE, tag, status)
-        return None if message is None else (status.source, message.recv())
 
 
 def _departure(rank: int) -> State | None:
