@@ -1,6 +1,6 @@
-"""The end of the program on one rank: its exit code, its line, and whether the other ranks end, too.
+"""End of the program on one rank: its exit code, its line, and the wait for the other ranks.
 
-MPI ends on all ranks or on none, so a rank that leaves waits for the others, also before `os._exit`, to which launchers
+`MPI_Finalize` waits for all ranks. So a rank that ends waits for the others, even before `os._exit`, to which launchers
 react differently. After an error it waits only for some seconds, since the others may wait for it.
 """
 
@@ -44,7 +44,7 @@ class _Ending(NamedTuple):
 
 
 def note_departure() -> None:
-    """Start to note the exit code of this rank."""
+    """Start to watch for the exit code of this rank."""
     os._exit = _leave_at_once
     if not note_exit(_note_exit):
         _log.warning(
@@ -54,7 +54,7 @@ def note_departure() -> None:
 
 
 def await_departures() -> None:
-    """Let this rank wait at its end until all ranks have left; collective over all ranks."""
+    """Prepare the wait of this rank for the others at its end; collective over all ranks."""
     global _comm
     _comm = MPI.COMM_WORLD.Dup()
 
@@ -114,7 +114,7 @@ def code_at_end() -> int:
 
 
 def note_finalize() -> None:
-    """Record that this rank ends MPI before the end of the program."""
+    """Record that this rank calls `mpi_finalize`, before the end of the program."""
     global _ending
     _ending = _Ending("mpi_finalize()", 0, at_place(sys._getframe(1)))
 
@@ -122,8 +122,8 @@ def note_finalize() -> None:
 def await_others(patience: float | None = None) -> bool:
     """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
 
-    After `patience`, in seconds, the job ends in any case. It is given if communication was given up, since the others may
-    never leave then. Return whether it is given on any rank. All ranks of the world call this once.
+    `patience`: seconds after which the job ends in any case; passed if communication was abandoned, since the others may
+    never leave then. Returns whether any rank has passed it. All ranks of the world call this once.
     """
     global _has_arrived, _comm
     _has_arrived = True
@@ -139,7 +139,7 @@ def await_others(patience: float | None = None) -> bool:
 
 
 def _await(ending: _Ending | None, at_once: bool, patience: float | None = None) -> bool:
-    # Maxima over the ranks: leaves by os._exit, leaves in good order, has given up communication.
+    # Maxima over the ranks of: leaves by os._exit, leaves without it, has abandoned communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (ending is not None and ending.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience
@@ -151,7 +151,7 @@ def _await(ending: _Ending | None, at_once: bool, patience: float | None = None)
             if world_is_given_up():
                 return False
             wait.pause()
-    except MPI.Exception:  # a rank has died, and MPI still works: don't wait for the others
+    except MPI.Exception:  # a rank has died, and MPI continues: don't wait for the others
         return False
     if at_once and every[:2].all():
         _end(ending, "while other ranks leave in good order, for which MPI needs all ranks")
@@ -163,12 +163,11 @@ def _end(ending: _Ending | None, why: str) -> None:
     end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{where}, {why}. The job ends.\n", code or 1)
 
 
-# Detection of the code with which Python ends the program, before it joins threads and runs exit functions.
+# Detection of the exit code, before Python joins threads and runs exit functions.
 #
-# Python has no hook for it. But if a SystemExit ends the program, the interpreter reads its `code` in the main thread, when
-# no Python frame is left. So the attribute `code` of the type is replaced by one that notices this access, however the
-# exception was raised. The type is written in C and refuses assignments; its dictionary, found by the garbage collector,
-# accepts them.
+# Python has no hook for this. But if a SystemExit ends the program, the interpreter reads its attribute `code` in the main
+# thread after the last Python frame has ended. So the attribute is replaced by a descriptor that detects this access. The
+# type is written in C and refuses assignments. But its dictionary, which the garbage collector finds, accepts them.
 
 
 _member = SystemExit.__dict__["code"]

@@ -1,15 +1,15 @@
 """Exceptions of user functions: an exception on one rank is raised on all ranks of the call.
 
-If one rank left the call alone, the others would wait for it in the next communication. If MPI can interrupt waiting ranks,
-the exception leaves the call at once, and `recovery` synchronizes the ranks. Otherwise the failed rank stores the exception
-until all ranks have reached an agreement:
+If one rank left the call alone, the others would wait for it in the next communication. If MPI can interrupt waiting
+ranks, the exception leaves the call at once, and `recovery` synchronizes the ranks. Otherwise the failed rank stores the
+exception until all ranks have reached an agreement:
 
 - `StageFailures`: an agreement follows each stage of the call. It sums a flag, and optionally a number of each rank.
 - `DeferredFailures`: a rank whose function raised continues with NaN in place of the value. So the next sum over the ranks
   is NaN on all of them, which then agree.
 
-In the agreement the ranks exchange the exceptions, and all ranks raise. `FailureDetector` handles agreements that some ranks
-never reach because they wait for the failed rank.
+In the agreement the ranks exchange the exceptions, and all ranks raise. `FailureDetector` handles agreements that some
+ranks never reach because they wait for the failed rank.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from mpiad.transport.watch.watch_settings import seconds_of
 # one instruction for half a second. If some ranks wait and none moves, the ranks are deadlocked. But a waiting rank may
 # move on after its answer. Therefore the failed rank asks all ranks twice, and the waiting ranks must have waited since
 # before the first question. (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call
-# from user code into a compiled solver can't be distinguished from a communication by mpi4py. It counts as a wait only after
-# minutes, or after `MPIAD_TIMEOUT`.
+# from user code into a compiled solver can't be distinguished from a communication by mpi4py. It counts as a wait only
+# after minutes, or after `MPIAD_TIMEOUT`.
 
 
 # Seconds until a failed rank ends the job: if other ranks probably wait for it, and if they probably don't.
@@ -266,7 +266,7 @@ class StageFailures:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """Drop pending messages after `Unreached`, on all communicators whose ranks are in `members`; collective over these.
+        """Drop pending messages after `Unreached`, on the communicators whose ranks are all in `members`; collective.
 
         The ranks may have left the stage at different points, and old messages mustn't be received later.
         """
