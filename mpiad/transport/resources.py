@@ -21,13 +21,12 @@ import ctypes
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import threadpoolctl
 from mpi4py import MPI
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Scalar
 from mpiad.cache_folder import first_time
 from mpiad.environment_variables import switch
 
@@ -55,7 +54,7 @@ def loop_threads() -> int:
     return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
 
 
-def vdot(x: Array, y: Array) -> Any:
+def vdot(x: Array, y: Array) -> Scalar:
     """Return `np.vdot` of two plain arrays, on the calling thread if they have fewer than a million entries."""
     if type(x) is not np.ndarray or not _ON_ONE_THREAD < x.size < _LONG:
         return np.vdot(x, y)

@@ -158,7 +158,7 @@ def require_same(channel: Channel, described: str, call: str) -> None:
     require_alike(channel, None, call, described)
 
 
-def fingerprint(*parts: Any) -> int:
+def fingerprint(*parts: object) -> int:
     """Return a hash of texts and arrays as a signed 64-bit integer; it is the same on all ranks."""
     # Python's hash of texts differs between processes.
     digest = hashlib.blake2b(digest_size=8)
@@ -167,7 +167,7 @@ def fingerprint(*parts: Any) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: Any) -> None:
+def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: object) -> None:
     """Combine `raise_together` and `require_same` in one message if there is no error; collective.
 
     `described`: the arguments as text. `compared`: the texts and arrays to compare, by default `described`.

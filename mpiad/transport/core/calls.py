@@ -16,6 +16,8 @@ from time import perf_counter
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpiad._typing import Array, Shape
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -55,7 +57,7 @@ class Arguments(NamedTuple):
     peer: int | None = None
     tag: int | None = None
     shape: Shape | None = None
-    dtype: Any = None
+    dtype: np.dtype | None = None
     nbytes: int = 0
     reduction: str | None = None
     members: tuple[int, ...] = ()
@@ -79,7 +81,7 @@ class Call:
     )  # fmt: skip
 
     # The reader of an operation's arguments; installed by primitives.noting, in a higher layer.
-    read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
+    read: Callable[[Array, Any], Arguments] = staticmethod(lambda x, params: Arguments())
 
     def __init__(
         self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Array,

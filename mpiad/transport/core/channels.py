@@ -115,7 +115,7 @@ def note_use(channel: Channel) -> None:
         tracing.channels.add((channel, False))
 
 
-def make_communicator(make: Callable[..., Comm], *arguments: Any) -> Comm:
+def make_communicator(make: Callable[..., Comm], *arguments: int) -> Comm:
     """Return a communicator created by ``make(*arguments)``; collective. The error advises on freeing communicators."""
     try:
         return make(*arguments)
@@ -175,8 +175,8 @@ class Channel:
         self.received: dict[tuple[int, int], int] = {}
         # Halo exchanges that are ended separately: the number begun, and weak references to the last of them by tag.
         self.exchanges, self.active_exchanges = 0, dict[int, Any]()
-        self.pending: list[tuple[Any, np.ndarray]] = []
-        self.started: dict[int, tuple[str, list[Any], Any]] = {}
+        self.pending: list[tuple[Request, object]] = []
+        self.started: dict[int, tuple[str, list[Request], object]] = {}
         self.unended = False  # whether a collective was abandoned before its end
         self._next_test = 1
         self._drained: Drained = {}
@@ -225,9 +225,9 @@ class Channel:
             self.derived = [kept for kept in self.derived if kept is not comm]
             comm.Free()
 
-    def keep(self, request: Request, array: np.ndarray) -> None:
+    def keep(self, request: Request, buffer: object) -> None:
         """Hold the buffer of a send until MPI has finished with it."""
-        self.pending.append((request, array))
+        self.pending.append((request, buffer))
         # Only one thread tests the requests, since two mustn't test the same one.
         if len(self.pending) >= self._next_test:
             held: list[bool] = []

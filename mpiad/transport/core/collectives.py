@@ -432,7 +432,7 @@ def _send_header(channel: Channel, root: int, header: Header) -> None:
 def _received_header(channel: Channel, root: int, template: object) -> tuple[Spec, int | None, bytes | None]:
     packet = np.empty(_HEADER_BYTES, np.uint8)
     channel.data.Bcast(packet, root)
-    header: Header = pickle.loads(packet)
+    header: Header = pickle.loads(packet.data)
     if len(header) == 2:
         kind = ValueError if header[0] == ValueError.__name__ else TypeError
         raise kind(f"{header[1]} (raised on the root, rank {root})")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -203,10 +202,10 @@ class Receipt:
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send, and return MPI's request; a host array mustn't be changed before `finish_send`."""
-    if type(array) is not np.ndarray:
+    if (arrays := arrays_of(array)) is not None:
         chunk = device_settings.present().chunk
         # An array of the size of an announcement would be mistaken for one.
-        if array.nbytes > max(chunk, ANNOUNCEMENT_BYTES) and not takes_directly(arrays_of(array)):
+        if array.nbytes > max(chunk, ANNOUNCEMENT_BYTES) and not takes_directly(arrays):
             return _send_in_chunks(array, envelope, chunk, kind)
         array = outgoing_transfer(array, copies=True).piece(0)
     return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
@@ -364,7 +363,7 @@ def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
 # Repeated communication of fixed arrays: nothing is looked up or created except MPI's requests.
 
 
-def as_message(array: np.ndarray) -> list[Any]:
+def as_message(array: np.ndarray) -> Buffer:
     """Return the buffer of a contiguous host array with its datatype, whose lookup would take as long as the call."""
     return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
 
@@ -416,8 +415,8 @@ class PreparedMessages:
         self._channel, self._tag = channel, tag
         self._outgoing = [(Envelope(channel, peer, tag, True, 0), x, as_message(x)) for peer, x in zip(peers, sent)]
         self._incoming = [(Envelope(channel, peer, tag, False, 0), x, as_message(x)) for peer, x in zip(peers, received)]
-        self._sends: list[Any] = []
-        self._receives: list[Any] = []
+        self._sends: list[Request] = []
+        self._receives: list[Request] = []
         self._status = MPI.Status()
 
     def start(self) -> None:

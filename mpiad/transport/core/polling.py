@@ -204,7 +204,7 @@ class StateExchange:
     thread, a rank answers only when it calls `answer`.
     """
 
-    def __init__(self, comm: Comm, state: Callable[[], Any], tick: float, name: str):
+    def __init__(self, comm: Comm, state: Callable[[], object], tick: float, name: str):
         self._comm, self._state, self._tick, self._name = comm, state, tick, name
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
@@ -294,7 +294,7 @@ class SharedCounter:
     """
 
     def __init__(self, comm: Comm):
-        self._comm: Any = make_communicator(comm.Dup)
+        self._comm: Comm = make_communicator(comm.Dup)
         self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
         if comm.rank == 0 and comm.size > 1:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Scalar, Shape
+from mpiad._typing import Array, Buffer, Scalar, Shape
 
 
 class ArrayModule(Protocol):
@@ -110,7 +110,7 @@ class ArrayModule(Protocol):
         """Return a context in which this module's device is the current one of the thread."""
         ...
 
-    def message(self, x: Array) -> Any:
+    def message(self, x: Array) -> Buffer:
         """Return the buffer of a C-contiguous array for a CUDA-aware MPI: it has the array's shape, dtype and nbytes."""
 
     def pointer(self, x: Array) -> int:
@@ -118,7 +118,7 @@ class ArrayModule(Protocol):
         ...
 
 
-Maker = Callable[[Any], ArrayModule]
+Maker = Callable[[Array], ArrayModule]
 
 _makers: dict[type, Maker] = {}
 _here: dict[type, Callable[[], ArrayModule]] = {}
@@ -222,7 +222,7 @@ def _met(kind: type) -> Maker:
             from mpiad.transport.devices.cupy_arrays import arrays_of_device
 
             register_arrays(kind, arrays_of_device)
-            return _makers[kind]
+            return arrays_of_device
     raise TypeError(
         f"got a device array of type {kind.__module__}.{kind.__qualname__}, but only CuPy's are known. cupy.asarray(x) "
         "makes one of it without a copy."
@@ -276,8 +276,7 @@ def contiguous(array: Array) -> Array:
 
 def empty_like(u: Array, shape: Shape) -> Array:
     """Return a C-contiguous uninitialized array with the dtype and device of `u`."""
-    arrays = arrays_of(u)
-    return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
+    return Spec(shape, u.dtype, arrays_of(u)).empty()
 
 
 def zeros_like(u: Array, shape: Shape) -> Array:
@@ -331,11 +330,10 @@ def register_launcher(kind: type, maker: LauncherMaker) -> None:
 
 def launcher_of(arrays: ArrayModule) -> Launcher:
     """Return the launcher for the device of these arrays; raise a TypeError for a kind of arrays without a launcher."""
-    maker: Any = _launcher_makers.get(arrays.kind)
+    maker: LauncherMaker | None = _launcher_makers.get(arrays.kind)
     if maker is None and arrays.name == "CuPy":
         from mpiad.transport.devices.cupy_arrays import launcher_of_device
 
-        register_launcher(arrays.kind, launcher_of_device)
         maker = launcher_of_device
     if maker is None:
         raise TypeError(f"kernels run on CuPy's arrays, but got {arrays.name}'s; cupy.asarray(x) makes one without a copy.")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Comm
 from mpiad.transport.core.agreement import exit_code
 from mpiad.transport.core.fault_tolerance import exit_process
 from mpiad.transport.core.lookup import world_is_given_up
@@ -32,7 +33,7 @@ _GRACE = 5.0
 _POLL_SECONDS = 0.1
 
 _log = logging.getLogger("mpiad")
-_comm: Any = None
+_comm: Comm = None
 _ending: _Ending | None = None
 _has_arrived = False
 
@@ -181,7 +182,7 @@ class _Code:
 
     __doc__ = _member.__doc__
 
-    def __init__(self, leaves: Callable[[Any, TracebackType | None], object]):
+    def __init__(self, leaves: Callable[[object, TracebackType | None], object]):
         self._leaves = leaves
 
     def __get__(self, error: SystemExit | None, kind: type | None = None) -> Any:
@@ -219,7 +220,7 @@ def _whole_trace(error: SystemExit) -> TracebackType | None:
     return next((trace for trace, held in zip(outermost, holds) if not held), error.__traceback__)
 
 
-def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
+def note_exit(leaves: Callable[[object, TracebackType | None], object]) -> bool:
     """Call a function with code and traceback if a SystemExit ends the program; return whether this Python supports it."""
     if not _replace_code(_Code(leaves)):
         return False
@@ -247,7 +248,7 @@ def _replace_code(attribute: object) -> bool:
     return True
 
 
-def _sys_exit(status: Any = None, /) -> None:
+def _sys_exit(status: sys._ExitCode = None, /) -> None:
     try:
         _python_exit(status)
     except SystemExit:  # caught, so that Python creates it: see `_MADE_LATE`

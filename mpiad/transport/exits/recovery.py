@@ -33,7 +33,7 @@ from mpiad.transport.core.polling import Backoff
 from mpiad.transport.exits.abort import end_by
 
 F = TypeVar("F", bound=Callable[..., Any])
-_BY_KEYWORD: Any = object()
+_BY_KEYWORD: Comm = object()
 _UNTIL_REVOKED = 0.05  # seconds before a failed rank revokes, since the other ranks may fail in the same way
 _UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank looks for revoked larger communicators
 _UNTIL_LOGGED = 1.0  # seconds after which a failed rank that waits logs its exception

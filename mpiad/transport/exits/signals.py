@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from mpi4py import MPI
 
@@ -173,7 +172,7 @@ def _end_if_blocked(main: int) -> None:
         time.sleep(0.1)
 
 
-def _instruction(thread: int) -> tuple[Any, int] | None:
+def _instruction(thread: int) -> tuple[FrameType, int] | None:
     frame = sys._current_frames().get(thread)
     return None if frame is None else (frame, frame.f_lasti)
 

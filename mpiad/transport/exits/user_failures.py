@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -185,7 +185,9 @@ class StageFailures:
     - `tolerates`: whether all ranks raise `Unreached` in place of a ConvergenceError, so that the call may continue.
     """
 
-    def __init__(self, comm: Comm, call: str, stage_module: str, complete: Callable[[BaseException, Any], None]):
+    def __init__(
+        self, comm: Comm, call: str, stage_module: str, complete: Callable[[BaseException, TracebackType | None], None]
+    ):
         self._interrupts = recovers() and comm.size > 1
         self._comm, self._stage_module = comm, stage_module
         self._detector = FailureDetector(comm, call, stage_module, listens=not self._interrupts)

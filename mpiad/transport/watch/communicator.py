@@ -11,13 +11,14 @@ import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.core import calls
+from mpiad.transport.core.channels import Channel
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, lane_of
 from mpiad.transport.watch.descriptions import (
@@ -30,6 +31,8 @@ from mpiad.transport.watch.descriptions import (
     where,
 )
 from mpiad.transport.watch.timed_waits import Departure, GuardedRequest, poll, poll_for
+
+T = TypeVar("T")
 
 
 class _Wait:
@@ -182,7 +185,7 @@ def counts() -> dict[str, int]:
     return found
 
 
-def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any:
+def _collective(name: str, compared: Callable[..., tuple[Array, Op | None, int | None]]) -> Callable[..., None]:
     """Return the guarded form of a collective; ``compared(*args)`` returns array, reduction and root for the comparison."""
     nonblocking = _nonblocking("I" + name.lower())
 
@@ -204,7 +207,7 @@ def _given(send: Buffer, recv: Buffer) -> Buffer:
     return recv if send is MPI.IN_PLACE else send
 
 
-def _nonblocking(name: str) -> Any:
+def _nonblocking(name: str) -> Callable[..., GuardedRequest]:
     def method(self: Guarded, *args: Any) -> GuardedRequest:
         make = partial(CollectiveWait, self, self.label, self.started + 1)
         request = GuardedRequest(self, make, getattr(self.bare, name), *args)
@@ -229,13 +232,13 @@ class Guarded:
     """
 
     def __init__(
-        self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None, owner: Any = None,
-        number: int = 0, reverse: bool = False,
+        self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None,
+        owner: Channel | None = None, number: int = 0, reverse: bool = False,
     ):  # fmt: skip
         self.bare, self.post, self.label, self.members, self.agreement = bare, bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
         self.number, self.reverse = number, reverse
-        self.owner: Callable[[], Any] = weakref.ref(owner) if owner is not None else lambda: None
+        self.owner: Callable[[], Channel | None] = weakref.ref(owner) if owner is not None else lambda: None
         self.started = self._made = 0
         _all[id(self)] = self
 
@@ -302,19 +305,13 @@ class Guarded:
         every = self.allgather(value)
         return every if self.rank == root else None
 
-    def alltoall(self, values: list[Any]) -> list[Any]:
+    def alltoall(self, values: list[T]) -> list[T]:
         """Return each rank's value for this one."""
         return [every[self.rank] for every in self.allgather(list(values))]
 
-    def bcast(self, value: object, root: int = 0) -> Any:
+    def bcast(self, value: T, root: int = 0) -> T:
         """Return the root's value on all ranks."""
-        packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8) if self.rank == root else None
-        length = np.array([0 if packed is None else packed.size], dtype=np.int64)
-        self.Bcast(length, root)
-        # A copy, since MPI requires writable memory, on the root too.
-        packet = np.empty(int(length[0]), dtype=np.uint8) if packed is None else packed.copy()
-        self.Bcast(packet, root)
-        return value if self.rank == root else pickle.loads(packet.tobytes())
+        return self.allgather(value if self.rank == root else None)[root]
 
     # ---- messages
     def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:

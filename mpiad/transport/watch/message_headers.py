@@ -7,6 +7,7 @@ counted, with the lines of the calls, so that unreceived ones can be reported.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -59,7 +60,7 @@ def left_over() -> list[str]:
     return unreceived(summaries) + requests
 
 
-def unreceived(summaries: list[Any]) -> list[str]:
+def unreceived(summaries: Sequence[Any]) -> list[str]:
     """Return a sentence for each kind of message that was sent and not received; `summaries`: of all ranks."""
     taken: dict[tuple, int] = {}
     for rank, found in enumerate(summaries):
@@ -102,13 +103,20 @@ def _header(array: np.ndarray) -> tuple[bytes, str, str]:
     return found, name, place
 
 
+class _Sent:
+    """The number of messages of one kind, and their last lines."""
+
+    def __init__(self) -> None:
+        self.count, self.places = 0, deque[str](maxlen=_SITES)
+
+
 class HeadedMessages(Guarded):
     """A guarded communicator whose messages have headers; `post`: the communicator for the headers."""
 
     def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
         super().__init__(bare, *args, **keywords)
         self.post = post
-        self._sent: dict[tuple[int, int], list[Any]] = {}  # by rank and tag: the number of messages, and their last lines
+        self._sent: dict[tuple[int, int], _Sent] = {}  # by rank and tag
         self._received: dict[tuple[int, int], int] = {}
         # Numbers of receives and of sends whose messages have no headers: in flight when debug mode began.
         self.skipped: dict[tuple[int, int], int] = {}
@@ -120,17 +128,15 @@ class HeadedMessages(Guarded):
 
     def count_send(self, peer: int, tag: int, place: str) -> None:
         """Count a sent message."""
-        found = self._sent.get((peer, tag))
-        if found is None:
-            found = self._sent[peer, tag] = [0, deque(maxlen=_SITES)]
-        found[0] += 1
-        found[1].append(place)
+        found = self._sent.setdefault((peer, tag), _Sent())
+        found.count += 1
+        found.places.append(place)
 
     def entries(self) -> Summary:
         """Return the messages sent, the messages received, and the requests started and not waited for."""
         # `copy` is one step. A loop over the items may be interrupted by garbage collection, and the program adds more.
         label, rank = self.label, self.members
-        sent = [Entry(label, rank[peer], tag, n, tuple(sites)) for (peer, tag), (n, sites) in self._sent.copy().items()]
+        sent = [Entry(label, rank[p], tag, kind.count, tuple(kind.places)) for (p, tag), kind in self._sent.copy().items()]
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
         channel = self.owner()
         started = () if channel is None else tuple(channel.started.values())
@@ -270,7 +276,7 @@ class HeadedReceive(GuardedRequest):
 
 
 class _Matched:
-    def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
+    def __init__(self, comm: HeadedMessages, message: MPI.Message, source: int, tag: int):
         self._comm, self._message, self._source, self._tag = comm, message, source, tag
         self._caller = name_and_place()
 

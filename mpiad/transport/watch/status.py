@@ -93,7 +93,7 @@ def _component(graph: Graph, start: int) -> set[Node]:
         for other in awaited:
             neighbors[node].add(other)
             neighbors[other].add(node)
-    found, new = {start}, [start]
+    found, new = set[Node]({start}), list[Node]([start])
     while new:
         fresh = neighbors[new.pop()] - found
         found |= fresh
@@ -158,7 +158,8 @@ class Responder(StateExchange):
 
     def _handle(self, source: Rank, kind: int, value: Any) -> None:
         if kind == _LEFT:
-            departed[source] = Departure(*value, perf_counter())
+            counts, sends, how, place = value
+            departed[source] = Departure(counts, sends, how, place, perf_counter())
         elif kind == _VERDICT:
             waits, found = value
             timed_waits.set_verdict(waits[self._comm.rank], DeadlockError(*found))
@@ -211,7 +212,7 @@ class Responder(StateExchange):
             self.answer()
             time.sleep(_TICK / 4)
 
-    def _present_state(self) -> dict[str, Any]:
+    def _present_state(self) -> State:
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         every = timed_waits.waits_by_thread.copy()
         waiting = every.get(main) or next(iter(every.values()), None)

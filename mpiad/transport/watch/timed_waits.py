@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mpi4py import MPI
 
@@ -19,6 +19,8 @@ from mpiad._typing import Request, Status
 from mpiad.transport.core.channels import cancel
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.watch import watch_settings
+
+T = TypeVar("T")
 
 _SPINS = 150
 _YIELDS_FOR = 1e-3
@@ -93,7 +95,7 @@ class deadline_lifted:
         _lift.deep -= 1
 
 
-def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = False) -> None:
+def poll(test: Callable[[], bool], make: Callable[[], Awaited], endless: bool = False) -> None:
     """Return when `test` is true; `make` describes the wait if it takes longer than a moment.
 
     Unless `endless`, raises a DeadlockError at the deadline, or if another rank has found that this wait doesn't end.
@@ -104,9 +106,9 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = F
     _wait(test, Waiting(make(), endless))
 
 
-def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
+def poll_for(find: Callable[[], T | None], make: Callable[[], Awaited]) -> T:
     """Return the result of `find` when it isn't None; for `make` and the exceptions see `poll`."""
-    found = None
+    found: T | None = None
 
     def is_found() -> bool:
         nonlocal found
@@ -114,10 +116,10 @@ def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
         return found is not None
 
     poll(is_found, make)
-    return found
+    return found  # type: ignore[return-value]
 
 
-def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
+def _wait(test: Callable[[], bool], waiting: Waiting) -> None:
     thread = threading.get_ident()
     # Waits may be nested: if no thread answers other ranks, a wait does so, and may have to wait itself.
     before = waits_by_thread.get(thread)
@@ -138,7 +140,7 @@ def _wait_again(thread: int, before: Waiting | None) -> None:
         waits_by_thread[thread] = before
 
 
-def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
+def _nap_until(test: Callable[[], bool], waiting: Waiting) -> None:
     patience = Backoff(_YIELDS_FOR)
     while not test():
         # Most messages arrive soon, so nothing else is tested before the first pause.
