@@ -1,4 +1,4 @@
-"""Point-to-point messages, with references to buffers until MPI has finished with them."""
+"""Point-to-point messages, whose buffers are held until MPI has finished with them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from mpiad.transport.devices.transfers import (
     outgoing_transfer,
 )
 
-# MPI matches forward messages, which have the user's tags, in the order of their start. The messages of adjoints may be
-# started in another order on either side, since requests are waited for in any order. Therefore their tag is computed from
-# the user's tag t and the message's number k: it is t·s + k modulo N, where N is half the number of MPI's tags (10⁸ with
-# MPICH and more with Open MPI), and s is N times the golden section, 0.618. Two messages in flight between the same ranks
-# have different tags if the differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
+# MPI matches forward messages, which have the user's tags, in the order of their start. Messages of adjoints may be started
+# in another order on either side, since requests may be waited for in any order. Therefore their tags are computed from the
+# user's tag t and the message's number k, as t·s + k modulo N. N is half the number of MPI's tags (10⁸ with MPICH and more
+# with Open MPI), and s is 0.618 N (golden section). Two messages in flight between the same ranks have different tags if
+# the differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
 #
 # A large device array is sent in chunks. Their tags have the same form in the other half of MPI's tags, so they differ from
 # the tags of other messages. Chunks of forward messages use one quarter of MPI's tags, chunks of adjoints another one.
 
 
 class Envelope:
-    """The address of one point-to-point message, seen from this rank.
+    """The address of one point-to-point message, as seen from this rank.
 
     - `outgoing`: whether this rank sends it to `peer`, or receives it from there.
     - `number`: its index among the messages with this peer, tag and direction, by default the next one. None for a receive
       with wildcards (negative `peer` or `tag`) until the message has arrived.
     - `answers`: for the message of an adjoint (`reverse`), the envelope of the forward message with the same number.
-    - `asked`: (int, int). Peer and tag as passed by the caller, possibly wildcards.
+    - `asked`: peer and tag as passed by the caller, possibly wildcards.
     """
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
@@ -63,10 +63,9 @@ class Envelope:
         return number
 
     def give_back(self) -> None:
-        """Undo the counting of a message that isn't sent or received after all."""
+        """Undo the count of a message that isn't communicated: the numbers of later ones must agree on both sides."""
         if not self.reverse and self.number is not None:
             counts = self.channel.sent if self.outgoing else self.channel.received
-            # Otherwise the numbers of later messages would differ between both sides.
             counts[self.peer, self.tag] -= 1
 
     def renew(self) -> None:
@@ -91,11 +90,11 @@ class Envelope:
 
     @property
     def comm(self) -> Comm:
-        """The duplicate on which the message is sent."""
+        """The duplicate on which the message is communicated."""
         return self.channel.reverse if self.reverse else self.channel.data
 
     def answered_from(self, peer: int, tag: int) -> None:
-        """Set the sender and tag of a message that was received from any rank."""
+        """Set the sender and tag of a received message, which were wildcards."""
         self.peer, self.tag = peer, tag
         self.number = self._next()
 
@@ -111,9 +110,9 @@ class Envelope:
         return Envelope(self.channel, self.peer, self.tag, self.outgoing)
 
 
-# If a sender stages a large device array, its first message is short: it announces chunks, which follow on the channel's
-# duplicate for adjoints. A chunk is sent while the next one is copied. A receiver recognizes an announcement by the number
-# of bytes. So the two ranks needn't agree in advance, and each array may be on a device or on the host.
+# If a sender stages a large device array, it sends chunks on the channel's duplicate for adjoints, each while the next one
+# is copied from the device. The message itself is short and announces the chunks. Receivers recognize an announcement by
+# its number of bytes and its first bytes. So the ranks needn't agree in advance whether the arrays are on a device.
 
 
 _ANNOUNCEMENT = b"mpiad: in pieces"
@@ -161,7 +160,7 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
 
 
 def _receive_chunks(envelope: Envelope, buffers: list[np.ndarray]) -> Iterator[int]:
-    """Receive all chunks into buffers, one per step of the iteration."""
+    """Receive the chunks into buffers, and yield the number of each one after its arrival."""
     channel, posted = envelope.channel, []
     for buffer in buffers:
         given = buffer.reshape(-1).view(np.uint8), envelope.peer, envelope.tag_of_chunks
@@ -183,10 +182,9 @@ _PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A pending receive.
+    """A receive; pending, unless `kind` is empty.
 
-    If `kind` is empty, `finish_receive` starts it, by a blocking call of MPI that also sends `sent` (array, rank, tag), if
-    any.
+    Then `finish_receive` starts it by a blocking call of MPI, which also sends `sent` (array, rank, tag) if it isn't None.
     """
 
     __slots__ = ("buffer", "envelope", "requests", "sent", "spec", "transfer")
@@ -226,7 +224,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     status = MPI.Status()
     try:
         _await(receipt, status, call)
-    # After another exception, such as an interrupt, MPI may still write to the buffer. So the buffer isn't released then.
+    # After another exception, such as an interrupt, MPI may still write to the buffer, which therefore isn't released.
     except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
         receipt.envelope.channel.release(receipt.requests)
         raise
@@ -360,16 +358,16 @@ def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
     )
 
 
-# Repeated communication of fixed arrays: nothing is looked up or created except MPI's requests.
+# Repeated communication of the same arrays, in which only MPI's requests are created.
 
 
 def as_message(array: np.ndarray) -> Buffer:
-    """Return the buffer of a contiguous host array with its datatype, whose lookup would take as long as the call."""
+    """Return the buffer of a contiguous host array with its MPI datatype, whose lookup takes as long as MPI's call."""
     return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
 
 
 def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callable[[], object]:
-    """Return the function that sums the ranks' small arrays, with the result on all ranks."""
+    """Return a function that sums the ranks' small arrays into `out`, on all ranks."""
     sent, received = as_message(array), as_message(out)
     return lambda: channel.data.Allreduce(sent, received)
 
@@ -377,7 +375,7 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callab
 def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
 ) -> Callable[[], object]:
-    """Return the function that sends one array and receives another; before a call renew the envelopes (of one tag)."""
+    """Return a function that sends one array and receives another; callers renew the envelopes before each call."""
     sent, received, status = as_message(array), as_message(destination), MPI.Status()
     dest, source, size, byte = there.peer, back.peer, destination.nbytes, MPI.BYTE
 
