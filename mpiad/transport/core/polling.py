@@ -1,6 +1,6 @@
-"""Waits that don't occupy a core, and messages for which a rank polls: Python objects, and a shared counter.
+"""Waits that don't occupy a core, and messages for which ranks poll: objects, questions about states, a shared counter.
 
-Ranks often outnumber cores, and MPI's own wait would occupy the core of another rank.
+There are often more ranks than cores, and MPI's own waits would occupy the core of another rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpiad.transport.core.fault_tolerance import is_process_failure
 
 _AT_ONCE = 0.01
 _LONGEST_NAP = 1e-3
-_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # a sleep takes up to 100 µs, 100 times as long
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # takes 1 µs; a sleep takes up to 100 µs
 
 
 class Backoff:
-    """Increasing pauses during a wait; in the first `at_once` seconds zero. `nap`: the length of the next pause."""
+    """Increasing pauses during a wait, zero in the first `at_once` seconds; `nap`: seconds of the next pause."""
 
     __slots__ = ("_at_once", "_start", "nap")
 
@@ -36,7 +36,7 @@ class Backoff:
         self.renew()
 
     def renew(self) -> None:
-        """Begin again, since something has arrived."""
+        """Begin again with pauses of zero."""
         self._start, self.nap = time.perf_counter(), 0.0
 
     def pause(self) -> None:
@@ -50,7 +50,7 @@ class Backoff:
 
     @property
     def seconds(self) -> float:
-        """Return the time since the start."""
+        """The time since the start."""
         return time.perf_counter() - self._start
 
 
@@ -59,7 +59,7 @@ def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.AN
     if isinstance(comm, MPI.Comm):
         _pause_until(found)
     else:
-        comm.until(found, source)  # a guarded communicator shows the wait in deadlock reports
+        comm.until(found, source)  # deadlock reports show this wait
 
 
 def wait_gently(request: Request) -> None:
@@ -81,8 +81,8 @@ def threads_may_communicate() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-# Messages of Python objects: a message is a pickle, preceded by the lengths of its buffers, and a further message for each
-# buffer. Buffers, left out of the pickle by protocol 5, are the data of contiguous arrays of 64 KiB or more.
+# Python objects are sent as a pickle, preceded by the lengths of its buffers, and a further message for each buffer. The
+# buffers are the data of contiguous arrays of 64 KiB or more, which protocol 5 excludes from the pickle.
 
 _BUFFER_TAG = 1000
 _LARGE = 1 << 16
@@ -105,13 +105,13 @@ class PackedObject(NamedTuple):
 
     @classmethod
     def of(cls, content: object, shared: bool = False) -> PackedObject:
-        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless `shared`."""
-        buffers: list[np.ndarray] = []
+        """Pack an object; raises the exceptions of pickle. If `shared`, its large arrays aren't copied, and mustn't
+        change.""" buffers: list[np.ndarray] = []
 
         def leave_out(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
             if raw.nbytes < _LARGE:
-                return True  # stays in the pickle
+                return True  # part of the pickle
             data = np.frombuffer(raw, dtype=np.uint8)
             buffers.append(data if shared else data.copy())
             return False
@@ -122,7 +122,7 @@ class PackedObject(NamedTuple):
 
     def opened(self) -> Any:
         """Unpack the object, as its receiver does."""
-        # Unpacked arrays may be changed, and the packed object may be sent once more.
+        # Copies, since the unpacked arrays may be changed, and the packed object may be sent again.
         return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
 
 
@@ -145,7 +145,7 @@ def _is_over(request: Request) -> bool:
 
 
 class Line:
-    """Sends and receives objects on a communicator without other messages, derived from the communicator of a channel."""
+    """Sends and receives objects on a communicator without other messages; channel `used` holds the buffers."""
 
     def __init__(self, comm: Comm, used: Channel):
         self.comm, self._used = comm, used
@@ -189,7 +189,7 @@ class Line:
                 self._posted.append((requests, dest))
 
     def forget(self, rank: Rank) -> None:
-        """Stop waiting for messages posted to a rank that has died."""
+        """Drop the messages posted to a rank that has died."""
         self._settle(dead=rank)
 
 
@@ -289,8 +289,8 @@ class StateExchange:
 class SharedCounter:
     """A counter from 0, from which any rank takes the next number: a context that all ranks enter and leave.
 
-    It is on rank 0, where a thread answers the others, so MPI must allow threads. One-sided operations won't do: several
-    MPIs execute them only when the target rank calls MPI.
+    A thread of rank 0 answers the other ranks, so MPI must allow calls from several threads. Several MPIs execute one-sided
+    operations, the alternative, only while the target rank calls MPI.
     """
 
     def __init__(self, comm: Comm):
@@ -323,7 +323,7 @@ class SharedCounter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End; after an exception the communicator isn't freed, since all ranks would have to free it together."""
+        """End; after an exception the communicator isn't freed, since this would be collective."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

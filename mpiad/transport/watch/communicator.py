@@ -59,9 +59,8 @@ class CollectiveWait(_Wait):
             self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Return whether a member left the program without reaching this collective."""
+        """Return whether a member left the program before it reached this collective."""
         return any(
-            # A rank that left after reaching it isn't missing.
             rank in gone and gone[rank].noticed < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
         )
@@ -117,7 +116,7 @@ class MessageWait(_Wait):
         return ""
 
 
-_BYTES = 1024  # fixed length of a description, so that one nonblocking call is enough
+_BYTES = 1024  # fixed length of a description, so that one nonblocking call exchanges them
 
 
 class StartedReduction(GuardedRequest):
@@ -167,7 +166,7 @@ def _packed(described: Description, starts: int) -> np.ndarray:
     return np.frombuffer(packed, np.uint8)
 
 
-# No weak set, which can't be copied in one step: another thread reads it while the program adds to it.
+# Not a WeakSet, which can't be copied in one step while another thread adds to it.
 _all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
 
 
@@ -225,7 +224,7 @@ class Guarded:
 
     - `label`, `members`: its name, and its members' ranks in the world, the same on all ranks.
     - `agreement`: compares the ranks' collectives; None if they aren't compared.
-    - `owner`: returns the channel that is marked when a wait is abandoned; None without a channel.
+    - `owner`: returns the channel, which is marked as unusable when a wait is abandoned; or None.
     - `number`: the channel's number among channels with the same members.
     - `reverse`: whether it is used for the messages of adjoints.
     - `post`: the communicator for descriptions of calls.

@@ -1,7 +1,7 @@
-"""Waiting by polling up to a deadline: briefly at full speed, then with pauses.
+"""Waits with a deadline, by polling: first at full speed, then with pauses.
 
-If a wait takes longer than a moment, a `Waiting` describes it. `status` sends it to ranks that ask, and stores an exception
-(`verdict`) in it if another rank has found that the wait will never end.
+A wait of more than a millisecond or so is described by a `Waiting`. `status` sends this description to ranks that ask, and
+stores an exception (`verdict`) in it if another rank has found that the wait will never end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IN_FLIGHT = 0.5  # seconds
 
 
 class Departure(NamedTuple):
-    """Another rank's end of the program, after which waits for it are given up."""
+    """Another rank's end of the program, after which waits for that rank raise an error."""
 
     counts: dict[str, int]  # the numbers of collectives that it had begun
     sends: bool  # whether messages from it were still in flight
@@ -44,7 +44,7 @@ class Awaited(Protocol):
     """Describes a wait."""
 
     def give_up(self, reason: str) -> None:
-        """Mark as unusable the object whose operation is abandoned."""
+        """Mark the channel as unusable, since the operation is abandoned."""
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether the wait needs ranks that left the program before that time."""
@@ -56,7 +56,7 @@ class Awaited(Protocol):
 
 
 class Waiting:
-    """A thread's wait. If `endless`, it is shown, but has no deadline and takes no verdict."""
+    """A thread's wait. If `endless`, reports show it, but it has no deadline and no verdict."""
 
     __slots__ = ("began", "endless", "number", "verdict", "what")
 
@@ -80,13 +80,13 @@ _answer: Callable[[], None] | None = None
 
 
 def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], None] | None) -> None:
-    """Set the function that makes the error at the deadline, and one that answers other ranks if no thread does."""
+    """Set the function that returns the error at the deadline, and one that answers other ranks if no thread does."""
     global _expire, _answer
     _expire, _answer = expire, answer
 
 
 class deadline_lifted:
-    """A context without deadlines, since a rank may reach the end of the program long before the others."""
+    """A context without deadlines, for the end of the program, which a rank may reach long before the others."""
 
     def __enter__(self) -> None:
         _lift.deep += 1
@@ -121,7 +121,7 @@ def poll_for(find: Callable[[], T | None], make: Callable[[], Awaited]) -> T:
 
 def _wait(test: Callable[[], bool], waiting: Waiting) -> None:
     thread = threading.get_ident()
-    # Waits may be nested: if no thread answers other ranks, a wait does so, and may have to wait itself.
+    # Waits may be nested: if no thread answers other ranks, a wait answers them, and may wait for this in turn.
     before = waits_by_thread.get(thread)
     try:
         try:
