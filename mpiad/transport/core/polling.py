@@ -105,8 +105,8 @@ class PackedObject(NamedTuple):
 
     @classmethod
     def of(cls, content: object, shared: bool = False) -> PackedObject:
-        """Pack an object; raises the exceptions of pickle. If `shared`, its large arrays aren't copied, and mustn't
-        change.""" buffers: list[np.ndarray] = []
+        """Pack an object; raises the exceptions of pickle. If `shared`, large arrays aren't copied and mustn't change."""
+        buffers: list[np.ndarray] = []
 
         def leave_out(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
