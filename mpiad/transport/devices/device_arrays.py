@@ -1,4 +1,4 @@
-"""Device arrays: how they are recognized, functions that create and copy them, and kernels.
+"""Device arrays: recognition, functions that create and copy them, and kernels.
 
 A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
 `__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
@@ -121,7 +121,7 @@ class ArrayModule(Protocol):
 Maker = Callable[[Array], ArrayModule]
 
 _makers: dict[type, Maker] = {}
-_here: dict[type, Callable[[], ArrayModule]] = {}
+_current_modules: dict[type, Callable[[], ArrayModule]] = {}
 _listeners: list[Callable[[type], None]] = []
 # `arrays_of` is called at each operation, so the most common result is a lookup in a set.
 _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, complex, type(None), np.bool_, np.int64})
@@ -139,7 +139,7 @@ def arrays_of(x: Array) -> ArrayModule | None:
     if maker is None:
         if not hasattr(kind, "__cuda_array_interface__"):
             return None
-        maker = _met(kind)
+        maker = _register_cupy(kind)
     return maker(x)
 
 
@@ -147,7 +147,7 @@ def arrays_named(name: str) -> ArrayModule:
     """Return the module for arrays with this name on this process's current device; raise a TypeError if unknown."""
     if name == "CuPy":
         return selected_arrays()
-    for here in _here.values():
+    for here in _current_modules.values():
         found = here()
         if found.name == name:
             return found
@@ -193,7 +193,7 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
     """
     _makers[kind] = maker
     if here is not None:
-        _here[kind] = here
+        _current_modules[kind] = here
     for listener in _listeners:
         listener(kind)
 
@@ -212,11 +212,11 @@ def discover() -> None:
     cupy = sys.modules.get("cupy")
     kind = getattr(cupy, "ndarray", None)
     if kind is not None and kind not in _makers:
-        _met(kind)
+        _register_cupy(kind)
 
 
-def _met(kind: type) -> Maker:
-    """Register a kind of arrays at its first appearance."""
+def _register_cupy(kind: type) -> Maker:
+    """Register CuPy's arrays, or a subclass, when the first one appears."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "cupy":
             from mpiad.transport.devices.cupy_arrays import arrays_of_device

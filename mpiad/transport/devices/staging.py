@@ -16,11 +16,9 @@ from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.devices.device_settings import device_buffers, device_kinds, gpus_of_node
 
-# Whether MPI can read and write device memory directly: reported by the library, and tested before the first use.
-#
-# An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but crashes. So the test runs only if the
-# library reports support. It sends arrays from this process to itself, since some CUDA-aware builds are misconfigured.
-# ``MPIAD_CUDA_AWARE`` replaces report and test.
+# Whether MPI can access device memory is reported by the library, and tested before the first use, since some CUDA-aware
+# builds are misconfigured. In the test this process sends arrays to itself. It runs only if the library reports support,
+# since other libraries crash. ``MPIAD_CUDA_AWARE`` replaces report and test.
 
 # Open MPI's nonblocking reductions access device memory from the host, and crash; its documentation excludes all
 # nonblocking collectives.
@@ -33,9 +31,9 @@ _tried: dict[tuple[type, int], bool | None] = {}  # None if the library doesn't 
 
 
 def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
-    """Return whether MPI can access the arrays of a device directly, as this process has found.
+    """Return whether MPI accesses the arrays of a device directly; the result may differ between ranks.
 
-    `nonblocking`: in nonblocking collectives. The ranks needn't agree: each may stage its arrays or not.
+    `nonblocking`: in nonblocking collectives.
     """
     if _BLOCKING_ONLY and (nonblocking or _always_nonblocking):
         return False
@@ -94,11 +92,11 @@ def _passes(arrays: ArrayModule) -> bool:
     return right
 
 
-# Page-locked host memory, through which arrays travel between a device and an MPI that can't read it.
+# Page-locked host memory, through which device arrays are copied if MPI can't access the device.
 #
-# Locking pages takes longer than copying them, so unused memory is kept for the next array, in size classes. Memory is
-# returned to its pool when the last view is dropped; MPI's requests hold a view, even after an exception. If the device
-# hasn't finished a copy, its event is kept with the memory, and the next user waits for it.
+# Locking pages takes longer than copying them, so a pool stores unused memory, in size classes. Memory returns to its pool
+# when the last view of it is dropped; MPI's requests hold a view, even after an exception. If the device hasn't finished a
+# copy, its event is stored with the memory, and the next user waits for it.
 
 
 _LEAST = 4096

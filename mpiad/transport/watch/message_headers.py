@@ -1,7 +1,7 @@
 """Messages of debug mode: a header with shape, dtype and line precedes each message, on a separate communicator.
 
-The k-th header from a sender with a tag belongs to the k-th message from that sender with that tag. Messages are also
-counted, with the lines of the calls, so that unreceived ones can be reported.
+The k-th header of a sender and tag belongs to the k-th message of that sender and tag. Messages are also counted, with the
+lines of their calls, for reports of unreceived ones.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpiad.transport.watch.communicator import Guarded, MessageWait, live
 from mpiad.transport.watch.descriptions import name_and_place
 from mpiad.transport.watch.timed_waits import GuardedRequest
 
-_SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
+_SITES = 32  # number of lines stored for each peer and tag, the latest ones, since unreceived messages are usually these
 
 
 class Entry(NamedTuple):
-    """Messages of one kind; ranks are numbered as in the world."""
+    """The number of messages to or from a peer with a tag, and the lines of the latest; `peer`: its rank in the world."""
 
     communicator: str
     peer: int
@@ -47,7 +47,7 @@ def summary() -> Summary:
 
 def left_over() -> list[str]:
     """Return sentences about unreceived messages and pending requests; collective over the world in debug mode."""
-    # Communication left pending by a caught exception was reported by the exception.
+    # Exceptions that were caught have already reported their pending communication.
     faulted = {channel.label for channel in live_channels() if channel.fault is not None}
     every = open_world().reverse.allgather((summary(), faulted))
     known = set().union(*[labels for _, labels in every])
@@ -61,7 +61,7 @@ def left_over() -> list[str]:
 
 
 def unreceived(summaries: Sequence[Any]) -> list[str]:
-    """Return a sentence for each kind of message that was sent and not received; `summaries`: of all ranks."""
+    """Return a sentence for each peer and tag with messages that weren't received; `summaries`: of all ranks."""
     taken: dict[tuple, int] = {}
     for rank, found in enumerate(summaries):
         for entry in found[1] if found else ():
@@ -81,7 +81,7 @@ def unreceived(summaries: Sequence[Any]) -> list[str]:
     return lines
 
 
-_BYTES = 256  # fixed length of headers, so that their receives can be posted in advance
+_BYTES = 256  # fixed length of headers, since receives are posted before the headers arrive
 _MOST = 10_000  # maximum number of cached headers
 _headers: dict[tuple, bytes] = {}
 
@@ -118,7 +118,8 @@ class HeadedMessages(Guarded):
         self.post = post
         self._sent: dict[tuple[int, int], _Sent] = {}  # by rank and tag
         self._received: dict[tuple[int, int], int] = {}
-        # Numbers of receives and of sends whose messages have no headers: in flight when debug mode began.
+        # By rank and tag: the numbers of receives, and of sends, without headers, since the other end was started before
+        # debug mode.
         self.skipped: dict[tuple[int, int], int] = {}
         self.unannounced: dict[tuple[int, int], int] = {}
         self.parts = tuple(
@@ -134,7 +135,7 @@ class HeadedMessages(Guarded):
 
     def entries(self) -> Summary:
         """Return the messages sent, the messages received, and the requests started and not waited for."""
-        # `copy` is one step. A loop over the items may be interrupted by garbage collection, and the program adds more.
+        # `copy` is one step. During a loop over the items the program may add others.
         label, rank = self.label, self.members
         sent = [Entry(label, rank[p], tag, kind.count, tuple(kind.places)) for (p, tag), kind in self._sent.copy().items()]
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
@@ -218,7 +219,7 @@ class HeadedSend(GuardedRequest):
     def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
         header, *self.caller = _header(array)
         make, self._ahead = partial(MessageWait, comm, True, dest, tag), None
-        # The header is sent first, so a rank with the message can wait for the header.
+        # The header is sent first, so after a message has arrived, a wait for its header ends.
         if not _counted_down(comm.unannounced, dest, tag):
             self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
         comm.count_send(dest, tag, self.caller[1])
@@ -237,7 +238,7 @@ class HeadedReceive(GuardedRequest):
         super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
         self._buffer, self.caller = buffer, name_and_place()
         self._cancelled = False
-        # Both receives are posted together, since receives may be waited for in another order.
+        # Posted together with the receive of the array, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
 
@@ -250,14 +251,14 @@ class HeadedReceive(GuardedRequest):
         try:
             super().Wait(status)
         except MPI.Exception as error:
-            # MPI reports only that the message was too long; the header contains its size and sender.
+            # MPI reports only that the message was too long; the header tells its size.
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 self._compare(status)
             raise
         self._compare(status)
 
     def _compare(self, status: Status) -> None:
-        if not watch_settings.debug():  # the sender may have turned debug mode off, too
+        if not watch_settings.debug():  # debug mode has ended, and the sender may have sent no header
             self._take_back_header()
             return
         source, tag = status.source, status.tag

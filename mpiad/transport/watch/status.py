@@ -1,7 +1,8 @@
 """Deadlock reports: a thread of each rank answers questions about the rank's current call, on a separate communicator.
 
 A rank whose wait has exceeded its deadline asks all others, makes a table of the answers, and sends it to the ranks that
-wait with it, which raise the same error. If MPI doesn't allow a second thread, ranks answer only during their own waits.
+are connected with it by waits. These raise the same error. If MPI doesn't allow a second thread, ranks answer only during
+their own waits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LONGEST = 10  # maximum number of ranks of a cycle that a message lists
 
 
 class Finding(NamedTuple):
-    """The result of the search after a wait took too long; `ranks` raise it, since they are connected by waits."""
+    """The contents of a DeadlockError; `ranks`: those that raise it, since they are connected by waits."""
 
     text: str
     table: str
@@ -38,7 +39,7 @@ class Finding(NamedTuple):
 
 
 def finding_of(states: list[State | None], asker: int) -> Finding:
-    """Return the finding for the states of all ranks of the world; `asker`: the rank whose wait took too long."""
+    """Return the contents of the error for the states of all ranks; `asker`: the rank whose wait has taken too long."""
     graph = _wait_graph(states)
     connected = _component(graph, asker)
     cycle = _cycle({node: awaited for node, awaited in graph.items() if node in connected})
@@ -182,7 +183,7 @@ class Responder(StateExchange):
 
     def expire(self, waiting: Waiting) -> Exception:
         """Return the exception for a wait that has taken too long, and send it to the ranks that wait with it."""
-        # Ranks ask one after the other, since the first one's verdict may make other questions unnecessary.
+        # Ranks ask in turn, since the verdict of the first one may make other questions unnecessary.
         self._await_verdict(waiting, _APART * self._comm.rank)
         if waiting.verdict is not None:
             return waiting.verdict
