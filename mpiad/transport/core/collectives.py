@@ -17,12 +17,12 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Comm, Op, Request, Shape
+from mpiad._typing import Array, Buffer, Comm, Op, Request, Shape
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied, result
-from mpiad.transport.devices.device_settings import chunk_of, exchanges, present
+from mpiad.transport.devices.device_settings import LEAST_CHUNK, chunk_of, exchanges, present
 from mpiad.transport.devices.staging import takes_directly
 from mpiad.transport.devices.transfers import (
     HostTransfer,
@@ -91,13 +91,18 @@ class Summation:
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
-    pieces = of_whole(array, chunk_of(array.nbytes))
-    sent, received = outgoing_transfer(array, pieces, True, copies=True), incoming_transfer(Spec.of(array), pieces, True)
-    requests = [
+    chunk = chunk_of(array.nbytes)
+    if chunk is None and type(array) is np.ndarray:
+        out = np.empty(array.shape, array.dtype)
+        requests = channel.begin("reduction", (array, out), channel.data.Iallreduce, array, out, MPI.SUM)
+        return Summation(channel, [requests], HostTransfer(out))
+    pieces, spec = of_whole(array, chunk), Spec.of(array)
+    sent, received = outgoing_transfer(array, pieces, True, True), incoming_transfer(spec, pieces, True)
+    started = [
         channel.begin("reduction", (sent, received), channel.data.Iallreduce, sent.piece(k), received.piece(k), MPI.SUM)
         for k in range(len(pieces))
     ]
-    return Summation(channel, requests, received)
+    return Summation(channel, started, received)
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
@@ -179,10 +184,11 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
-    chunk = chunk_of(array.nbytes)
+    large = array.nbytes > LEAST_CHUNK
+    chunk = chunk_of(array.nbytes) if large else None
     if chunk is not None:
         _compare(channel.data, "Allreduce", array, op)
-    elif exchanges(array.nbytes) and name_of(op) == "SUM":
+    elif large and exchanges(array.nbytes) and name_of(op) == "SUM":
         return _exchanged_sum(channel, array)
     elif type(array) is np.ndarray:  # without a further function call, since small sums are frequent
         out = np.empty(array.shape, array.dtype)
@@ -287,21 +293,24 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     rest = array.shape if axis is None else array.shape[1:]
     counts, itemsize = [length * prod(rest) for length in lengths], array.dtype.itemsize
     chunk = chunk_of(sum(counts) * itemsize)
+    whole, mine = Spec((sum(lengths), *rest), array.dtype, arrays_of(array)), root is None or channel.rank == root
+
+    def collect(part: Buffer, out: Buffer) -> None:
+        if root is None:
+            channel.data.Allgatherv(part, out)
+        else:
+            channel.data.Gatherv(part, out, root)
+
+    if mine and chunk is None:
+        return _back(communicate(lambda part, out: collect(part, [out, counts]), array, whole), axis)
     own = of_block(counts, channel.rank, itemsize, chunk)
-    sent, whole = outgoing_transfer(array, own), Spec((sum(lengths), *rest), array.dtype, arrays_of(array))
-    if root is not None and channel.rank != root:
+    sent = outgoing_transfer(array, own)
+    if not mine:
         for number in range(len(own)):
-            channel.data.Gatherv(sent.piece(number), None, root)
+            collect(sent.piece(number), None)
         return _back(whole._replace(shape=(0, *rest)).empty(), axis)
     received = incoming_transfer(whole, of_blocks(counts, itemsize, chunk))
-
-    def collect(k: int) -> None:
-        if root is None:
-            channel.data.Allgatherv(sent.piece(k), received.blocks(k))
-        else:
-            channel.data.Gatherv(sent.piece(k), received.blocks(k), root)
-
-    return _back(_passed(len(own), collect, received), axis)
+    return _back(_passed(len(own), lambda k: collect(sent.piece(k), received.blocks(k)), received), axis)
 
 
 def scatter(
@@ -313,7 +322,10 @@ def scatter(
     counts, itemsize = [length * prod(shape if axis is None else shape[1:]) for length in lengths], piece.dtype.itemsize
     chunk = chunk_of(sum(counts) * itemsize)
     own = of_block(counts, channel.rank, itemsize, chunk)
-    received = incoming_transfer(piece._replace(shape=shape), own)
+    spec = piece._replace(shape=shape)
+    if chunk is None and array is not None:
+        return _back(communicate(lambda x, out: channel.data.Scatterv([x, counts], out, root), array, spec), axis)
+    received = incoming_transfer(spec, own)
     sent = None if array is None else outgoing_transfer(array, of_blocks(counts, itemsize, chunk))
 
     def distribute(k: int) -> None:
@@ -332,6 +344,8 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
         _compare(channel.data, "Reduce_scatter", array)
     if chunk is None and exchanges(array.nbytes):
         return _back(_own_block(channel, array, counts).reshape(block.shape), axis)
+    if chunk is None:
+        return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts), array, block), axis)
     pieces, own = of_blocks(counts, itemsize, chunk), of_block(counts, channel.rank, itemsize, chunk)
     sent, received = outgoing_transfer(array, pieces), incoming_transfer(block, own)
 
@@ -397,15 +411,16 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
         array = np.ndarray(spec.shape, spec.dtype, entries)
         return result(array.copy()) if spec.arrays is None else spec.arrays.to_device(array)
     array = _or_send_error(channel, root, lambda: outgoing(x, call))
-    arrays, chunk, entries = arrays_of(array), chunk_of(array.nbytes), None
+    spec, chunk, entries = Spec.of(array), chunk_of(array.nbytes), None
+    arrays = spec.arrays
     staged = arrays is not None and not takes_directly(arrays)
     if staged and array.nbytes > present().chunk:
         chunk = present().chunk
     # An array that MPI reads on the device isn't copied to the host for the header.
     if array.nbytes <= _INLINE_BYTES and (arrays is None or staged):
         entries, chunk = (array if arrays is None else arrays.to_host(array)).tobytes(), None
-    _send_header(channel, root, _header_of(Spec.of(array), chunk, entries))
-    return copied(array) if entries is not None else _bcast(channel, array, Spec.of(array), root, chunk)
+    _send_header(channel, root, _header_of(spec, chunk, entries))
+    return copied(array) if entries is not None else _bcast(channel, array, spec, root, chunk)
 
 
 def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -186,10 +186,12 @@ def communicate(
 
     `spec`: of the result, by default that of `sent`.
     """
-    if spec is None and type(sent) is np.ndarray and len(pieces) == 1:  # transfers take longer than a sum of a few numbers
-        out = np.empty(sent.shape, sent.dtype)
+    like = spec or sent
+    # Without transfers, which take longer than a sum of a few numbers.
+    if type(sent) is np.ndarray and len(pieces) == 1 and (spec is None or spec.arrays is None):
+        out = np.empty(like.shape, like.dtype)
         call(sent, out)
-        return out if sent.ndim else out[()]
+        return out if out.ndim else out[()]
     outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec or Spec.of(sent), pieces)
     for number in range(len(pieces)):
         call(outgoing.piece(number), incoming.piece(number))
@@ -218,6 +220,8 @@ def of_whole(array: Array | Spec, chunk: int | None) -> list[Ranges]:
 def of_blocks(counts: list[int], itemsize: int, chunk: int | None) -> list[Ranges]:
     """Return the pieces of an array with one block per rank; `counts`: the blocks' numbers of entries."""
     starts = [0, *accumulate(counts)]
+    if chunk is None:
+        return [list(pairwise(starts))]
     return [
         [(begin + start, begin + end) for begin, (start, end) in zip(starts, parts)]
         for parts in _parts(counts, itemsize, chunk)
@@ -229,9 +233,7 @@ def of_block(counts: list[int], rank: int, itemsize: int, chunk: int | None) -> 
     return [[parts[rank]] for parts in _parts(counts, itemsize, chunk)] if chunk is not None else _WHOLE
 
 
-def _parts(counts: list[int], itemsize: int, chunk: int | None) -> list[Ranges]:
+def _parts(counts: list[int], itemsize: int, chunk: int) -> list[Ranges]:
     """Return the pieces, each as a list of ranges relative to the beginnings of the blocks."""
-    if chunk is None:
-        return [[(0, count) for count in counts]]
     step = max(chunk // min(len(counts), _MOST_PARTS) // itemsize, 1)
     return [[(min(start, count), min(start + step, count)) for count in counts] for start in range(0, max(counts), step)]
