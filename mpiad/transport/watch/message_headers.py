@@ -6,7 +6,7 @@ lines of their calls, for reports of unreceived ones.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -103,25 +103,17 @@ def _header(array: np.ndarray) -> tuple[bytes, str, str]:
     return found, name, place
 
 
-class _Sent:
-    """The number of messages of one kind, and their last lines."""
-
-    def __init__(self) -> None:
-        self.count, self.places = 0, deque[str](maxlen=_SITES)
-
-
 class HeadedMessages(Guarded):
     """A guarded communicator whose messages have headers; `post`: the communicator for the headers."""
 
     def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
         super().__init__(bare, *args, **keywords)
         self.post = post
-        self._sent: dict[tuple[int, int], _Sent] = {}  # by rank and tag
-        self._received: dict[tuple[int, int], int] = {}
-        # By rank and tag: the numbers of receives, and of sends, without headers, since the other end was started before
-        # debug mode.
-        self.skipped: dict[tuple[int, int], int] = {}
-        self.unannounced: dict[tuple[int, int], int] = {}
+        # By rank and tag: the numbers of messages; the lines of the latest sends; the numbers of receives, and of sends,
+        # without headers, since the other end was started before debug mode.
+        self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        self._places = defaultdict[tuple[int, int], deque[str]](lambda: deque(maxlen=_SITES))
+        self.skipped, self.unannounced = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self.parts = tuple(
             Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner())
             for comm, name in ((bare, "drained"), (post, "headers"))
@@ -129,15 +121,14 @@ class HeadedMessages(Guarded):
 
     def count_send(self, peer: int, tag: int, place: str) -> None:
         """Count a sent message."""
-        found = self._sent.setdefault((peer, tag), _Sent())
-        found.count += 1
-        found.places.append(place)
+        self._places[peer, tag].append(place)
+        self._sent[peer, tag] += 1
 
     def entries(self) -> Summary:
         """Return the messages sent, the messages received, and the requests started and not waited for."""
         # `copy` is one step. During a loop over the items the program may add others.
         label, rank = self.label, self.members
-        sent = [Entry(label, rank[p], tag, kind.count, tuple(kind.places)) for (p, tag), kind in self._sent.copy().items()]
+        sent = [Entry(label, rank[p], tag, n, tuple(self._places[p, tag])) for (p, tag), n in self._sent.copy().items()]
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
         channel = self.owner()
         started = () if channel is None else tuple(channel.started.values())
@@ -149,11 +140,15 @@ class HeadedMessages(Guarded):
 
         `sent`, `received`: the numbers of messages that this rank has sent to, or begun to receive from, each (rank, tag).
         """
-        counts = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
-                for peer in range(self.size)]  # fmt: skip
-        for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(counts)):
-            self.skipped |= _ahead(there_sent, counts[peer][1], peer)
-            self.unannounced |= _ahead(there_received, counts[peer][0], peer)
+
+        def of_peer(counts: dict[tuple[int, int], int], peer: int) -> Counter[int]:
+            return Counter({tag: count for (rank, tag), count in counts.items() if rank == peer})
+
+        here = [(of_peer(sent, peer), of_peer(received, peer)) for peer in range(self.size)]
+        for peer, (their_sent, their_received) in enumerate(self.bare.alltoall(here)):
+            # Counters subtract to the positive differences.
+            self.skipped.update({(peer, tag): count for tag, count in (their_sent - here[peer][1]).items()})
+            self.unannounced.update({(peer, tag): count for tag, count in (their_received - here[peer][0]).items()})
 
     def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
@@ -179,7 +174,7 @@ class HeadedMessages(Guarded):
 
     def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
         """Raise an error if a received message differs from the array that it was received into."""
-        self._received[source, tag] = self._received.get((source, tag), 0) + 1
+        self._received[source, tag] += 1
         if expected is None:
             return
         request, header = expected
@@ -202,12 +197,8 @@ class HeadedMessages(Guarded):
         self.bare.Free()
 
 
-def _ahead(there: dict[int, int], here: dict[int, int], peer: int) -> dict[tuple[int, int], int]:
-    return {(peer, tag): count - here.get(tag, 0) for tag, count in there.items() if count > here.get(tag, 0)}
-
-
-def _counted_down(counts: dict[tuple[int, int], int], peer: int, tag: int) -> bool:
-    if not counts or counts.get((peer, tag), 0) == 0:
+def _counted_down(counts: Counter[tuple[int, int]], peer: int, tag: int) -> bool:
+    if not counts[peer, tag]:
         return False
     counts[peer, tag] -= 1
     return True
