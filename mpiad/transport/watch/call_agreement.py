@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm
-from mpiad.transport.core.channels import ABANDONED
+from mpiad.transport.core.channels import ABANDONED, make_communicator
 from mpiad.transport.watch.timed_waits import Awaited, GuardedRequest, cancel_receives, poll_for
 
 _LANES = 256  # number of independent sequences of agreements: one for the main thread, the others for other threads
@@ -54,7 +54,7 @@ class Agreement:
         if self._later is None or not least[1] == -least[2] == least[3]:
             # Not freed: a rank may have begun an operation there that others haven't, and the context may be reused.
             ABANDONED.append((self._later,))
-            self._later, self.begun_later, self.ended_later = self.comm.Dup(), 0, 0
+            self._later, self.begun_later, self.ended_later = make_communicator(self.comm.Dup), 0, 0
         self._is_open = True
 
     def later(self, lane: int, own: Comm) -> Comm:
