@@ -25,8 +25,8 @@ class Launcher(NamedTuple):
     rank: int = 0
 
 
-# Name, family, and the variables for recognition, size and rank. A launcher that may run inside a job of another one comes
-# before it.
+# Name, family, and the variables for recognition, size and rank. Launchers that may run inside a job of another one come
+# before that one.
 _KNOWN = (
     ("Open MPI's mpiexec", "openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("Hydra, the mpiexec of MPICH and its derivatives", "mpich", "HYDI_CONTROL_FD", "PMI_SIZE", "PMI_RANK"),
@@ -50,7 +50,7 @@ def launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
 
 
 def family_of(vendor: str) -> str:
-    """Return the family of a library, "" for one that isn't known."""
+    """Return the family of a library, "" if it is unknown."""
     return next((family for name, family in _FAMILIES.items() if vendor.startswith(name)), "")
 
 

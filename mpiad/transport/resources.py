@@ -8,10 +8,10 @@ Each new array above glibc's mmap threshold causes one page fault per 4 KiB, whi
 arithmetic on the array; reverse passes make dozens of such arrays. So the thresholds are raised once, unless
 ``MPIAD_MALLOPT=0`` is set, or the user sets a threshold (by a variable in `_USERS_MALLOC`, or ``GLIBC_TUNABLES``).
 
-Arrays are then in the heap. With pages of 4 KiB it is random which parts of arrays compete for the second-level cache: the
-same program may take 2.5 times as long in another process. Huge pages of 2 MiB avoid this. So the heap is extended once,
-which reserves addresses but no memory, and huge pages are requested for it (``madvise``), unless ``MPIAD_HUGE_PAGES=0`` is
-set, or ``GLIBC_TUNABLES`` sets ``glibc.malloc.hugetlb``.
+Arrays are then in the heap. With pages of 4 KiB, the physical addresses of arrays are random, and so are conflicts in the
+second-level cache: the same program may take 2.5 times as long in another process. Huge pages of 2 MiB avoid this. So the
+heap is extended once, which reserves addresses but no memory, and huge pages are requested for it (``madvise``), unless
+``MPIAD_HUGE_PAGES=0`` is set, or ``GLIBC_TUNABLES`` sets ``glibc.malloc.hugetlb``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import ctypes
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import threadpoolctl
 from mpi4py import MPI
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Scalar
 from mpiad.cache_folder import first_time
 from mpiad.environment_variables import switch
 
@@ -55,7 +54,7 @@ def loop_threads() -> int:
     return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
 
 
-def vdot(x: Array, y: Array) -> Any:
+def vdot(x: Array, y: Array) -> Scalar:
     """Return `np.vdot` of two plain arrays, on the calling thread if they have fewer than a million entries."""
     if type(x) is not np.ndarray or not _ON_ONE_THREAD < x.size < _LONG:
         return np.vdot(x, y)
@@ -64,7 +63,7 @@ def vdot(x: Array, y: Array) -> Any:
 
 
 def _by_blas(rows: np.ndarray, length: int | None) -> bool:
-    """Return whether BLAS computes a product with these rows: they are short, or long enough for several threads."""
+    """Return whether BLAS computes a product with these rows: short ones, or rows long enough for several threads."""
     return rows.size <= _ON_ONE_THREAD or (length or rows.shape[1]) >= _LONG
 
 
@@ -182,7 +181,7 @@ def _raise_thresholds(libc: ctypes.CDLL) -> bool:
         return False
     libc.mallopt.argtypes, libc.mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     settings = ((_M_MMAP_THRESHOLD, _MMAP_BYTES), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_TOP_PAD, _PAD_BYTES))
-    accepted = [libc.mallopt(parameter, value) == 1 for parameter, value in settings]  # all are tried
+    accepted = [libc.mallopt(parameter, value) == 1 for parameter, value in settings]
     return all(accepted)
 
 

@@ -1,10 +1,10 @@
 """Start and end of the library: at the first communicating call or in `mpi_init`, and in `mpi_finalize` or at exit.
 
-The import makes no call of MPI that waits for other ranks. Ranks that wait in their first call find out whether the others
-have begun to start, or have ended without it. MPI can't report this without a message or a collective call, which the
-program's own ones could match. So each rank binds a socket without a file (an abstract one, as Linux has them) whose name
-contains the job, its rank and its state. Other ranks of the node only check which names exist; the system removes them with
-the process.
+The import makes no call of MPI that waits for other ranks. Ranks that wait in their first call detect whether the others
+have made it, too, or have ended without it. Messages or collectives of MPI can't be used for this, since the program's own
+ones could match them. So each rank binds an abstract socket (a socket of Linux without a file), whose name contains the
+job, the rank and its state. The other ranks of the node check which names exist. The system removes the names with the
+process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mpiad.transport.watch.timed_waits import deadline_lifted
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; with a slow file system, ranks may load modules at different times
 _LONG = 8.0
-_BETWEEN_CHECKS = 0.5  # a check takes 10 µs for each rank of the world, on a core that another rank may need
+_BETWEEN_CHECKS = 0.5  # seconds; a check takes 10 µs for each rank of the world
 _KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 _ADVICE = (
     "The first communicating call starts the library, and all ranks of COMM_WORLD must make it. Call mpiad.mpi_init() on "
@@ -66,7 +66,7 @@ _ends: list[Callable[[], None]] = []
 
 @cache
 def prepare_process() -> bool:
-    """Do what needs no other rank, once; return whether an uncaught exception or a signal on this rank ends the job."""
+    """Make the preparations that need no other rank; return whether an uncaught exception or a signal ends the job."""
     warn_of_separate_worlds(MPI.COMM_WORLD.size)
     prepare_memory()
     ends_job = not in_pool() and install_hooks()
@@ -162,7 +162,7 @@ def _listed(ranks: list[int]) -> str:
 
 _STARTS, _ENDED = "starts", "ended"  # states of a rank
 
-# A launcher's process that is the ancestor of all ranks of a job on a node, and variables that differ between its jobs.
+# Names of launchers' processes from which all ranks of a job on a node descend, and variables that differ between jobs.
 _LAUNCHERS = ("hydra_pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec", "slurmstepd", "flux-shell", "palsd")
 _OF_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "PALS_APID")
 _announced: set[str] = set()
@@ -175,7 +175,7 @@ def _announce(state: str) -> None:
         found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(OSError):
             found.bind(_socket_name(MPI.COMM_WORLD.rank, state))
-        found.detach()  # so that it stays open in MPI's end, after that of Python
+        found.detach()  # so that it stays open in MPI_Finalize, which mpi4py calls after the end of Python
 
 
 def _ranks_in(state: str) -> list[Rank]:
@@ -194,7 +194,7 @@ def _socket_name(rank: Rank, state: str) -> str:
 
 @cache
 def _job() -> str:
-    """Return a name that the ranks of this job on this node share, and no other job has; "" if there is none."""
+    """Return a name that only the ranks of this job on this node have; "" if none can be found."""
     number = os.getpid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while number > 1:
@@ -283,30 +283,30 @@ def _complete_at_exit() -> None:
 
 
 def _announce_end() -> None:
-    # MPI's end waits for all ranks, so this process and its socket remain as long as others wait in `meet`.
+    # MPI_Finalize waits for all ranks, so this process and its socket exist as long as others wait in `meet`.
     if not started():
         _announce(_ENDED)
 
 
 def _close() -> None:
-    """Close the world when all ranks have reached the end.
+    """Wait for the end of the program on all ranks, and close the world.
 
-    In debug mode raises a CommunicationMismatchError on all ranks if messages or requests are left over.
+    In debug mode raises a CommunicationMismatchError on all ranks if messages or requests are pending.
     """
     watch = watch_settings.present()
     if not watch.watches:
         await_others()
         _end_world()
         return
-    # Ranks that wait for this one learn at once that it won't come.
+    # Waits for this rank raise an error now.
     switch.announce(*end_of_program())
-    # This rank may be done long before the others, so only after an error its wait has a limit.
+    # This rank may end long before the others, so its wait has a limit only after an error.
     faulted = any(channel.fault is not None for channel in live_channels())
     given_up = await_others((watch.timeout or _GRACE) if faulted else None)
     sentences = []
     if given_up:
-        # After communication was given up, ranks aren't synchronized, and only MPI's end remains, which may wait forever
-        # for abandoned communication. So SIGALRM ends the process, unless the program handles this signal itself.
+        # After communication was abandoned, ranks aren't synchronized, and MPI_Finalize may wait forever for abandoned
+        # communication. So SIGALRM ends the process, unless the program handles this signal itself.
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, _GRACE)
     else:
@@ -334,7 +334,7 @@ def _end_job(error: Exception) -> None:
 def _end_world() -> None:
     for end in _ends:
         end()
-    # After a failure, others may wait for this rank; then they all learn of the failure.
+    # After a failure the ranks are interrupted, so that none waits for another.
     interruptible("the end of the program", lookup.close_world)()
     close_pools()
 

@@ -1,4 +1,4 @@
-"""Agreement of the ranks on an exception: an error on one rank is sent to the others, and all ranks raise."""
+"""Agreement of the ranks on an exception: all ranks raise an error that occurred on one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpiad.transport.core.tracing import settled
 
 T = TypeVar("T")
 
-# Exceptions that can be constructed on another rank from a name and one text.
+# Exceptions that other ranks can construct from their name and one text.
 _BUILTIN_NAMES = """TypeError ValueError RuntimeError NotImplementedError ArithmeticError FloatingPointError OverflowError
     ZeroDivisionError LookupError IndexError KeyError AssertionError AttributeError NameError MemoryError OSError""".split()
 _KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _BUILTIN_NAMES}
@@ -26,7 +26,7 @@ _KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
 
 
 def exit_code(code: object) -> int:
-    """Return the exit code that the launcher gets for SystemExit's `code`."""
+    """Return the exit code of a process that ends by SystemExit with this `code`."""
     if code is None:
         return 0
     # The system keeps eight bits. Python prints anything but an integer, and ends with 1.
@@ -47,7 +47,7 @@ class Failure(NamedTuple):
     text: str  # its message
     summary: str  # the last lines of its traceback
     trace: str  # its traceback
-    exit_code: int = 1  # exit code of a program that the exception ends
+    exit_code: int = 1  # of a program that ends by the exception
     builtin: str = "RuntimeError"  # name of its nearest base class that other ranks can construct
 
     @classmethod
@@ -78,8 +78,8 @@ def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteEr
 
 
 def failures_among(comm: Comm, error: BaseException | None) -> Failures:
-    """Return the failed ranks, each with the failure of the first of them; collective."""
-    # One traceback is enough; it is sent after the flags.
+    """Return the failed ranks, all with the failure of the first of them; collective."""
+    # One traceback is enough.
     failed = [rank for rank, has in enumerate(comm.allgather(error is not None)) if has]
     first: Failure = comm.bcast(None if error is None else Failure.of(error), failed[0])  # type: ignore[assignment]
     return dict.fromkeys(failed, first)
@@ -92,20 +92,20 @@ class Group(Protocol):
 
 
 def agreed(group: Group, error: Exception) -> Exception:
-    """Mark an exception as one that all ranks of a group raise together, so that none waits for another; return it."""
+    """Return the exception, marked as one that all ranks of a group raise, so that no rank waits for another."""
     error.__dict__["_agreed_among"] = frozenset(group.members)
     return error
 
 
 def agreed_among(error: BaseException) -> frozenset[int]:
-    """Return the ranks in the world that raise this exception, or an equivalent one, together; empty if not marked."""
+    """Return the world's ranks that all raise this exception or an equivalent one; empty if it isn't marked."""
     return getattr(error, "_agreed_among", frozenset())
 
 
 def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
-    """Mark channels as unusable if an exception may have left pending communication on them."""
+    """Mark channels as unusable if communication on them may be pending after an exception; `what`: was interrupted."""
     agreed = agreed_among(error)
-    # If all ranks of a channel raise the exception together, no collective is pending, but messages may be.
+    # If all ranks of a channel raise the exception, no collective is pending, but messages may be.
     for channel, messages in used:
         if messages or channel.size > 1 and not agreed.issuperset(channel.members):
             channel.mark(f"{type(error).__name__} left {what} in which messages were under way.", messages)
@@ -158,7 +158,7 @@ def require_same(channel: Channel, described: str, call: str) -> None:
     require_alike(channel, None, call, described)
 
 
-def fingerprint(*parts: Any) -> int:
+def fingerprint(*parts: object) -> int:
     """Return a hash of texts and arrays as a signed 64-bit integer; it is the same on all ranks."""
     # Python's hash of texts differs between processes.
     digest = hashlib.blake2b(digest_size=8)
@@ -167,7 +167,7 @@ def fingerprint(*parts: Any) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: Any) -> None:
+def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: object) -> None:
     """Combine `raise_together` and `require_same` in one message if there is no error; collective.
 
     `described`: the arguments as text. `compared`: the texts and arrays to compare, by default `described`.

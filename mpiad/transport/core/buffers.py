@@ -78,7 +78,7 @@ def _shortened(x: Array) -> str:
 def private_copy(array: Array, x: Array) -> Array:
     """Return `array`, made from `x` by `outgoing`, in memory that the user can't change.
 
-    An array on a device is returned itself, since the function that sends it copies it to memory that MPI can read.
+    A device array is returned unchanged, since the function that sends it makes a copy.
     """
     if type(array) is not np.ndarray:
         return array

@@ -16,6 +16,8 @@ from time import perf_counter
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpiad._typing import Array, Shape
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -43,19 +45,19 @@ class Site:
 
 
 _COMPOSITES = ("mpi_optimize", "mpi_map")  # communicate many times: messages name the single operation instead
-# Values of `Site.entry` that messages don't show: "" for other libraries, "extend" for operators, whose names say more.
+# Values of `Site.entry` that messages don't show: "" for other libraries; "extend" for operators, which have names.
 _OPERATORS = ("", "extend")
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call; None or empty if the call has no such argument."""
+    """The arguments of a call; None or empty for those that the call doesn't have."""
 
     communicator: str | None = None
     root: int | None = None
     peer: int | None = None
     tag: int | None = None
     shape: Shape | None = None
-    dtype: Any = None
+    dtype: np.dtype | None = None
     nbytes: int = 0
     reduction: str | None = None
     members: tuple[int, ...] = ()
@@ -79,7 +81,7 @@ class Call:
     )  # fmt: skip
 
     # The reader of an operation's arguments; installed by primitives.noting, in a higher layer.
-    read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
+    read: Callable[[Array, Any], Arguments] = staticmethod(lambda x, params: Arguments())
 
     def __init__(
         self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Array,
@@ -161,7 +163,7 @@ def forget(owner: Hashable) -> None:
         if len(_owners) == 1:
             for switch in _switches:
                 switch(False)
-        _owners.remove(owner)  # last, so that the function can be repeated after an interrupt
+        _owners.remove(owner)  # at the end, so that this can be repeated after an interrupt
 
 
 def is_noting() -> bool:
@@ -297,7 +299,7 @@ def is_raised_by_user(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None:
         frame, last = trace.tb_frame, trace.tb_lasti
-        # Python calls a handler with the frame that it interrupts.
+        # Python passes the interrupted frame to a signal handler.
         given = frame.f_locals.values() if _kind(frame.f_code) != 1 else ()
         parts = [part for x in given for part in (x if type(x) is tuple else (x,))]
         if frame.f_back is not None and any(part is frame.f_back for part in parts):

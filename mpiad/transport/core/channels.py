@@ -28,25 +28,24 @@ from mpiad.errors import CommunicatorError
 from mpiad.transport.core.fault_tolerance import FAULT_TOLERANT, is_interruption
 from mpiad.transport.core.tracing import tracing
 
-# Draining of a communicator before it is freed: pending messages are received and dropped.
-#
-# MPI may reuse the context of a freed communicator for a new one, on which an old message could then be received. Messages
-# between two ranks arrive in the order in which they were sent. Therefore each rank sends a last message to every rank, and
-# receives from every rank until the last message has arrived.
+# Before a communicator is freed, pending messages are received and dropped: MPI may reuse its context for a new
+# communicator, on which an old message could then be received. Messages between two ranks arrive in the order in which they
+# were sent. So each rank sends a last message to every rank, and receives from every rank until the last message has
+# arrived.
 
 
 # Objects that are never freed since MPI may still use them: buffers, and communicators with pending messages.
 ABANDONED: list[tuple] = []
 _LAST = np.frombuffer(b"mpiad: last one.", dtype=np.uint8)  # content of the last messages
-# By id of the communicator: the sends of the last messages, and per peer the tag and content of its latest message.
+# By id of the communicator: the requests of the last messages, and for each peer the tag and content of its latest message.
 Drained: TypeAlias = "dict[int, tuple[list[Request], dict[int, tuple[int, np.ndarray]]]]"
 
 
 def drain(comm: Comm, tag: int, drained: Drained | None = None) -> None:
     """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
 
-    `tag`: of the last messages. `drained`: the progress, which is updated. After an interrupt, this rank can continue with
-    it.
+    `tag`: of the last messages. `drained`: the progress, which is updated, so that this rank can continue after an
+    interrupt.
     """
     for part in getattr(comm, "parts", (comm,)):  # in debug mode, communicators for messages and for headers
         sending, latest = ({} if drained is None else drained).setdefault(id(part), ([], {}))
@@ -62,7 +61,7 @@ def _receive_until_last(comm: Comm, peer: int, tag: int, latest: dict[int, tuple
     status = MPI.Status()
     while peer not in latest or latest[peer][0] != tag or not np.array_equal(latest[peer][1], _LAST):
         comm.Probe(peer, MPI.ANY_TAG, status)
-        # Registered before it is received, so that it is recognized by its content even after an interrupt.
+        # Stored before the receive, so that after an interrupt the content shows whether it was the last message.
         latest[peer] = status.tag, np.zeros(status.Get_count(MPI.BYTE), dtype=np.uint8)
         comm.Recv(latest[peer][1], peer, status.tag, status)
 
@@ -76,9 +75,9 @@ def has_ended(reduction: Request) -> bool:
 
 
 def give_back(comms: list[Comm], unended: bool) -> None:
-    """Free communicators, or keep them if an incomplete collective is pending (`unended`); collective.
+    """Free communicators, unless an incomplete collective is pending (`unended`); collective.
 
-    The messages of this collective could otherwise be received on a new communicator with the same context.
+    The messages of that collective could be received on a new communicator with the same context.
     """
     if unended:
         ABANDONED.append(tuple(comms))
@@ -90,7 +89,7 @@ def give_back(comms: list[Comm], unended: bool) -> None:
 
 def cancel(receive: Request) -> None:
     """Cancel a receive, and wait until it has ended."""
-    if not receive:  # it ended before the exception
+    if not receive:  # the null request: the receive has ended
         return
     receive.Cancel()
     try:
@@ -101,11 +100,11 @@ def cancel(receive: Request) -> None:
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
-_made: dict[tuple[int, ...], int] = {}  # by members: the number of channels created
+_made: dict[tuple[int, ...], int] = {}  # by members: the number of channels created so far
 _numbers = count()
 
-communications = count()  # a difference of its values is the number of communications in the meantime
-# A channel, and whether messages on it may be pending even after a synchronization of all its ranks.
+communications = count()  # advances at each communication
+# A channel, and whether messages on it may be pending even after all its ranks have synchronized.
 Used: TypeAlias = "tuple[Channel, bool]"
 
 
@@ -115,7 +114,7 @@ def note_use(channel: Channel) -> None:
         tracing.channels.add((channel, False))
 
 
-def make_communicator(make: Callable[..., Comm], *arguments: Any) -> Comm:
+def make_communicator(make: Callable[..., Comm], *arguments: int) -> Comm:
     """Return a communicator created by ``make(*arguments)``; collective. The error advises on freeing communicators."""
     try:
         return make(*arguments)
@@ -147,8 +146,8 @@ class Channel:
         self.rank, self.size = user.rank, user.size
         self.members, self.number, self.label = _named(user)
         self.fault: str | None = None
-        self.has_messages = False  # if there is a fault: see `Used`
-        self.alone = False  # whether the fault is that the other ranks take no part
+        self.has_messages = False  # whether messages may be pending after the fault
+        self.alone = False  # whether the fault is that the other ranks don't make the same calls
         self.lost: tuple[int, ...] = ()  # ranks whose processes have died
         self.pairs_compared = False
         self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
@@ -168,15 +167,15 @@ class Channel:
             raise
         self.data, self.reverse = data, reverse
         self.derived: list[Comm] = []
-        # MPI guarantees this attribute only for the world.
+        # Only the world is guaranteed to have this attribute.
         self.tag_limit = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1)
         self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)  # see `messages.Envelope`
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
-        # Halo exchanges that are ended separately: the number begun, and weak references to the last of them by tag.
+        # Halo exchanges in two halves: the number begun, and by tag a weak reference to the last one.
         self.exchanges, self.active_exchanges = 0, dict[int, Any]()
-        self.pending: list[tuple[Any, np.ndarray]] = []
-        self.started: dict[int, tuple[str, list[Any], Any]] = {}
+        self.pending: list[tuple[Request, object]] = []
+        self.started: dict[int, tuple[str, list[Request], object]] = {}
         self.unended = False  # whether a collective was abandoned before its end
         self._next_test = 1
         self._drained: Drained = {}
@@ -206,8 +205,8 @@ class Channel:
         return self._backwards
 
     def separate(self) -> Comm:
-        """Return a duplicate for operations in the middle of other communication; the first call is collective."""
-        # A new duplicate is created if debug mode or the timeout has changed since, which all ranks detect.
+        """Return a duplicate for operations between the parts of other communication; the first call is collective."""
+        # The watch replaces `data` on all ranks; then all ranks create a new duplicate.
         if self._separate is None or self._separate[0] is not self.data:
             if self._separate is not None:
                 self._separate[1].Free()
@@ -225,15 +224,15 @@ class Channel:
             self.derived = [kept for kept in self.derived if kept is not comm]
             comm.Free()
 
-    def keep(self, request: Request, array: np.ndarray) -> None:
+    def keep(self, request: Request, buffer: object) -> None:
         """Hold the buffer of a send until MPI has finished with it."""
-        self.pending.append((request, array))
+        self.pending.append((request, buffer))
         # Only one thread tests the requests, since two mustn't test the same one.
         if len(self.pending) >= self._next_test:
             held: list[bool] = []
             try:
                 try:
-                    # `extend` with `map` can't be interrupted between acquiring the lock and recording this.
+                    # `extend` with `map` can't be interrupted between the acquisition and its record.
                     held.extend(map(self._test_lock.acquire, (False,)))
                     if held[0]:
                         self._drop_sent()
@@ -257,8 +256,9 @@ class Channel:
         """Start an MPI operation, ``call(x, y, z)``; return a list with its request, to be passed to `release`.
 
         `kind`: "send", "receive" or "reduction"; "blocking send" or "blocking receive" if the same public call waits for
-        it. `buffers`: the objects to hold until then. They are held before MPI is called, and no interrupt can come between
-        MPI's call and the storage of its request, so an interrupt never frees memory that MPI uses.
+        it. `buffers`: the objects that MPI uses, which are held until `release`. They are stored before the call of MPI,
+        and no interrupt can come between this call and the storage of its request. So an interrupt never frees memory in
+        use.
         """
         requests: list[Request] = []
         self.started[id(requests)] = kind, requests, buffers
@@ -281,7 +281,7 @@ class Channel:
     def leave(self, requests: list[Request]) -> None:
         """Let a send complete in the background, and hold its buffer until then."""
         held = self.started.get(id(requests))
-        if held is not None:  # otherwise a reset has ended it
+        if held is not None:  # otherwise a reset has completed it
             if not requests[0].Test():
                 self.keep(requests[0], held[2])
             self.release(requests)
@@ -293,13 +293,13 @@ class Channel:
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():
                 cancel(request)
-        # Receives are canceled first, since they would take messages from `drain`. Sends complete only after the other
-        # ranks have drained, too, so the wait for them is last.
+        # Receives are canceled first, since they would receive the messages of `drain`. Sends are completed last, since
+        # they may wait until the other ranks drain.
         for comm in (self.data, self.reverse):
             drain(comm, self.tag_limit, self._drained)
         for request in self._sends():
             request.Wait()
-        # A reduction that not all ranks have started never ends; one whose request was lost may not have ended.
+        # A reduction that some ranks haven't started never ends. If its request was lost, it may not have ended.
         self.unended = self._has_unended()
         ABANDONED.extend(held for held in self.started.values() if held[0] in ("reduction", "parcel") or not held[1])
         # Derived communicators may have pending messages; see `give_back`.
@@ -309,18 +309,18 @@ class Channel:
         self.started.clear()
 
     def has_unfinished(self) -> bool:
-        """Return whether any rank may have pending messages; collective. Sets `unended` on all ranks.
+        """Return whether any rank may have pending messages; sets `unended` on all ranks; collective.
 
-        Programs without pending messages then don't need `end`, in which every rank sends a message to every other.
+        If not, `end` isn't necessary, in which every rank sends a message to every other.
         """
         with self._test_lock:
             self._drop_sent()
         here = bool(self.pending or self.started or self.fault)
         # The sum over all ranks is the number of unreceived messages.
         unreceived = sum(self.sent.values()) - sum(self.received.values())
-        # One reduction for all three numbers, since all programs make it at their exit.
+        # One reduction for all three numbers, since every program makes it at its end.
         mine, every = np.array([here, unreceived, self._has_unended()], dtype=np.int64), np.empty(3, dtype=np.int64)
-        # On `reverse`: on `data` a rank that exits early would match collectives of ranks that still compute.
+        # On `reverse`, since on `data` ranks that end early would match collectives of other ranks.
         self.reverse.Allreduce(mine, every, MPI.SUM)
         self.unended = bool(every[2])
         return bool(every.any())
@@ -339,17 +339,17 @@ class Channel:
         return [request for held in self.started.values() if held[0].endswith(kind) for request in held[1]]
 
     def refusing(self, reason: str) -> Refusing:
-        """Return a context in which this rank's calls are refused, since the other ranks don't take part."""
+        """Return a context in which this rank's calls raise an error, since the other ranks don't make them."""
         return Refusing(self, reason)
 
     def evaluating(self, what: str) -> AbstractContextManager[None]:
-        """Return a context in which this rank evaluates `what` alone; calls are refused if there are other ranks."""
+        """Return a context in which this rank evaluates `what` alone; calls raise an error if there are other ranks."""
         advice = "inside it, communicate on MPI.COMM_SELF"
         reason = f"{what} is evaluated by one rank ({advice}), and the other ranks take no part"
         return self.refusing(reason) if self.size > 1 else nullcontext()
 
     def mark(self, reason: str, messages: bool = True) -> None:
-        """Mark the channel as unusable until `renew`; `messages`: see `Used`."""
+        """Mark the channel as unusable until `renew`; `messages`: whether messages may be pending."""
         if tracing.recorder is not None and tracing.recorder.marked(self, reason, messages):
             return
         if self.fault is None:
@@ -382,8 +382,8 @@ class Channel:
         return [comm for comm in (self.data, self.reverse, self._backwards, separate, *self.derived) if comm is not None]
 
     def reopen(self, data: Comm) -> None:
-        """Replace duplicates that may be revoked; `data`: a new duplicate with the same ranks; collective."""
-        # Not freed: their contexts mustn't be reused while old messages are in flight.
+        """Replace duplicates that may be revoked by `data`, a new duplicate, and its duplicates; collective."""
+        # The old ones aren't freed: their contexts mustn't be reused while messages are in flight.
         ABANDONED.append((self.duplicates(), self.pending, self.started))
         if _watch is not None:
             _watch.start_anew(self)
@@ -432,7 +432,7 @@ class Refusing:
 
 def report_to_recorders(on: bool) -> None:
     """Start or stop to report communication that isn't a recorded operation to the trace of a compiled program."""
-    # A property of the class takes precedence over the object's attribute. Without it attribute access has no overhead.
+    # A property of the class takes precedence over the object's attribute. Otherwise attribute access has no overhead.
     for name in ("data", "reverse"):
         if on:
             setattr(Channel, name, property(partial(_get, name), partial(_set, name)))

@@ -1,24 +1,41 @@
-"""Collectives on arrays, without derivatives."""
+"""Collectives on arrays, without derivatives.
+
+Large arrays are communicated in pieces if the arrays of any rank may be staged: copies between device and host overlap with
+communication. With a CUDA-aware MPI, sums of large arrays are computed by an exchange of blocks, and each rank sums one of
+them on its device, since many CUDA-aware MPI libraries reduce on the host. The exchange transfers as many bytes as optimal
+reductions of large arrays. One rank sums each block, in the order of the ranks, so the result is bitwise the same on all
+ranks. The size of the array alone decides, since a rank doesn't know the devices of the others' arrays.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from functools import partial
 from math import inf, isfinite, prod
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Op
-from mpiad.transport.core import large_collectives
+from mpiad._typing import Array, Buffer, Comm, Op, Request, Shape
 from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
-from mpiad.transport.core.buffers import outgoing
+from mpiad.transport.core.buffers import even_lengths, outgoing
 from mpiad.transport.core.channels import Channel
-from mpiad.transport.devices.chunked_staging import in_place_transfer, of_whole
 from mpiad.transport.devices.device_arrays import Spec, arrays_named, arrays_of, contiguous, copied, result
-from mpiad.transport.devices.device_settings import LEAST_CHUNK, divides, exchanges, present
-from mpiad.transport.devices.staging import Direct, Staged, communicate, send_buffer, transfer_of
+from mpiad.transport.devices.device_settings import LEAST_CHUNK, chunk_of, exchanges, present
+from mpiad.transport.devices.staging import takes_directly
+from mpiad.transport.devices.transfers import (
+    HostTransfer,
+    Transfer,
+    communicate,
+    incoming_transfer,
+    of_block,
+    of_blocks,
+    of_whole,
+    outgoing_transfer,
+)
+
+T = TypeVar("T")
 
 _INTEGER = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
 _NAMES = (*_INTEGER, "MINLOC", "MAXLOC", "REPLACE", "NO_OP", "OP_NULL")
@@ -41,51 +58,57 @@ def name_of(op: Op) -> str | None:
     return next((name for name in _NAMES if op == getattr(MPI, name)), None)
 
 
+def _compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
+    """Compare the ranks' calls on a guarded communicator: different sizes would lead to different numbers of MPI calls."""
+    if getattr(comm, "agreement", None) is not None:
+        comm.agree(step, array, op, root)
+
+
+def _passed(count: int, call: Callable[[int], object], incoming: Transfer) -> Array:
+    """Call ``call(k)``, in which MPI writes piece k, for each of `count` pieces; return the complete array."""
+    for number in range(count):
+        call(number)
+        incoming.take(number)
+    return incoming.received()
+
+
 class Summation:
-    """A pending sum: one request per piece, a function that stores a received piece, and one that returns the result."""
+    """A pending sum of arrays: one request per piece."""
 
-    __slots__ = ("_channel", "_requests", "_result", "_take")
+    __slots__ = ("_channel", "_incoming", "_requests")
 
-    def __init__(
-        self, channel: Channel, requests: list[Any], result: Callable[[], Array], take: Callable[[int], Any] | None = None
-    ):
-        self._channel, self._requests, self._result, self._take = channel, requests, result, take
+    def __init__(self, channel: Channel, requests: list[list[Request]], incoming: Transfer):
+        self._channel, self._requests, self._incoming = channel, requests, incoming
 
     def finish(self) -> Array:
         """Wait for the sum and return it."""
         for number, requests in enumerate(self._requests):
             requests[0].Wait()
             self._channel.release(requests)
-            if self._take is not None:
-                self._take(number)
-        return self._result()
+            self._incoming.take(number)
+        return self._incoming.received()
 
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
     """Start to sum arrays. A host array mustn't be used before the end; a device array is copied."""
-    if divides(array.nbytes):
-        return _start_in_pieces(channel, array)
-    arrays = arrays_of(array)
-    transfer = transfer_of(arrays, nonblocking=True)
-    destination = transfer.destination(array.shape, array.dtype)
-    sent, into = array if arrays is None else transfer.send_copy(array), transfer.recv_buffer(destination)
-    requests = channel.begin("reduction", (sent, into, destination), channel.data.Iallreduce, sent, into, MPI.SUM)
-    return Summation(channel, [requests], partial(transfer.received, destination))
-
-
-def _start_in_pieces(channel: Channel, array: Array) -> Summation:
-    pieces = of_whole(array.size, array.dtype.itemsize)
-    transfer, requests = in_place_transfer(array, pieces, private=True), []
-    for number in range(len(pieces)):
-        piece = transfer.piece(number)
-        requests.append(channel.begin("reduction", piece, channel.data.Iallreduce, MPI.IN_PLACE, piece, MPI.SUM))
-    return Summation(channel, requests, transfer.received, transfer.take)
+    chunk = chunk_of(array.nbytes)
+    if chunk is None and type(array) is np.ndarray:
+        out = np.empty(array.shape, array.dtype)
+        requests = channel.begin("reduction", (array, out), channel.data.Iallreduce, array, out, MPI.SUM)
+        return Summation(channel, [requests], HostTransfer(out))
+    pieces, spec = of_whole(array, chunk), Spec.of(array)
+    sent, received = outgoing_transfer(array, pieces, True, True), incoming_transfer(spec, pieces, True)
+    started = [
+        channel.begin("reduction", (sent, received), channel.data.Iallreduce, sent.piece(k), received.piece(k), MPI.SUM)
+        for k in range(len(pieces))
+    ]
+    return Summation(channel, started, received)
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
     """Start to sum host arrays in place; they mustn't be used before the end."""
     requests = channel.begin("reduction", array, channel.data.Iallreduce, MPI.IN_PLACE, array, MPI.SUM)
-    return Summation(channel, [requests], lambda: array)
+    return Summation(channel, [requests], HostTransfer(array))
 
 
 def sum_in_place(channel: Channel, array: np.ndarray) -> None:
@@ -161,43 +184,52 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
-    if array.nbytes > LEAST_CHUNK:
-        if divides(array.nbytes):
-            return large_collectives.allreduce(channel, array, op)
-        if exchanges(array.nbytes) and name_of(op) == "SUM":
-            return large_collectives.exchanged_sum(channel, array)
-    if type(array) is np.ndarray:
+    large = array.nbytes > LEAST_CHUNK
+    chunk = chunk_of(array.nbytes) if large else None
+    if chunk is not None:
+        _compare(channel.data, "Allreduce", array, op)
+    elif large and exchanges(array.nbytes) and name_of(op) == "SUM":
+        return _exchanged_sum(channel, array)
+    elif type(array) is np.ndarray:  # without a further function call, since small sums are frequent
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
         return out if array.ndim else out[()]
-    return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array, Spec.of(array))
+    return communicate(lambda sent, out: channel.data.Allreduce(sent, out, op), array, None, of_whole(array, chunk))
 
 
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Sum the ranks' arrays on the root; return zeros on other ranks."""
     array = outgoing(x, call)
-    if divides(array.nbytes):
-        return large_collectives.reduce(channel, array, root)
-    if exchanges(array.nbytes):
-        return large_collectives.exchanged_sum(channel, array, root)
-    if channel.rank != root:
-        channel.data.Reduce(send_buffer(array), None, MPI.SUM, root)
-        return Spec.of(array).zeros()
-    return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, Spec.of(array))
+    chunk = chunk_of(array.nbytes)
+    if chunk is not None:
+        _compare(channel.data, "Reduce", array, MPI.SUM, root)
+    elif exchanges(array.nbytes):
+        return _exchanged_sum(channel, array, root)
+    pieces = of_whole(array, chunk)
+    if channel.rank == root:
+        return communicate(lambda sent, out: channel.data.Reduce(sent, out, MPI.SUM, root), array, None, pieces)
+    sent = outgoing_transfer(array, pieces)
+    for number in range(len(pieces)):
+        channel.data.Reduce(sent.piece(number), None, MPI.SUM, root)
+    return Spec.of(array).zeros()
 
 
 def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
     """Return the root's array on all ranks, which know its spec."""
     array = outgoing(x, call) if channel.rank == root else None
-    if divides(spec.nbytes):
-        if array is None:
-            return large_collectives.bcast_to_here(channel, spec, root, present().chunk)
-        large_collectives.bcast_from_here(channel, array, present().chunk)
-        return copied(array)
-    if array is not None:
-        channel.data.Bcast(send_buffer(array), root)
-        return copied(array)
-    return communicate(lambda _, out: channel.data.Bcast(out, root), None, spec)
+    return _bcast(channel, array, spec, root, chunk_of(spec.nbytes))
+
+
+def _bcast(channel: Channel, array: Array | None, spec: Spec, root: int, chunk: int | None) -> Array:
+    """Return the root's `array` on all ranks, communicated in pieces of `chunk` bytes, or as a whole."""
+    pieces = of_whole(spec, chunk)
+    if array is None:
+        received = incoming_transfer(spec, pieces)
+        return _passed(len(pieces), lambda k: channel.data.Bcast(received.piece(k), root), received)
+    sent = outgoing_transfer(array, pieces)
+    for number in range(len(pieces)):
+        channel.data.Bcast(sent.piece(number), root)
+    return copied(array)
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
@@ -205,19 +237,29 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     array = outgoing(x, call)
     # Suffix sums are prefix sums over the ranks in reverse order.
     comm = channel.backwards() if backwards else channel.data
-    if divides(array.nbytes):
-        return large_collectives.scan(comm, array, exclusive)
-    sums = communicate(comm.Exscan if exclusive else comm.Scan, array, Spec.of(array))
+    reduction, chunk = comm.Exscan if exclusive else comm.Scan, chunk_of(array.nbytes)
+    if chunk is not None:
+        _compare(comm, "Scan", array)
+    pieces = of_whole(array, chunk)
+    if not (exclusive and comm.rank == 0):
+        return communicate(reduction, array, None, pieces)
     # In MPI the first rank's exclusive sum is undefined.
-    return Spec.of(array).zeros() if exclusive and comm.rank == 0 else sums
+    sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
+    for number in range(len(pieces)):
+        reduction(sent.piece(number), received.piece(number))
+    return Spec.of(array).zeros()
 
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     array = outgoing(x, call)
-    if divides(array.nbytes):
-        return large_collectives.alltoall(channel, array)
-    return communicate(channel.data.Alltoall, array, Spec.of(array))
+    chunk = chunk_of(array.nbytes)
+    if chunk is None:
+        return communicate(channel.data.Alltoall, array)
+    _compare(channel.data, "Alltoall", array)
+    pieces = of_blocks([array.size // channel.size] * channel.size, array.dtype.itemsize, chunk)
+    sent, received = outgoing_transfer(array, pieces), incoming_transfer(Spec.of(array), pieces)
+    return _passed(len(pieces), lambda k: channel.data.Alltoallv(sent.blocks(k), received.blocks(k)), received)
 
 
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
@@ -249,19 +291,26 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     """Stack (`axis` None) or concatenate the ranks' arrays on the root, or on all ranks if `root` is None."""
     array = _front(outgoing(x, call), axis)
     rest = array.shape if axis is None else array.shape[1:]
-    mine = root is None or channel.rank == root
-    whole = Spec(((sum(lengths) if mine else 0), *rest), array.dtype, arrays_of(array))
-    counts = [length * prod(rest) for length in lengths]
-    if divides(sum(counts) * array.dtype.itemsize):
-        return _back(large_collectives.gather(channel, array, root, counts, whole), axis)
+    counts, itemsize = [length * prod(rest) for length in lengths], array.dtype.itemsize
+    chunk = chunk_of(sum(counts) * itemsize)
+    whole, mine = Spec((sum(lengths), *rest), array.dtype, arrays_of(array)), root is None or channel.rank == root
 
-    def collect(sent: Buffer, out: Buffer) -> None:
+    def collect(part: Buffer, out: Buffer) -> None:
         if root is None:
-            channel.data.Allgatherv(sent, [out, counts])
+            channel.data.Allgatherv(part, out)
         else:
-            channel.data.Gatherv(sent, [out, counts] if mine else None, root)
+            channel.data.Gatherv(part, out, root)
 
-    return _back(communicate(collect, array, whole), axis)
+    if mine and chunk is None:
+        return _back(communicate(lambda part, out: collect(part, [out, counts]), array, whole), axis)
+    own = of_block(counts, channel.rank, itemsize, chunk)
+    sent = outgoing_transfer(array, own)
+    if not mine:
+        for number in range(len(own)):
+            collect(sent.piece(number), None)
+        return _back(whole._replace(shape=(0, *rest)).empty(), axis)
+    received = incoming_transfer(whole, of_blocks(counts, itemsize, chunk))
+    return _back(_passed(len(own), lambda k: collect(sent.piece(k), received.blocks(k)), received), axis)
 
 
 def scatter(
@@ -270,27 +319,60 @@ def scatter(
     """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
     array = _front(outgoing(x, call), axis) if channel.rank == root else None
-    spec, counts = piece._replace(shape=shape), [length * prod(shape if axis is None else shape[1:]) for length in lengths]
-    if divides(sum(counts) * piece.dtype.itemsize):
-        return _back(large_collectives.scatter(channel, array, root, counts, spec), axis)
+    counts, itemsize = [length * prod(shape if axis is None else shape[1:]) for length in lengths], piece.dtype.itemsize
+    chunk = chunk_of(sum(counts) * itemsize)
+    own = of_block(counts, channel.rank, itemsize, chunk)
+    spec = piece._replace(shape=shape)
+    if chunk is None and array is not None:
+        return _back(communicate(lambda x, out: channel.data.Scatterv([x, counts], out, root), array, spec), axis)
+    received = incoming_transfer(spec, own)
+    sent = None if array is None else outgoing_transfer(array, of_blocks(counts, itemsize, chunk))
 
-    def distribute(sent: Buffer | None, out: Buffer) -> None:
-        channel.data.Scatterv(None if sent is None else [sent, counts], out, root)
+    def distribute(k: int) -> None:
+        channel.data.Scatterv(None if sent is None else sent.blocks(k), received.piece(k), root)
 
-    return _back(communicate(distribute, array, spec), axis)
+    return _back(_passed(len(own), distribute, received), axis)
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
     """Sum the ranks' arrays, and return this rank's piece of the sum."""
     array = _front(outgoing(x, call), axis)
-    rest = array.shape[1:]
+    rest, itemsize = array.shape[1:], array.dtype.itemsize
     block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
-    counts = [length * prod(rest) for length in lengths]
-    if divides(array.nbytes):
-        return _back(large_collectives.reduce_scatter(channel, array, counts, block), axis)
-    if exchanges(array.nbytes):
-        return _back(large_collectives.exchanged_reduce_scatter(channel, array, counts, block), axis)
-    return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts, MPI.SUM), array, block), axis)
+    counts, chunk = [length * prod(rest) for length in lengths], chunk_of(array.nbytes)
+    if chunk is not None or exchanges(array.nbytes):
+        _compare(channel.data, "Reduce_scatter", array)
+    if chunk is None and exchanges(array.nbytes):
+        return _back(_own_block(channel, array, counts).reshape(block.shape), axis)
+    if chunk is None:
+        return _back(communicate(lambda sent, out: channel.data.Reduce_scatter(sent, out, counts), array, block), axis)
+    pieces, own = of_blocks(counts, itemsize, chunk), of_block(counts, channel.rank, itemsize, chunk)
+    sent, received = outgoing_transfer(array, pieces), incoming_transfer(block, own)
+
+    def reduce_piece(k: int) -> None:
+        # If blocks have different lengths, the ranks' ranges of a piece may differ, and may be empty.
+        channel.data.Reduce_scatter(sent.piece(k), received.piece(k), [end - start for start, end in pieces[k]], MPI.SUM)
+
+    return _back(_passed(len(pieces), reduce_piece, received), axis)
+
+
+def _exchanged_sum(channel: Channel, array: Array, root: int | None = None) -> Array:
+    """Sum the ranks' arrays on all ranks, or on the root; return zeros on ranks without the sum."""
+    _compare(channel.data, "Allreduce" if root is None else "Reduce", array, MPI.SUM, root)
+    counts = even_lengths(array.size, channel.size)
+    block = _own_block(channel, array, counts)
+    if root is None:
+        return communicate(lambda sent, out: channel.data.Allgatherv(sent, [out, counts]), block, Spec.of(array))
+    if channel.rank == root:
+        return communicate(lambda sent, out: channel.data.Gatherv(sent, [out, counts], root), block, Spec.of(array))
+    channel.data.Gatherv(outgoing_transfer(block).piece(0), None, root)
+    return Spec.of(array).zeros()
+
+
+def _own_block(channel: Channel, array: Array, counts: list[int]) -> Array:
+    own, spec = [counts[channel.rank]] * channel.size, Spec.of(array)._replace(shape=(channel.size, counts[channel.rank]))
+    parts = communicate(lambda sent, out: channel.data.Alltoallv([sent, counts], [out, own]), array, spec)
+    return np.sum(parts, axis=0, dtype=array.dtype)
 
 
 def _front(array: Array, axis: int | None) -> Array:
@@ -308,13 +390,13 @@ def _back(array: Array, axis: int | None) -> Array:
 # raise it.
 
 
-_WORDS = 128
-# Words of a header: dtype, number of dimensions, up to 64 dimensions, device, bytes of a piece; then a small array.
-_KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71
-_CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]  # int64 has two of them
-_INLINE_BYTES = 8 * (_WORDS - _SHAPE_WORDS)
-_ERROR = -1
-_INLINE = -1  # in the place of the bytes of a piece: the array is in the header
+_HEADER_BYTES = 1152  # fixed, since the receivers don't know the array
+_ERROR_BYTES = 1000  # maximum length of an error's text
+_INLINE_BYTES = 456  # maximum size of an array in the header
+
+# Shape, dtype, name of the device's arrays ("" for the host), bytes of a piece (None if the array isn't divided), and
+# entries of a small array; or the name and the text of an error.
+Header: TypeAlias = "tuple[Shape, str, str, int | None, bytes | None] | tuple[str, str]"
 
 
 def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
@@ -322,39 +404,23 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
 
     On other ranks the result is on the device of the template `x`, or on a device like the root's if there is none.
     """
-    # The header has a fixed size, since the receivers don't know the size of the array.
-    packet = np.zeros(_WORDS, dtype=np.int64)
-    if channel.rank == root:
-        return _bcast_from_here(channel, x, root, call, packet)
-    channel.data.Bcast(packet, root)
-    spec = _unpacked(packet, root, x)
-    if packet[_CHUNK] > 0:
-        return large_collectives.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
-    if packet[_CHUNK] == _INLINE:
-        flat = packet[_SHAPE_WORDS:].view(np.uint8)[: spec.nbytes]
-        array = flat.view(spec.dtype).reshape(spec.shape)
+    if channel.rank != root:
+        spec, chunk, entries = _received_header(channel, root, x)
+        if entries is None:
+            return _bcast(channel, None, spec, root, chunk)
+        array = np.ndarray(spec.shape, spec.dtype, entries)
         return result(array.copy()) if spec.arrays is None else spec.arrays.to_device(array)
-    return communicate(lambda _, out: channel.data.Bcast(out, root), None, spec)
-
-
-def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: np.ndarray) -> Array:
-    array = _or_send_error(channel, root, packet, lambda: outgoing(x, call))
-    spec = Spec.of(array)
-    transfer = transfer_of(spec.arrays)
-    _pack(packet, spec)
+    array = _or_send_error(channel, root, lambda: outgoing(x, call))
+    spec, chunk, entries = Spec.of(array), chunk_of(array.nbytes), None
+    arrays = spec.arrays
+    staged = arrays is not None and not takes_directly(arrays)
+    if staged and array.nbytes > present().chunk:
+        chunk = present().chunk
     # An array that MPI reads on the device isn't copied to the host for the header.
-    small = array.nbytes <= _INLINE_BYTES and not isinstance(transfer, Direct)
-    if small:
-        packet[_CHUNK] = _INLINE
-        packet[_SHAPE_WORDS:].view(np.uint8)[: array.nbytes] = transfer.send_buffer(array).reshape(-1).view(np.uint8)
-    elif divides(array.nbytes) or (isinstance(transfer, Staged) and array.nbytes > present().chunk):
-        packet[_CHUNK] = present().chunk
-    channel.data.Bcast(packet, root)
-    if packet[_CHUNK] > 0:
-        large_collectives.bcast_from_here(channel, array, present().chunk)
-    elif not small:
-        channel.data.Bcast(transfer.send_buffer(array), root)
-    return copied(array)
+    if array.nbytes <= _INLINE_BYTES and (arrays is None or staged):
+        entries, chunk = (array if arrays is None else arrays.to_host(array)).tobytes(), None
+    _send_header(channel, root, _header_of(spec, chunk, entries))
+    return copied(array) if entries is not None else _bcast(channel, array, spec, root, chunk)
 
 
 def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:
@@ -362,44 +428,42 @@ def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, templat
 
     On other ranks it has the device of the template, or a device like the root's if there is none.
     """
-    packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank != root:
-        channel.data.Bcast(packet, root)
-        return _unpacked(packet, root, template)
-    spec = _or_send_error(channel, root, packet, make)
-    _pack(packet, spec)
-    channel.data.Bcast(packet, root)
+        return _received_header(channel, root, template)[0]
+    spec = _or_send_error(channel, root, make)
+    _send_header(channel, root, _header_of(spec))
     return spec
 
 
-def _pack(packet: np.ndarray, spec: Spec) -> None:
-    packet[0], packet[1] = _CODES.index(spec.dtype.char), len(spec.shape)
-    packet[2 : 2 + len(spec.shape)] = spec.shape
-    if spec.arrays is not None:
-        packet[_KIND:_CHUNK].view(np.uint8)[:] = np.frombuffer(spec.arrays.name.encode().ljust(32)[:32], np.uint8)
+def _header_of(spec: Spec, chunk: int | None = None, entries: bytes | None = None) -> Header:
+    return spec.shape, spec.dtype.char, "" if spec.arrays is None else spec.arrays.name, chunk, entries
 
 
-def _unpacked(packet: np.ndarray, root: int, template: object) -> Spec:
-    if packet[0] == _ERROR:
-        kind, length = (TypeError, ValueError)[packet[1]], packet[2]
-        text = packet[3:].view(np.uint8)[:length].tobytes().decode(errors="replace")
-        raise kind(f"{text} (raised on the root, rank {root})")
-    spec = Spec(tuple(packet[2 : 2 + packet[1]].tolist()), np.dtype(_CODES[packet[0]]))
-    if template is not None:
-        return spec._replace(arrays=arrays_of(template))
-    kind = packet[_KIND:_CHUNK].tobytes().strip(b"\0 ").decode()
-    return spec._replace(arrays=arrays_named(kind)) if kind else spec
+def _send_header(channel: Channel, root: int, header: Header) -> None:
+    packed = pickle.dumps(header)
+    channel.data.Bcast(np.frombuffer(packed.ljust(_HEADER_BYTES), np.uint8), root)
 
 
-def _or_send_error(channel: Channel, root: int, packet: np.ndarray, make: Callable[[], Any]) -> Any:
+def _received_header(channel: Channel, root: int, template: object) -> tuple[Spec, int | None, bytes | None]:
+    packet = np.empty(_HEADER_BYTES, np.uint8)
+    channel.data.Bcast(packet, root)
+    header: Header = pickle.loads(packet.data)
+    if len(header) == 2:
+        kind = ValueError if header[0] == ValueError.__name__ else TypeError
+        raise kind(f"{header[1]} (raised on the root, rank {root})")
+    shape, dtype, device, chunk, entries = header
+    arrays = arrays_of(template) if template is not None or not device else arrays_named(device)
+    return Spec(shape, np.dtype(dtype), arrays), chunk, entries
+
+
+def _or_send_error(channel: Channel, root: int, make: Callable[[], T]) -> T:
     """Return ``make()``; if it raises, first send the error to the other ranks, which already wait for a header."""
     try:
         return make()
     except (TypeError, ValueError) as error:
-        text = np.frombuffer(str(error).encode()[: 8 * (_WORDS - 3)], dtype=np.uint8)
-        packet[:3] = _ERROR, isinstance(error, ValueError), len(text)
-        packet[3:].view(np.uint8)[: len(text)] = text
-        channel.data.Bcast(packet, root)
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        text = str(error).encode()[:_ERROR_BYTES].decode(errors="replace")
+        _send_header(channel, root, (kind.__name__, text))
         raise
 
 

@@ -1,7 +1,7 @@
-"""Whether MPI can inform its ranks that a communicator was given up (revoked), and the errors that report it.
+"""Fault tolerance of MPI (ULFM): whether communicators can be revoked, and errors that report failed ranks.
 
-Open MPI 5 can, with ``mpiexec --with-ft ulfm``. The end of MPI waits for all ranks of the world, with Open MPI 5.0
-sometimes forever for dead ones. So surviving ranks wait for each other, and leave without MPI's end.
+Open MPI 5 supports it, with ``mpiexec --with-ft ulfm``. `MPI_Finalize` of Open MPI 5.0 sometimes waits forever for dead
+ranks. So if a rank has died, the surviving ranks wait for each other, and leave without `MPI_Finalize`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _can_revoke() -> bool:
     # In debug mode ranks wait on communicators that nobody revokes; these waits have a limit instead.
     if switch("MPIAD_DEBUG", False):
         return False
-    # The launcher sets this variable for its ranks. If it isn't set, Open MPI has these functions, but they don't work.
+    # The launcher sets this variable. Without it, Open MPI has these functions, but they don't work.
     asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
     return asked and MPI.get_vendor()[0] == "Open MPI"
 
@@ -42,7 +42,7 @@ def is_revoked(comm: Comm) -> bool:
 def is_interruption(error: BaseException | None) -> bool:
     """Return whether an exception is, or was raised while handling, MPI's error that other ranks have failed."""
     seen = 0
-    # A RemoteError results from an interruption that all ranks know of.
+    # A RemoteError reports an interruption from which all ranks have recovered.
     while error is not None and not isinstance(error, RemoteError) and seen < 100:
         if isinstance(error, MPI.Exception):
             kind = error.Get_error_class()
@@ -71,7 +71,7 @@ exit_process = os._exit  # before `departure` replaces it
 
 
 def all_have_come() -> bool:
-    """Wait for the surviving ranks, and return whether all ranks are alive; collective, the same result on all."""
+    """Wait for the surviving ranks, and return, the same on all of them, whether all ranks are alive; collective."""
     if not FAULT_TOLERANT or MPI.COMM_WORLD.size == 1:
         return True
     # A rank may know of a death before others do, so they must agree on it.
@@ -82,14 +82,14 @@ def all_have_come() -> bool:
 
 
 def leave_process(code: int) -> None:
-    """Leave the process without MPI's end; doesn't return."""
+    """Leave the process without `MPI_Finalize`; doesn't return."""
     logging.shutdown()
     flush_streams()
     exit_process(code)
 
 
 def flush_streams(text: str = "") -> None:
-    """Write out standard output and standard error, the latter with this text at its end."""
+    """Flush standard output and standard error, after writing `text` to the latter."""
     for stream, last in ((sys.stdout, ""), (sys.stderr, text)):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stream, or a closed one
             stream.write(last)

@@ -1,4 +1,4 @@
-"""The library's channel for a user's communicator. It is an attribute of the communicator, and is freed with it."""
+"""Lookup of the channel of a user's communicator, which is an MPI attribute of the communicator and freed with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def open_world() -> Channel:
 
 
 def world_is_given_up() -> bool:
-    """Return whether the world's channel was revoked, so that ranks wait for this one to learn of a failure."""
+    """Return whether the world's channel was revoked: then ranks wait until this one learns of a failure."""
     return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
 
 
@@ -50,7 +50,7 @@ def close_world() -> None:
     global _world, _finalized
     if _world is not None:
         _world.close()
-    # Even if the world wasn't open, since errors report that mpi_finalize was called.
+    # `_finalized` is set even if the world wasn't open, for the error of later calls.
     _world, _finalized = None, True
 
 
@@ -141,7 +141,7 @@ def prepare(comm: Comm, call: str, collective: bool = True) -> Channel:
 
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
-    # `channel` would refuse a marked channel, which is renewed here.
+    # Not by `channel`, which raises an error for the marked channels that are renewed here.
     found = prepare(comm, call)
     if found.lost:
         _refuse(found, call)

@@ -1,9 +1,9 @@
-"""Point-to-point messages, with references to buffers until MPI has finished with them."""
+"""Point-to-point messages, whose buffers are held until MPI has finished with them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -12,28 +12,37 @@ from mpiad._typing import Array, Buffer, Comm, Rank, Request, Shape, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport.core.channels import ABANDONED, Channel, is_watched
 from mpiad.transport.devices import device_settings
-from mpiad.transport.devices.chunked_staging import bounds, incoming_transfer, of_whole, outgoing_transfer
-from mpiad.transport.devices.device_arrays import Spec, arrays_of, result
-from mpiad.transport.devices.staging import Staged, Transfer, transfer_of
+from mpiad.transport.devices.device_arrays import Spec, arrays_of
+from mpiad.transport.devices.staging import takes_directly
+from mpiad.transport.devices.transfers import (
+    DirectTransfer,
+    HostTransfer,
+    StagedTransfer,
+    Transfer,
+    bounds,
+    incoming_transfer,
+    of_whole,
+    outgoing_transfer,
+)
 
-# MPI matches forward messages, which have the user's tags, in the order of their start. The messages of adjoints may be
-# started in another order on either side, since requests are waited for in any order. Therefore their tag is computed from
-# the user's tag t and the message's number k: it is t·s + k modulo N, where N is half the number of MPI's tags (10⁸ with
-# MPICH and more with Open MPI), and s is N times the golden section, 0.618. Two messages in flight between the same ranks
-# have different tags if the differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
+# MPI matches forward messages, which have the user's tags, in the order of their start. Messages of adjoints may be started
+# in another order on either side, since requests may be waited for in any order. Therefore their tags are computed from the
+# user's tag t and the message's number k, as t·s + k modulo N. N is half the number of MPI's tags (10⁸ with MPICH and more
+# with Open MPI), and s is 0.618 N (golden section). Two messages in flight between the same ranks have different tags if
+# the differences of their t and k satisfy |Δt| · |Δk| < 0.38 N.
 #
 # A large device array is sent in chunks. Their tags have the same form in the other half of MPI's tags, so they differ from
 # the tags of other messages. Chunks of forward messages use one quarter of MPI's tags, chunks of adjoints another one.
 
 
 class Envelope:
-    """The address of one point-to-point message, seen from this rank.
+    """The address of one point-to-point message, as seen from this rank.
 
     - `outgoing`: whether this rank sends it to `peer`, or receives it from there.
     - `number`: its index among the messages with this peer, tag and direction, by default the next one. None for a receive
       with wildcards (negative `peer` or `tag`) until the message has arrived.
     - `answers`: for the message of an adjoint (`reverse`), the envelope of the forward message with the same number.
-    - `asked`: (int, int). Peer and tag as passed by the caller, possibly wildcards.
+    - `asked`: peer and tag as passed by the caller, possibly wildcards.
     """
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
@@ -54,10 +63,9 @@ class Envelope:
         return number
 
     def give_back(self) -> None:
-        """Undo the counting of a message that isn't sent or received after all."""
+        """Undo the count of a message that isn't communicated: the numbers of later ones must agree on both sides."""
         if not self.reverse and self.number is not None:
             counts = self.channel.sent if self.outgoing else self.channel.received
-            # Otherwise the numbers of later messages would differ between both sides.
             counts[self.peer, self.tag] -= 1
 
     def renew(self) -> None:
@@ -82,11 +90,11 @@ class Envelope:
 
     @property
     def comm(self) -> Comm:
-        """The duplicate on which the message is sent."""
+        """The duplicate on which the message is communicated."""
         return self.channel.reverse if self.reverse else self.channel.data
 
     def answered_from(self, peer: int, tag: int) -> None:
-        """Set the sender and tag of a message that was received from any rank."""
+        """Set the sender and tag of a received message, which were wildcards."""
         self.peer, self.tag = peer, tag
         self.number = self._next()
 
@@ -102,9 +110,9 @@ class Envelope:
         return Envelope(self.channel, self.peer, self.tag, self.outgoing)
 
 
-# If a sender stages a large device array, its first message is short: it announces chunks, which follow on the channel's
-# duplicate for adjoints. A chunk is sent while the next one is copied. A receiver recognizes an announcement by the number
-# of bytes. So the two ranks needn't agree in advance, and each array may be on a device or on the host.
+# If a sender stages a large device array, it sends chunks on the channel's duplicate for adjoints, each while the next one
+# is copied from the device. The message itself is short and announces the chunks. Receivers recognize an announcement by
+# its number of bytes and its first bytes. So the ranks needn't agree in advance whether the arrays are on a device.
 
 
 _ANNOUNCEMENT = b"mpiad: in pieces"
@@ -123,7 +131,7 @@ class Announcement(list):
 
 def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
     channel = envelope.channel
-    pieces = of_whole(array.size, array.dtype.itemsize, chunk)
+    pieces = of_whole(array, chunk)
     outgoing = outgoing_transfer(array, pieces)
     announcement = Announcement(array, chunk)
     announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
@@ -151,23 +159,22 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
     return total, chunk
 
 
-def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
-    """Receive all chunks into `memory`, one per step of the iteration."""
+def _receive_chunks(envelope: Envelope, buffers: list[np.ndarray]) -> Iterator[int]:
+    """Receive the chunks into buffers, and yield the number of each one after its arrival."""
     channel, posted = envelope.channel, []
-    for start, end in bounds(memory.size, 1, chunk):
-        given = memory[start:end], envelope.peer, envelope.tag_of_chunks
-        posted.append(channel.begin("blocking receive", memory, channel.reverse.Irecv, *given))
-    for requests in posted:
+    for buffer in buffers:
+        given = buffer.reshape(-1).view(np.uint8), envelope.peer, envelope.tag_of_chunks
+        posted.append(channel.begin("blocking receive", buffer, channel.reverse.Irecv, *given))
+    for number, requests in enumerate(posted):
         requests[0].Wait()
         channel.release(requests)
-        yield
+        yield number
 
 
 def discard(total: int, chunk: int, envelope: Envelope) -> None:
     """Receive and discard the chunks of an unexpected array."""
     dropped = np.empty(total, np.uint8)
-    for _ in _received(dropped, envelope, chunk):
-        pass
+    deque(_receive_chunks(envelope, [dropped[start:end] for start, end in bounds(total, 1, chunk)]), 0)
 
 
 # Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.
@@ -175,32 +182,30 @@ _PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A pending receive.
+    """A receive; pending, unless `kind` is empty.
 
-    If `kind` is empty, `finish_receive` starts it, by a blocking call of MPI that also sends `sent` (array, rank, tag), if
-    any.
+    Then `finish_receive` starts it by a blocking call of MPI, which also sends `sent` (array, rank, tag) if it isn't None.
     """
 
-    __slots__ = ("buffer", "destination", "envelope", "requests", "sent", "spec", "transfer")
+    __slots__ = ("buffer", "envelope", "requests", "sent", "spec", "transfer")
 
     def __init__(self, spec: Spec, envelope: Envelope, kind: str = "receive", sent: tuple | None = None):
         self.spec, self.envelope, self.sent, self.requests = spec, envelope, sent, list[Request]()
-        self.transfer: Transfer = transfer_of(spec.arrays)
-        self.destination = self.transfer.destination(spec.shape, spec.dtype)
-        self.buffer: Buffer = self.transfer.recv_buffer(self.destination)
+        self.transfer = incoming_transfer(spec)
+        self.buffer: Buffer = self.transfer.piece(0)
         if kind:
-            kept, call = (self.buffer, self.destination), envelope.comm.Irecv
+            kept, call = (self.buffer, self.transfer), envelope.comm.Irecv
             self.requests = envelope.channel.begin(kind, kept, call, self.buffer, envelope.peer, envelope.mpi_tag)
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send, and return MPI's request; a host array mustn't be changed before `finish_send`."""
-    if type(array) is not np.ndarray:
-        transfer, chunk = transfer_of(arrays_of(array)), device_settings.present().chunk
+    if (arrays := arrays_of(array)) is not None:
+        chunk = device_settings.present().chunk
         # An array of the size of an announcement would be mistaken for one.
-        if isinstance(transfer, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
+        if array.nbytes > max(chunk, ANNOUNCEMENT_BYTES) and not takes_directly(arrays):
             return _send_in_chunks(array, envelope, chunk, kind)
-        array = transfer.send_copy(array)
+        array = outgoing_transfer(array, copies=True).piece(0)
     return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
 
 
@@ -219,7 +224,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     status = MPI.Status()
     try:
         _await(receipt, status, call)
-    # After another exception, such as an interrupt, MPI may still write to the buffer. So the buffer isn't released then.
+    # After another exception, such as an interrupt, MPI may still write to the buffer, which therefore isn't released.
     except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
         receipt.envelope.channel.release(receipt.requests)
         raise
@@ -227,8 +232,9 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     # MPI reports an error if a message is too long, but not if it is too short.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
-        return _receive_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.destination, call)
-    return receipt.transfer.received(receipt.destination)
+        return _received_in_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.transfer, call)
+    receipt.transfer.take(0)
+    return receipt.transfer.received()
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
@@ -247,15 +253,15 @@ def _answered(envelope: Envelope, status: Status) -> None:
 
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive a message after checking its size; a message of another size is received and discarded."""
-    transfer, status = transfer_of(spec.arrays), MPI.Status()
-    destination = transfer.destination(spec.shape, spec.dtype)
-    buffer = transfer.recv_buffer(destination)
+    transfer, status = incoming_transfer(spec), MPI.Status()
+    buffer = transfer.piece(0)
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
     got = status.Get_count(MPI.BYTE)
     _answered(envelope, status)
     if got == spec.nbytes:
         message.Recv(buffer)
-        return transfer.received(destination)
+        transfer.take(0)
+        return transfer.received()
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
@@ -265,7 +271,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
         except MessageMismatchError:
             _drop_chunks(dropped, got, spec, envelope)
             raise
-    return _receive_chunks(dropped, got, spec, envelope, destination, call)
+    return _received_in_chunks(dropped, got, spec, envelope, transfer, call)
 
 
 def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
@@ -301,7 +307,8 @@ def require_whole(destination: np.ndarray, status: Status, back: Envelope, call:
     """After a message of another size, receive the chunks that it announces, or raise a ValueError."""
     got = status.Get_count(MPI.BYTE)
     if got != destination.nbytes:
-        destination[...] = _receive_chunks(destination, got, Spec.of(destination), back, np.empty_like(destination), call)
+        transfer = HostTransfer(np.empty_like(destination))
+        destination[...] = _received_in_chunks(destination, got, Spec.of(destination), back, transfer, call)
 
 
 def _await(receipt: Receipt, status: Status, call: str) -> None:
@@ -325,7 +332,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
     _answered(envelope, status)
 
 
-def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:
+def _received_in_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, transfer: Transfer, call: str) -> Array:
     """Receive the array whose chunks a message announces; raise a ValueError if there are none, or if its size differs."""
     announced = read_announcement(buffer, got, spec)
     if announced is None:
@@ -334,16 +341,13 @@ def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, de
     if total != spec.nbytes:
         discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    if spec.arrays is None:
-        for _ in _received(destination.reshape(-1).view(np.uint8), envelope, chunk):
-            pass
-        return result(destination)
-    # Chunks are staged even with a CUDA-aware MPI, since the sender has sent chunks.
-    pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
-    incoming = incoming_transfer(spec, pieces, getattr(destination, "pinned_block", None))
-    for number, _ in enumerate(_received(incoming.memory.view(np.uint8), envelope, chunk)):
-        incoming.take(number)
-    return incoming.received()
+    if isinstance(transfer, DirectTransfer):
+        transfer = StagedTransfer(spec, [])  # even with a CUDA-aware MPI, since the sender has sent chunks
+    pieces = of_whole(spec, chunk)
+    transfer.divide(pieces)
+    for number in _receive_chunks(envelope, [transfer.piece(k) for k in range(len(pieces))]):
+        transfer.take(number)
+    return transfer.received()
 
 
 def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
@@ -354,16 +358,16 @@ def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
     )
 
 
-# Repeated communication of fixed arrays: nothing is looked up or created except MPI's requests.
+# Repeated communication of the same arrays, in which only MPI's requests are created.
 
 
-def as_message(array: np.ndarray) -> list[Any]:
-    """Return the buffer of a contiguous host array with its datatype, whose lookup would take as long as the call."""
+def as_message(array: np.ndarray) -> Buffer:
+    """Return the buffer of a contiguous host array with its MPI datatype, whose lookup takes as long as MPI's call."""
     return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
 
 
 def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callable[[], object]:
-    """Return the function that sums the ranks' small arrays, with the result on all ranks."""
+    """Return a function that sums the ranks' small arrays into `out`, on all ranks."""
     sent, received = as_message(array), as_message(out)
     return lambda: channel.data.Allreduce(sent, received)
 
@@ -371,26 +375,20 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callab
 def prepared_swap(
     array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
 ) -> Callable[[], object]:
-    """Return the function that sends one array and receives another; before a call renew the envelopes (of one tag)."""
-    sent, received, status, channel = as_message(array), as_message(destination), MPI.Status(), there.channel
-    dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, destination.nbytes, MPI.BYTE
-    # The tag of both forward messages; tags of adjoints depend on the message's number.
-    tag = there.tag
+    """Return a function that sends one array and receives another; callers renew the envelopes before each call."""
+    sent, received, status = as_message(array), as_message(destination), MPI.Status()
+    dest, source, size, byte = there.peer, back.peer, destination.nbytes, MPI.BYTE
 
     def swap() -> None:
         try:
-            if reverse:
-                channel.reverse.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
-            else:
-                channel.data.Sendrecv(sent, dest, tag, received, source, tag, status)
+            there.comm.Sendrecv(sent, dest, there.mpi_tag, received, source, back.mpi_tag, status)
         except MPI.Exception as error:
             ABANDONED.append((sent, received))  # MPI may still use them
             raise receive_error(error, Spec.of(destination), back, call) from None
         if status.Get_count(byte) != size:  # tested here, since a function call would take a tenth of the time
             require_whole(destination, status, back, call)
 
-    to_itself = dest == source == channel.rank
-    if not to_itself or (array.shape, array.dtype) != (destination.shape, destination.dtype):
+    if not dest == source == there.channel.rank or (array.shape, array.dtype) != (destination.shape, destination.dtype):
         return swap
 
     def copied() -> None:
@@ -415,8 +413,8 @@ class PreparedMessages:
         self._channel, self._tag = channel, tag
         self._outgoing = [(Envelope(channel, peer, tag, True, 0), x, as_message(x)) for peer, x in zip(peers, sent)]
         self._incoming = [(Envelope(channel, peer, tag, False, 0), x, as_message(x)) for peer, x in zip(peers, received)]
-        self._sends: list[Any] = []
-        self._receives: list[Any] = []
+        self._sends: list[Request] = []
+        self._receives: list[Request] = []
         self._status = MPI.Status()
 
     def start(self) -> None:

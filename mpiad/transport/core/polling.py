@@ -1,6 +1,6 @@
-"""Waits that don't occupy a core, and messages for which a rank polls: Python objects, and a shared counter.
+"""Waits that don't occupy a core, and messages for which ranks poll: objects, questions about states, a shared counter.
 
-Ranks often outnumber cores, and MPI's own wait would occupy the core of another rank.
+There are often more ranks than cores, and MPI's own waits would occupy the core of another rank.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,11 +23,11 @@ from mpiad.transport.core.fault_tolerance import is_process_failure
 
 _AT_ONCE = 0.01
 _LONGEST_NAP = 1e-3
-_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # a sleep takes up to 100 µs, 100 times as long
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # takes 1 µs; a sleep takes up to 100 µs
 
 
 class Backoff:
-    """Increasing pauses during a wait; in the first `at_once` seconds zero. `nap`: the length of the next pause."""
+    """Increasing pauses during a wait, zero in the first `at_once` seconds; `nap`: seconds of the next pause."""
 
     __slots__ = ("_at_once", "_start", "nap")
 
@@ -35,7 +36,7 @@ class Backoff:
         self.renew()
 
     def renew(self) -> None:
-        """Begin again, since something has arrived."""
+        """Begin again with pauses of zero."""
         self._start, self.nap = time.perf_counter(), 0.0
 
     def pause(self) -> None:
@@ -49,7 +50,7 @@ class Backoff:
 
     @property
     def seconds(self) -> float:
-        """Return the time since the start."""
+        """The time since the start."""
         return time.perf_counter() - self._start
 
 
@@ -58,7 +59,7 @@ def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.AN
     if isinstance(comm, MPI.Comm):
         _pause_until(found)
     else:
-        comm.until(found, source)  # a guarded communicator shows the wait in deadlock reports
+        comm.until(found, source)  # deadlock reports show this wait
 
 
 def wait_gently(request: Request) -> None:
@@ -80,8 +81,8 @@ def threads_may_communicate() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-# Messages of Python objects: a message is a pickle, preceded by the lengths of its buffers, and a further message for each
-# buffer. Buffers, left out of the pickle by protocol 5, are the data of contiguous arrays of 64 KiB or more.
+# Python objects are sent as a pickle, preceded by the lengths of its buffers, and a further message for each buffer. The
+# buffers are the data of contiguous arrays of 64 KiB or more, which protocol 5 excludes from the pickle.
 
 _BUFFER_TAG = 1000
 _LARGE = 1 << 16
@@ -104,13 +105,13 @@ class PackedObject(NamedTuple):
 
     @classmethod
     def of(cls, content: object, shared: bool = False) -> PackedObject:
-        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless `shared`."""
+        """Pack an object; raises the exceptions of pickle. If `shared`, large arrays aren't copied and mustn't change."""
         buffers: list[np.ndarray] = []
 
         def leave_out(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
             if raw.nbytes < _LARGE:
-                return True  # stays in the pickle
+                return True  # part of the pickle
             data = np.frombuffer(raw, dtype=np.uint8)
             buffers.append(data if shared else data.copy())
             return False
@@ -121,7 +122,7 @@ class PackedObject(NamedTuple):
 
     def opened(self) -> Any:
         """Unpack the object, as its receiver does."""
-        # Unpacked arrays may be changed, and the packed object may be sent once more.
+        # Copies, since the unpacked arrays may be changed, and the packed object may be sent again.
         return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
 
 
@@ -144,7 +145,7 @@ def _is_over(request: Request) -> bool:
 
 
 class Line:
-    """Sends and receives objects on a communicator without other messages, derived from the communicator of a channel."""
+    """Sends and receives objects on a communicator without other messages; channel `used` holds the buffers."""
 
     def __init__(self, comm: Comm, used: Channel):
         self.comm, self._used = comm, used
@@ -188,7 +189,7 @@ class Line:
                 self._posted.append((requests, dest))
 
     def forget(self, rank: Rank) -> None:
-        """Stop waiting for messages posted to a rank that has died."""
+        """Drop the messages posted to a rank that has died."""
         self._settle(dead=rank)
 
 
@@ -196,15 +197,104 @@ _ASK, _ANSWER = 1, 2
 _POLL_INTERVAL = 5e-4  # seconds
 
 
+class StateExchange:
+    """Questions of the ranks about each other's states, which a thread of each rank answers every `tick` seconds.
+
+    `comm`: without other messages, and not guarded. `state`: returns this rank's state. If MPI doesn't allow a second
+    thread, a rank answers only when it calls `answer`.
+    """
+
+    def __init__(self, comm: Comm, state: Callable[[], object], tick: float, name: str):
+        self._comm, self._state, self._tick, self._name = comm, state, tick, name
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
+        self._sent, self._received = Counter[Rank](), Counter[Rank]()  # numbers of messages
+        self._asked = 0
+        self._answers: dict[Rank, Any] = {}
+        self._receiving, self._sending = threading.Lock(), threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start to answer."""
+        self._ended.clear()
+        if threads_may_communicate() and self._others:
+            self._thread = threading.Thread(target=self._respond, name=self._name, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop answering."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether a thread answers."""
+        return self._thread is not None
+
+    def _respond(self) -> None:
+        while not self._ended.wait(self._tick):
+            self.answer()
+
+    def answer(self) -> None:
+        """Receive all messages that have arrived, and answer questions."""
+        with self._receiving:
+            status = MPI.Status()
+            while (message := self._comm.improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+                source, kind = status.source, status.tag
+                self._received[source] += 1
+                self._handle(source, kind, message.recv())
+
+    def _handle(self, source: Rank, kind: int, value: Any) -> None:
+        if kind == _ASK and not self._ended.is_set():
+            self.post([source], _ANSWER, (value, self._state()))
+        elif kind == _ANSWER and value[0] == self._asked:  # late answers to earlier questions are ignored
+            self._answers[source] = value[1]
+
+    def post(self, ranks: list[Rank], kind: int, value: object) -> None:
+        """Send a message without waiting."""
+        buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+        with self._sending:
+            self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
+            for rank in ranks:
+                self._sends.append(held := [buffer])
+                # `extend` with `map` can't be interrupted between the send and its registration.
+                held.extend(map(self._comm.Isend, (buffer,), (rank,), (kind,)))
+                self._sent[rank] += 1
+
+    def ask_all(self, seconds: float, ends: Callable[[], bool] = lambda: False) -> dict[Rank, Any]:
+        """Return the states of the other ranks that answer within a time, and before ``ends()`` is true."""
+        with self._receiving:
+            self._asked += 1
+            self._answers = {}
+        self.post(self._others, _ASK, self._asked)
+        until = time.perf_counter() + seconds
+        while len(self._answers) < len(self._others) and time.perf_counter() < until and not ends():
+            self.answer()
+            time.sleep(_LONGEST_NAP)
+        return self._answers
+
+    def drain(self) -> None:
+        """Complete all messages after `stop`; collective."""
+        # A probe may miss a message in flight; the senders' counts give the remaining number.
+        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(self._comm.size)])):
+            while self._received[source] < sent:
+                self.answer()
+        for request in [request for held in self._sends for request in held[1:]]:
+            request.Wait()
+
+
 class SharedCounter:
     """A counter from 0, from which any rank takes the next number: a context that all ranks enter and leave.
 
-    It is on rank 0, where a thread answers the others, so MPI must allow threads. One-sided operations won't do: several
-    MPIs execute them only when the target rank calls MPI.
+    A thread of rank 0 answers the other ranks, so MPI must allow calls from several threads. Several MPIs execute one-sided
+    operations, the alternative, only while the target rank calls MPI.
     """
 
     def __init__(self, comm: Comm):
-        self._comm: Any = make_communicator(comm.Dup)
+        self._comm: Comm = make_communicator(comm.Dup)
         self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
         if comm.rank == 0 and comm.size > 1:
@@ -233,7 +323,7 @@ class SharedCounter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End; after an exception the communicator isn't freed, since all ranks would have to free it together."""
+        """End; after an exception the communicator isn't freed, since this would be collective."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

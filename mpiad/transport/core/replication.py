@@ -1,8 +1,8 @@
-"""The check that a replicated value, of which every rank has a copy, is bitwise the same on all ranks.
+"""Check that a replicated value is bitwise the same on all ranks.
 
-If the copies are equal, the check takes one reduction of a hash. Otherwise the ranks exchange descriptions of their copies,
-leaf by leaf, and search for the first difference. Bits are compared: ``-0.0`` differs from ``0.0``, and a NaN equals only a
-NaN with the same bits. Copies that are only nearly equal would drift apart.
+The check is one reduction of a hash. If the hashes differ, the ranks exchange descriptions of all leaves and compare the
+first leaves that differ. Bits are compared: ``-0.0`` differs from ``0.0``, and a NaN equals only a NaN with the same bits.
+Copies that are only nearly equal would drift apart.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _USED_BYTES = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdou
 
 
 class Difference(NamedTuple):
-    """The difference of one rank's copy from the reference; its first different leaf is at `path`."""
+    """The first leaf, at `path`, in which a rank's copy differs from the reference."""
 
     path: str
     index: tuple[int, ...]  # of the first different entry
-    # The largest differences of that leaf's entries; NaN if undefined (for a NaN, a string, or different shapes).
+    # The largest differences of the leaf's entries; NaN if undefined (for NaN, strings or different shapes).
     absolute: float
     relative: float
     text: str
@@ -41,7 +41,10 @@ class Difference(NamedTuple):
 
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
-    """Return the difference of two values; rank `reference` has `theirs`; `others`: the number of other leaves affected."""
+    """Return the difference of the leaf `mine` from `theirs` of rank `reference`.
+
+    `kind`: shape and dtype as text. `others`: the number of other leaves that differ.
+    """
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"
@@ -112,9 +115,10 @@ class _Leaf(NamedTuple):
 def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], prefix: str, advice: str = "") -> None:
     """Raise on all ranks if the copies of a value differ; collective.
 
-    `leaves`: the arrays, numbers, strings and Nones of this rank's copy, with their paths. The message begins with `prefix`
-    and ends with `advice`. A ReplicationError contains the ranks that differ, and the first difference with its size. A
-    TypeError is raised if a rank has an object whose bits can't be compared.
+    `leaves`: paths and leaves of this rank's copy: arrays, numbers, strings or None. `prefix`, `advice`: beginning and end
+    of the message.
+
+    Raises a ReplicationError, with the ranks that differ and the first difference; a TypeError if a leaf has another type.
     """
     values, wrong = [], ""
     described = []
@@ -126,7 +130,7 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], pref
         wrong = str(error)
     digest = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
     words = np.frombuffer(digest, dtype=np.uint64)
-    # The minimum of the complements is the complement of the maximum, so one reduction finds both.
+    # The minimum of the complements is the complement of the maximum, so one reduction computes both.
     mine = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
     least = np.empty_like(mine)
     channel.data.Allreduce(mine, least, MPI.MIN)
@@ -161,7 +165,7 @@ def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong:
         if text:
             raise TypeError(f"{prefix}{text} This happened on rank {rank}.")
     copies = [tuple(found) for found, _ in every]
-    # The reference is the most common copy, so a single rank that differs is the one reported.
+    # The reference is the most common copy, so that a single rank that differs is reported.
     reference = copies.index(Counter(copies).most_common(1)[0][0])
     ranks = [rank for rank, copy in enumerate(copies) if copy != copies[reference]]
     shared, places = copies[reference], dict[int, int]()
@@ -178,7 +182,7 @@ def _explain(channel: Channel, values: list[Any], described: list[_Leaf], wrong:
 def _compared(
     channel: Channel, values: list[Any], copies: list[tuple[_Leaf, ...]], reference: int, places: dict[int, int]
 ) -> Difference | None:
-    """Compare this rank's copy with the reference's, which broadcasts its leaves at the first differences."""
+    """Return this rank's difference, None if there is none; `places`: by rank, the index of its first different leaf."""
     shared = copies[reference]
     sent = {k: values[k] for k in set(places.values()) if k < len(values)} if channel.rank == reference else None
     theirs = channel.data.bcast(sent, reference)

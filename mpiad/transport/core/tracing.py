@@ -1,8 +1,7 @@
-"""The state of this thread: traces, the trace of a compiled program, operators, recorded calls.
+"""The state of this thread: open tapes, the trace of a compiled program, operators, recorded calls.
 
-Code that changes the state restores it. But an interrupt may prevent this, also at the start of an `__exit__` or `finally`.
-So each operation that changes the state runs inside a second context, `restoring_state`, which restores the state after an
-exception.
+Code that changes the state restores it. But an interrupt may prevent this, even at the start of an `__exit__` or `finally`.
+So such code runs inside a second context, `restoring_state`, which restores the state after an exception.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ProgramRecorder(Protocol):
         """Run an operator of `mpiad.extend` on plain arrays, and record it."""
 
     def settle(self, fun: Callable[..., T], args: tuple) -> T:
-        """Run a function whose result determines how a call continues, and record it with its result."""
+        """Run a function whose result determines the further course of a call, and record it with its result."""
         ...
 
     def once(self, fun: Callable[..., T], args: tuple) -> T:
@@ -45,7 +44,7 @@ class ProgramRecorder(Protocol):
         ...
 
     def refuse(self, reason: str) -> None:
-        """Abandon the trace; the user gets the reason."""
+        """Abandon the trace, and report the reason to the user."""
 
     def looked_up(self, call: str) -> None:
         """Handle the lookup of a communicator's channel by the function named `call`."""
@@ -57,7 +56,7 @@ class ProgramRecorder(Protocol):
         """Handle communication that isn't made by a recorded operation."""
 
     def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        """Return whether the recorder will mark the channel later, unless the function is run again, untraced."""
+        """Return whether the recorder marks the channel itself, later; it doesn't if the function runs again untraced."""
         ...
 
 
@@ -69,9 +68,9 @@ class _ThreadState(threading.local):
     - `channels`: the channels on which the current tape, or the body of an operator that is one node, has communicated.
     - `call`: the innermost call in progress, if calls are recorded.
     - `site`: the user's line, if a transformation repeats the calls of a program; otherwise None.
-    - `root_copies`: the innermost solve whose root holds the variables.
-    - `tapes`, `contexts`: the innermost open tape, and the innermost other open context that changes more than this state;
-      their attribute `around` is the next outer one.
+    - `root_copies`: the innermost solve whose variables are on the root.
+    - `tapes`, `contexts`: the innermost open tape, and the innermost other context that must be ended after an exception;
+      their attribute `around` is the enclosing one.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ tracing = _ThreadState()
 
 
 class restoring_state:
-    """A context that restores the thread's state after an exception, and ends contexts and tapes still open inside."""
+    """A context that restores the thread's state after an exception, and ends the contexts and tapes opened inside."""
 
     __slots__ = ("_kept",)
 

@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Scalar, Shape
+from mpiad._typing import Array, Buffer, Scalar, Shape
 
 
 class CupyArrays:
@@ -116,7 +116,7 @@ class CupyArrays:
             with self._copying:
                 yield self._copying
 
-    def message(self, x: Array) -> Any:
+    def message(self, x: Array) -> Buffer:
         """Return the array: mpi4py reads `__cuda_array_interface__`."""
         return x
 

@@ -1,4 +1,4 @@
-"""Device arrays: how they are recognized, functions that create and copy them, and kernels.
+"""Device arrays: recognition, functions that create and copy them, and kernels.
 
 A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
 `__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Scalar, Shape
+from mpiad._typing import Array, Buffer, Scalar, Shape
 
 
 class ArrayModule(Protocol):
@@ -110,7 +110,7 @@ class ArrayModule(Protocol):
         """Return a context in which this module's device is the current one of the thread."""
         ...
 
-    def message(self, x: Array) -> Any:
+    def message(self, x: Array) -> Buffer:
         """Return the buffer of a C-contiguous array for a CUDA-aware MPI: it has the array's shape, dtype and nbytes."""
 
     def pointer(self, x: Array) -> int:
@@ -118,10 +118,10 @@ class ArrayModule(Protocol):
         ...
 
 
-Maker = Callable[[Any], ArrayModule]
+Maker = Callable[[Array], ArrayModule]
 
 _makers: dict[type, Maker] = {}
-_here: dict[type, Callable[[], ArrayModule]] = {}
+_current_modules: dict[type, Callable[[], ArrayModule]] = {}
 _listeners: list[Callable[[type], None]] = []
 # `arrays_of` is called at each operation, so the most common result is a lookup in a set.
 _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, complex, type(None), np.bool_, np.int64})
@@ -139,17 +139,15 @@ def arrays_of(x: Array) -> ArrayModule | None:
     if maker is None:
         if not hasattr(kind, "__cuda_array_interface__"):
             return None
-        maker = _met(kind)
+        maker = _register_cupy(kind)
     return maker(x)
 
 
 def arrays_named(name: str) -> ArrayModule:
     """Return the module for arrays with this name on this process's current device; raise a TypeError if unknown."""
     if name == "CuPy":
-        from mpiad.transport.devices.cupy_arrays import current_arrays
-
-        return current_arrays()
-    for here in _here.values():
+        return selected_arrays()
+    for here in _current_modules.values():
         found = here()
         if found.name == name:
             return found
@@ -195,7 +193,7 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
     """
     _makers[kind] = maker
     if here is not None:
-        _here[kind] = here
+        _current_modules[kind] = here
     for listener in _listeners:
         listener(kind)
 
@@ -214,17 +212,17 @@ def discover() -> None:
     cupy = sys.modules.get("cupy")
     kind = getattr(cupy, "ndarray", None)
     if kind is not None and kind not in _makers:
-        _met(kind)
+        _register_cupy(kind)
 
 
-def _met(kind: type) -> Maker:
-    """Register a kind of arrays at its first appearance."""
+def _register_cupy(kind: type) -> Maker:
+    """Register CuPy's arrays, or a subclass, when the first one appears."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "cupy":
             from mpiad.transport.devices.cupy_arrays import arrays_of_device
 
             register_arrays(kind, arrays_of_device)
-            return _makers[kind]
+            return arrays_of_device
     raise TypeError(
         f"got a device array of type {kind.__module__}.{kind.__qualname__}, but only CuPy's are known. cupy.asarray(x) "
         "makes one of it without a copy."
@@ -278,8 +276,7 @@ def contiguous(array: Array) -> Array:
 
 def empty_like(u: Array, shape: Shape) -> Array:
     """Return a C-contiguous uninitialized array with the dtype and device of `u`."""
-    arrays = arrays_of(u)
-    return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
+    return Spec(shape, u.dtype, arrays_of(u)).empty()
 
 
 def zeros_like(u: Array, shape: Shape) -> Array:
@@ -333,11 +330,10 @@ def register_launcher(kind: type, maker: LauncherMaker) -> None:
 
 def launcher_of(arrays: ArrayModule) -> Launcher:
     """Return the launcher for the device of these arrays; raise a TypeError for a kind of arrays without a launcher."""
-    maker: Any = _launcher_makers.get(arrays.kind)
+    maker: LauncherMaker | None = _launcher_makers.get(arrays.kind)
     if maker is None and arrays.name == "CuPy":
         from mpiad.transport.devices.cupy_arrays import launcher_of_device
 
-        register_launcher(arrays.kind, launcher_of_device)
         maker = launcher_of_device
     if maker is None:
         raise TypeError(f"kernels run on CuPy's arrays, but got {arrays.name}'s; cupy.asarray(x) makes one without a copy.")

@@ -1,9 +1,9 @@
 """The GPUs of this node, the reports of the MPI library, and the settings for the communication of device arrays.
 
-The settings are read from the environment and made the same on all ranks. The numbers of bytes determine the number of
-messages for a large array, so all ranks use the smallest setting of any rank. A setting on one rank holds for all, since
-not every launcher passes variables on. A collective cuts large arrays into pieces on all ranks or on none, host arrays
-included. So the ranks agree once on whether any of them may use arrays that are copied to the host.
+The settings are read from the environment and made equal on all ranks: the smallest size of any rank applies, since sizes
+determine the number of messages for an array. A setting on one rank applies to all, since not every launcher passes
+variables on to all ranks. A collective divides large arrays, even host arrays, into pieces on all ranks or on none. So at
+the start the ranks agree whether any of them may use arrays that are copied to the host.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def may_be_used() -> bool:
 
 
 def visible(count: int) -> list[str]:
-    """Return the GPUs that this process may use, as the environment names them; by default their numbers."""
+    """Return the GPUs that this process may use, as named in the environment, by default the numbers below `count`."""
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         if name in os.environ:
             chosen = [word.strip() for word in os.environ[name].split(",")]
@@ -170,12 +170,12 @@ _MOST = np.iinfo(np.int64).max
 
 
 class DeviceSettings(NamedTuple):
-    """The settings."""
+    """The settings for the communication of device arrays."""
 
     cuda_aware: bool | None = None  # whether MPI accesses device memory directly; None: test it
     chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
     pinned: int = 256 << 20  # bytes of unused page-locked host memory that are kept
-    expected: bool = True  # whether collectives cut large arrays
+    expected: bool = True  # whether collectives divide large arrays
     exchanged: bool = False  # whether sums of large arrays are computed by an exchange of blocks
 
 
@@ -194,14 +194,15 @@ def put(settings: DeviceSettings) -> DeviceSettings:
     return before
 
 
-def divides(nbytes: int) -> bool:
-    """Return whether a collective on an array of this size is cut into pieces; the same on all ranks."""
-    return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
+def chunk_of(nbytes: int) -> int | None:
+    """Return the bytes of a piece if a collective on an array of this size is divided, else None; the same on all ranks."""
+    chunk = _present.chunk
+    return chunk if nbytes > chunk and _present.expected and not _present.cuda_aware else None
 
 
 def exchanges(nbytes: int) -> bool:
     """Return whether arrays of this size are summed by an exchange of blocks; the same on all ranks."""
-    return _present.exchanged and nbytes > _present.chunk
+    return nbytes > _present.chunk and _present.exchanged
 
 
 def from_environment() -> DeviceSettings:
@@ -230,8 +231,8 @@ def start() -> None:
         asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
         sizes = [size if given else inf for size, given in zip((wanted.chunk, wanted.pinned), asked)]
         expects, direct = asked[0] or may_bring_arrays(), bool(device_kinds())
-        # Truth values (not "0", not "1", no device arrays, none that are copied to the host, none that MPI accesses
-        # directly) and sizes.
+        # Truth values, of which 0 on any rank decides, and sizes: MPIAD_CUDA_AWARE isn't 0; it isn't 1; no device arrays;
+        # none that are copied to the host; none that MPI accesses directly.
         asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
         return [*asks, not expects, not expects or direct, not expects or not direct, *sizes]
 
@@ -247,7 +248,7 @@ def start() -> None:
 def least_of_all(read: Callable[[], T], numbers: Callable[[T], list[float]], variables: str) -> list[float]:
     """Return the minima over all ranks of ``numbers(read())``; collective over the world.
 
-    Raises a ValueError on all ranks if `read` raises one on any rank; `variables`: those that it reads, for the message.
+    `variables`: the environment variables of `read`, as text. Raises a ValueError on all ranks if `read` raises one on any.
     """
     wrong, mine = None, list[float]()
     try:

@@ -1,16 +1,4 @@
-"""Access of MPI to the memory of arrays: directly, or through page-locked memory on the host.
-
-There are three classes with the same methods:
-
-- `send_buffer(array)`: the buffer from which MPI reads a C-contiguous array, which mustn't change until then.
-- `send_copy(array)`: the buffer of a private copy.
-- `destination(shape, dtype)`: memory for a received array. `recv_buffer(destination)`: the buffer to which MPI writes.
-  `received(destination)`: the received array, on the device.
-
-MPI accesses host arrays directly (`_Host`), and if it is CUDA-aware also device arrays (`Direct`). Then the current stream
-is synchronized before MPI gets a buffer, since the device may still write there. Otherwise device arrays are staged
-(`Staged`): copied to the host before they are sent. Received data are copied to the device on the current stream.
-"""
+"""Access of MPI to device memory: whether it is CUDA-aware, and page-locked host memory for an MPI that isn't."""
 
 from __future__ import annotations
 
@@ -18,23 +6,19 @@ import importlib.util
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Buffer, Shape
+from mpiad._typing import Shape
 from mpiad.transport.devices import device_settings
-from mpiad.transport.devices.device_arrays import ArrayModule, Spec, arrays_named, arrays_of
+from mpiad.transport.devices.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.devices.device_settings import device_buffers, device_kinds, gpus_of_node
 
-# Whether MPI can read and write device memory directly: reported by the library, and tested before the first use.
-#
-# An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but crashes. So the test runs only if the
-# library reports support. It sends arrays from this process to itself, since some CUDA-aware builds are misconfigured.
-# ``MPIAD_CUDA_AWARE`` replaces report and test.
+# Whether MPI can access device memory is reported by the library, and tested before the first use, since some CUDA-aware
+# builds are misconfigured. In the test this process sends arrays to itself. It runs only if the library reports support,
+# since other libraries crash. ``MPIAD_CUDA_AWARE`` replaces report and test.
 
 # Open MPI's nonblocking reductions access device memory from the host, and crash; its documentation excludes all
 # nonblocking collectives.
@@ -47,9 +31,9 @@ _tried: dict[tuple[type, int], bool | None] = {}  # None if the library doesn't 
 
 
 def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
-    """Return whether MPI can access the arrays of a device directly, as this process has found.
+    """Return whether MPI accesses the arrays of a device directly; the result may differ between ranks.
 
-    `nonblocking`: in nonblocking collectives. The ranks needn't agree: each may stage its arrays or not.
+    `nonblocking`: in nonblocking collectives.
     """
     if _BLOCKING_ONLY and (nonblocking or _always_nonblocking):
         return False
@@ -108,11 +92,11 @@ def _passes(arrays: ArrayModule) -> bool:
     return right
 
 
-# Page-locked host memory, through which arrays travel between a device and an MPI that can't read it.
+# Page-locked host memory, through which device arrays are copied if MPI can't access the device.
 #
-# Locking pages takes longer than copying them, so unused memory is kept for the next array, in size classes. Memory is
-# returned to its pool when the last view is dropped; MPI's requests hold a view, even after an exception. If the device
-# hasn't finished a copy, its event is kept with the memory, and the next user waits for it.
+# Locking pages takes longer than copying them, so a pool stores unused memory, in size classes. Memory returns to its pool
+# when the last view of it is dropped; MPI's requests hold a view, even after an exception. If the device hasn't finished a
+# copy, its event is stored with the memory, and the next user waits for it.
 
 
 _LEAST = 4096
@@ -217,120 +201,3 @@ def close_pools() -> None:
     for pool in _pools.values():
         pool.close()
     _pools.clear()
-
-
-Destination: TypeAlias = Any  # the result of `destination`
-
-
-class _Host:
-    def send_buffer(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def send_copy(self, array: np.ndarray) -> np.ndarray:
-        return array.copy()
-
-    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
-        return np.empty(shape, dtype)
-
-    def recv_buffer(self, destination: np.ndarray) -> np.ndarray:
-        return destination
-
-    def received(self, destination: np.ndarray) -> Array:
-        return destination if destination.ndim else destination[()]
-
-
-HOST = _Host()
-
-
-class Direct:
-    """Transfers of device arrays by a CUDA-aware MPI."""
-
-    def __init__(self, arrays: ArrayModule):
-        self.arrays = arrays
-
-    def send_buffer(self, array: Array) -> Buffer:
-        """Return the buffer of an array after the device has computed it."""
-        self.arrays.synchronize()
-        return self.arrays.message(array)
-
-    def send_copy(self, array: Array) -> Buffer:
-        """Return the buffer of a copy on the device."""
-        return self.send_buffer(self.arrays.copy(array))
-
-    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
-        """Allocate an array on the device."""
-        return self.arrays.empty(shape, dtype)
-
-    def recv_buffer(self, destination: Array) -> Buffer:
-        """Return the buffer after previous writes of the device to this memory."""
-        self.arrays.synchronize()
-        return self.arrays.message(destination)
-
-    def received(self, destination: Array) -> Array:
-        """Return the array."""
-        return destination
-
-
-class StagedDestination(NamedTuple):
-    """Host memory for a received array, which is then copied to a device."""
-
-    pinned_block: PinnedBlock
-    array: np.ndarray
-
-
-class Staged:
-    """Transfers of device arrays by an MPI that isn't CUDA-aware."""
-
-    def __init__(self, arrays: ArrayModule):
-        self.arrays, self._pool = arrays, pool_of(arrays)
-
-    def send_copy(self, array: Array) -> np.ndarray:
-        """Return a complete copy on the host."""
-        host = self._pool.allocate(array.nbytes).array(array.shape, array.dtype)
-        self.arrays.copy_to_host(array, host)
-        self.arrays.wait(self.arrays.record())  # since MPI ignores streams
-        return host
-
-    send_buffer = send_copy
-
-    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
-        """Allocate memory on the host, from a pool."""
-        pinned_block = self._pool.allocate(np.dtype(dtype).itemsize * int(np.prod(shape)))
-        return StagedDestination(pinned_block, pinned_block.array(shape, dtype))
-
-    def recv_buffer(self, destination: StagedDestination) -> np.ndarray:
-        """Return the host memory."""
-        return destination.array
-
-    def received(self, destination: StagedDestination) -> Array:
-        """Queue the copy to the device, and return the array there."""
-        out = self.arrays.empty(destination.array.shape, destination.array.dtype)
-        self.arrays.copy_to_device(destination.array, out)
-        destination.pinned_block.read = self.arrays.record()  # the memory is reused after this copy
-        return out
-
-
-Transfer = _Host | Direct | Staged
-
-
-def transfer_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Transfer:
-    """Return the transfers for arrays of a device, or of the host if `arrays` is None.
-
-    `nonblocking`: for nonblocking collectives, which may need staging although MPI is CUDA-aware.
-    """
-    if arrays is None:
-        return HOST
-    return Direct(arrays) if takes_directly(arrays, nonblocking) else Staged(arrays)
-
-
-def send_buffer(array: Array) -> Buffer:
-    """Return the buffer from which MPI reads a C-contiguous array in a blocking call."""
-    return transfer_of(arrays_of(array)).send_buffer(array)
-
-
-def communicate(call: Callable[[Any, Buffer], object], sent: Array | None, spec: Spec) -> Array:
-    """Return the array with this spec that MPI writes in ``call(send_buffer, recv_buffer)``; it reads `sent`, if any."""
-    transfer = transfer_of(spec.arrays)
-    destination = transfer.destination(spec.shape, spec.dtype)
-    call(None if sent is None else send_buffer(sent), transfer.recv_buffer(destination))
-    return transfer.received(destination)

@@ -1,9 +1,10 @@
-"""The end of the whole job if one rank can't continue, since the others would wait for it forever.
+"""End of the whole job if one rank can't continue, since the others would wait for it forever.
 
-`end_job` ends it. An uncaught exception on one rank calls it: in the program, in a thread, in a function at exit. Python
-then calls a hook. Other software (debuggers, loggers, test frameworks) sets the same hooks, before or after; its hooks must
-be called, and mustn't prevent the end of the job. So Python finds our hooks in the modules' dictionaries, and ours call the
-others. Other code sees its own hooks: `sys` and `threading` get a class in which the hook is a property.
+An exception that the program doesn't catch ends the job (`end_job`): in the main thread, in another thread, or in a
+function at exit. Python then calls a hook. Other software (debuggers, loggers, test frameworks) sets the same hooks. Its
+hooks must be called, and mustn't prevent the end of the job. So the dictionaries of the modules `sys` and `threading`
+contain the hooks of this file, which Python calls and which call the other ones. Other code reads and sets its own hooks
+through a property: the modules get a class with properties of the hooks' names.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _in_session = False
 
 
 class _Foreign:
-    """The hook of a module as other code sees and sets it; Python finds ours in the module's dictionary."""
+    """The property of a module by which other code reads and sets its hook."""
 
     def __init__(self, module: ModuleType, name: str):
         self._module, self._name = module, name
@@ -112,9 +113,9 @@ _of_the_unraisable = _Foreign(sys, "unraisablehook")
 
 
 def install_hooks() -> bool:
-    """Make an uncaught exception end all ranks, with its traceback and a non-zero exit; return whether this is done.
+    """Make an uncaught exception end all ranks, with its traceback and a nonzero exit code; return whether this is done.
 
-    It isn't done with one rank, nor with ``MPIAD_ABORT=0``.
+    Not done with one rank, or with ``MPIAD_ABORT=0``.
     """
     global _installed, _in_session
     if not may_end_job() or _installed:
@@ -132,7 +133,7 @@ def install_hooks() -> bool:
 
 
 def is_reporting() -> bool:
-    """Return whether a foreign hook is running before the end of the job."""
+    """Return whether a hook of other code runs before the end of the job."""
     return _reporting
 
 
@@ -169,7 +170,7 @@ def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
 
 
 def _report_and_end(foreign: _Foreign, args: tuple, error: BaseException, trace: TracebackType | None) -> None:
-    """Report an exception, by a foreign hook if one is set, and end the job."""
+    """Report an exception, by the hook of other code if there is one, and end the job."""
     global _reporting
     code, text = code_of(error), traceback.format_exception(type(error), error, trace)
     if foreign.hook is not foreign.default:

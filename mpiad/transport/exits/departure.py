@@ -1,6 +1,6 @@
-"""The end of the program on one rank: its exit code, its line, and whether the other ranks end, too.
+"""End of the program on one rank: its exit code, its line, and the wait for the other ranks.
 
-MPI ends on all ranks or on none, so a rank that leaves waits for the others, also before `os._exit`, to which launchers
+`MPI_Finalize` waits for all ranks. So a rank that ends waits for the others, even before `os._exit`, to which launchers
 react differently. After an error it waits only for some seconds, since the others may wait for it.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Comm
 from mpiad.transport.core.agreement import exit_code
 from mpiad.transport.core.fault_tolerance import exit_process
 from mpiad.transport.core.lookup import world_is_given_up
@@ -32,7 +33,7 @@ _GRACE = 5.0
 _POLL_SECONDS = 0.1
 
 _log = logging.getLogger("mpiad")
-_comm: Any = None
+_comm: Comm = None
 _ending: _Ending | None = None
 _has_arrived = False
 
@@ -44,7 +45,7 @@ class _Ending(NamedTuple):
 
 
 def note_departure() -> None:
-    """Start to note the exit code of this rank."""
+    """Start to watch for the exit code of this rank."""
     os._exit = _leave_at_once
     if not note_exit(_note_exit):
         _log.warning(
@@ -54,7 +55,7 @@ def note_departure() -> None:
 
 
 def await_departures() -> None:
-    """Let this rank wait at its end until all ranks have left; collective over all ranks."""
+    """Prepare the wait of this rank for the others at its end; collective over all ranks."""
     global _comm
     _comm = MPI.COMM_WORLD.Dup()
 
@@ -114,7 +115,7 @@ def code_at_end() -> int:
 
 
 def note_finalize() -> None:
-    """Record that this rank ends MPI before the end of the program."""
+    """Record that this rank calls `mpi_finalize`, before the end of the program."""
     global _ending
     _ending = _Ending("mpi_finalize()", 0, at_place(sys._getframe(1)))
 
@@ -122,8 +123,8 @@ def note_finalize() -> None:
 def await_others(patience: float | None = None) -> bool:
     """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
 
-    After `patience`, in seconds, the job ends in any case. It is given if communication was given up, since the others may
-    never leave then. Return whether it is given on any rank. All ranks of the world call this once.
+    `patience`: seconds after which the job ends in any case; passed if communication was abandoned, since the others may
+    never leave then. Returns whether any rank has passed it. All ranks of the world call this once.
     """
     global _has_arrived, _comm
     _has_arrived = True
@@ -139,7 +140,7 @@ def await_others(patience: float | None = None) -> bool:
 
 
 def _await(ending: _Ending | None, at_once: bool, patience: float | None = None) -> bool:
-    # Maxima over the ranks: leaves by os._exit, leaves in good order, has given up communication.
+    # Maxima over the ranks of: leaves by os._exit, leaves without it, has abandoned communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (ending is not None and ending.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience
@@ -151,7 +152,7 @@ def _await(ending: _Ending | None, at_once: bool, patience: float | None = None)
             if world_is_given_up():
                 return False
             wait.pause()
-    except MPI.Exception:  # a rank has died, and MPI still works: don't wait for the others
+    except MPI.Exception:  # a rank has died, and MPI continues: don't wait for the others
         return False
     if at_once and every[:2].all():
         _end(ending, "while other ranks leave in good order, for which MPI needs all ranks")
@@ -163,12 +164,11 @@ def _end(ending: _Ending | None, why: str) -> None:
     end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{where}, {why}. The job ends.\n", code or 1)
 
 
-# Detection of the code with which Python ends the program, before it joins threads and runs exit functions.
+# Detection of the exit code, before Python joins threads and runs exit functions.
 #
-# Python has no hook for it. But if a SystemExit ends the program, the interpreter reads its `code` in the main thread, when
-# no Python frame is left. So the attribute `code` of the type is replaced by one that notices this access, however the
-# exception was raised. The type is written in C and refuses assignments; its dictionary, found by the garbage collector,
-# accepts them.
+# Python has no hook for this. But if a SystemExit ends the program, the interpreter reads its attribute `code` in the main
+# thread after the last Python frame has ended. So the attribute is replaced by a descriptor that detects this access. The
+# type is written in C and refuses assignments. But its dictionary, which the garbage collector finds, accepts them.
 
 
 _member = SystemExit.__dict__["code"]
@@ -182,7 +182,7 @@ class _Code:
 
     __doc__ = _member.__doc__
 
-    def __init__(self, leaves: Callable[[Any, TracebackType | None], object]):
+    def __init__(self, leaves: Callable[[object, TracebackType | None], object]):
         self._leaves = leaves
 
     def __get__(self, error: SystemExit | None, kind: type | None = None) -> Any:
@@ -220,7 +220,7 @@ def _whole_trace(error: SystemExit) -> TracebackType | None:
     return next((trace for trace, held in zip(outermost, holds) if not held), error.__traceback__)
 
 
-def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
+def note_exit(leaves: Callable[[object, TracebackType | None], object]) -> bool:
     """Call a function with code and traceback if a SystemExit ends the program; return whether this Python supports it."""
     if not _replace_code(_Code(leaves)):
         return False
@@ -248,7 +248,7 @@ def _replace_code(attribute: object) -> bool:
     return True
 
 
-def _sys_exit(status: Any = None, /) -> None:
+def _sys_exit(status: sys._ExitCode = None, /) -> None:
     try:
         _python_exit(status)
     except SystemExit:  # caught, so that Python creates it: see `_MADE_LATE`

@@ -1,12 +1,14 @@
 """Recovery of a collective call after an exception on one rank, with an MPI that can revoke communicators (ULFM).
 
-A "composite" is a public function that communicates many times and that all ranks of a communicator call. It ends with an
-agreement on its channel, which also works on revoked communicators: all ranks leave it with success, or none. A rank that
-fails goes to the agreement at once. If the others don't arrive soon, it revokes the duplicates of the channel and of all
-channels among its ranks. This interrupts waiting ranks, and they go to the agreement, too. Then the ranks exchange their
-exceptions and renew the duplicates. The ranks that failed raise their own exceptions, the others a `RemoteError`.
+A *composite* is a public function that all ranks of a communicator call and that communicates many times. At its end the
+ranks agree, by MPI's `Iagree`, whether all of them succeeded; this also works on revoked communicators. A rank that raises
+starts the agreement at once. If the other ranks don't follow soon, it revokes the duplicates of the channel, and those of
+all channels whose ranks belong to this one. MPI then interrupts waiting ranks, and they start the agreement, too. After it
+the ranks exchange their exceptions and renew the duplicates. Failed ranks raise their own exceptions, the others a
+`RemoteError`.
 
-In nested composites only the outermost one recovers, since renewed duplicates lose the messages of enclosing composites.
+Of nested composites only the outermost one recovers: renewed duplicates lose pending messages, also those of enclosing
+composites.
 """
 
 from __future__ import annotations
@@ -31,27 +33,27 @@ from mpiad.transport.core.polling import Backoff
 from mpiad.transport.exits.abort import end_by
 
 F = TypeVar("F", bound=Callable[..., Any])
-_BY_KEYWORD: Any = object()
-_UNTIL_REVOKED = 0.05  # seconds for which a failed rank waits before it revokes, since others may fail in the same way
-_UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank waits for the revocation of larger communicators
-_UNTIL_LOGGED = 1.0  # seconds after which a waiting failed rank logs its exception
+_BY_KEYWORD: Comm = object()
+_UNTIL_REVOKED = 0.05  # seconds before a failed rank revokes, since the other ranks may fail in the same way
+_UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank looks for revoked larger communicators
+_UNTIL_LOGGED = 1.0  # seconds after which a failed rank that waits logs its exception
 _DEATH_WITHIN = 2.0
 _log = logging.getLogger("mpiad")
 Verdict = Callable[[Failures], BaseException]
 
 
 class _Current(threading.local):
-    outermost: Channel | None = None  # the channel of this thread's outermost composite
+    outermost: Channel | None = None  # of this thread's outermost composite
 
 
 _current = _Current()
 
 
 def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
-    """Return the decorator of composites; without ULFM it returns the function itself.
+    """Return a decorator for composites, which without ULFM changes nothing.
 
     `comm`: by default the keyword argument `comm` of the call. `verdict`: ``verdict(failures)`` returns the exception that
-    all ranks raise; a composite with a verdict recovers inside of others, too.
+    all ranks raise. A composite with a verdict recovers even inside another composite.
     """
 
     def decorate(fun: F) -> F:
@@ -61,7 +63,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
             outer = _current.outermost
-            # The ranks of the outermost composite include all that may wait.
+            # Only ranks of the outermost composite can wait.
             if outer is not None and verdict is None:
                 return fun(*args, **kwargs)
             _current.outermost = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
@@ -81,12 +83,12 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
 
 
 def recovers() -> bool:
-    """Return whether an exception of this rank will be recovered by a composite."""
+    """Return whether a composite of this thread recovers from an exception."""
     return FAULT_TOLERANT and _current.outermost is not None
 
 
 def interruptible(name: str, forward: F) -> F:
-    """Return a communication that recovers from interruptions outside of composites; without ULFM `forward` itself."""
+    """Return the communication `forward` with recovery from interruptions outside composites; unchanged without ULFM."""
     if not FAULT_TOLERANT:
         return forward
 
@@ -103,7 +105,7 @@ def interruptible(name: str, forward: F) -> F:
 
 
 def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
-    """End a composite together with all its ranks; raise a RemoteError, or the `verdict`, if another rank failed."""
+    """End a composite that has succeeded on this rank; raise a RemoteError or the `verdict` if another rank failed."""
     meeting = None if used.size == 1 else _trouble(used)
     if meeting is None:
         return
@@ -113,14 +115,14 @@ def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
 
 
 def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
-    """Meet the other ranks after an exception; return if this rank must raise its own exception.
+    """Synchronize the ranks after an exception; return if this rank must raise its own exception.
 
-    `used`: the channel of the composite, None outside of composites. Raises a RemoteError if this rank was interrupted
-    because another one failed, or if a process has died; or the exception of `verdict` (see `recoverable`). All ranks of
-    the channel call this function or `conclude`.
+    `used`: the channel of the composite, None outside composites. Raises a RemoteError if this rank was interrupted because
+    another one failed, or if a process has died; or the exception of `verdict` (see `recoverable`). All ranks of the
+    channel call this function or `conclude`.
     """
     interrupted = is_interruption(error)
-    # If all ranks of the channel raise the exception together, none waits, and no message is in flight.
+    # If all ranks of the channel raise the exception together, none of them waits.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
         return
     meeting = _meeting_channel(used, interrupted)
@@ -146,12 +148,12 @@ def _raise_verdict(
 
 
 def _meeting_channel(used: Channel | None, interrupted: bool) -> Channel | None:
-    """Return the largest revoked channel that includes the ranks of `used` (any channel for None), or else `used`."""
+    """Return the channel for the agreement: the largest revoked one that includes all ranks of `used`, else `used`."""
     patience = Backoff()
     while True:
         revoked = [found for found in _channels_including(used) if _is_given_up(found)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
-            # All ranks of the other channels go to the largest one, too.
+            # The ranks of the smaller channels choose the largest one, too.
             return max(revoked, key=lambda found: found.size, default=used)
         if revoked and max(found.size for found in revoked) == MPI.COMM_WORLD.size:
             return max(revoked, key=lambda found: found.size)
@@ -168,7 +170,7 @@ def _is_given_up(found: Channel) -> bool:
 
 
 def _trouble(used: Channel) -> Channel | None:
-    """Wait for all ranks of the channel; return the channel for recovery if a rank of it or of a larger channel failed."""
+    """Agree with the ranks of the channel; return None if all succeeded, otherwise the channel on which to recover."""
     flag = np.ones(1, np.int32)
     request, patience = used.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
@@ -179,12 +181,12 @@ def _trouble(used: Channel) -> Channel | None:
 
 
 def _await_all(meeting: Channel, mine: BaseException | None, call: str) -> None:
-    """Wait until all ranks of the channel have arrived, interrupting them if necessary; `mine`: this rank's exception."""
+    """Agree with all ranks of the channel, interrupting them if necessary; `mine`: this rank's exception."""
     flag = np.zeros(1, np.int32)
     request, patience = meeting.data.Iagree(flag), Backoff()
     revoked = logged = False
     while not _is_complete(request, flag):
-        # An interrupted rank revokes at once: ranks may wait on communicators of which only it is a member.
+        # An interrupted rank revokes at once: others may wait on communicators that the failed rank isn't a member of.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
             for comm in [comm for found in _channels_among(meeting) for comm in found.duplicates()]:
                 if not is_revoked(comm):
@@ -205,23 +207,22 @@ def _larger_is_given_up(meeting: Channel) -> bool:
 def _is_complete(request: Request, flag: np.ndarray) -> bool:
     try:
         return request.Test()
-    except MPI.Exception:  # a rank has died, and the others have arrived
+    except MPI.Exception:  # a rank has died, and the agreement of the others has ended
         flag[0] = 0
         return True
 
 
 def _channels_among(meeting: Channel) -> list[Channel]:
-    """Return the channel and all channels among its ranks, in the order of their creation."""
+    """Return the channel, and all channels whose ranks belong to it in the order of their creation."""
     members = set(meeting.members)
     return [meeting, *(found for found in live_channels() if found is not meeting and members >= set(found.members))]
 
 
 def _renewed(meeting: Channel, mine: Failure | None) -> Failures:
-    """Renew the duplicates of the channel and of all channels among its ranks; return the failures by rank."""
+    """Renew the duplicates of the channel and of all channels whose ranks belong to it; return the failures by rank."""
     fresh = meeting.data.Shrink()
     ranks = ranks_within(meeting, fresh)
     by_rank = fresh.allgather(mine)
-    # In the same order on all ranks, to avoid deadlocks.
     for found in _channels_among(meeting):
         data = fresh if found is meeting else found.data.Shrink()
         lost = sorted(set(range(found.size)) - set(ranks_within(found, data)))
@@ -233,7 +234,7 @@ def _renewed(meeting: Channel, mine: Failure | None) -> Failures:
 
 
 def ranks_within(meeting: Channel, comm: Comm) -> list[int]:
-    """Return the ranks of a communicator's members in a channel."""
+    """Return the members of a communicator, by their ranks in a channel."""
     return [meeting.members.index(rank) for rank in world_ranks(comm)]
 
 

@@ -1,11 +1,12 @@
-"""End the job after SIGTERM, or after a SIGINT that Python can't raise, and report which line the rank was executing.
+"""End the job after SIGTERM, or after a SIGINT that Python can't raise, and report the line that the rank was executing.
 
-Python runs signal handlers only between instructions of the main thread, not while it waits inside MPI. But Python's wakeup
-file notifies a second thread, which finds the line and ends the job. A process has one such file, and asyncio uses it: so
-the second thread forwards signals to a file set by others. The program's own handlers stay in effect. SIGINT remains a
-KeyboardInterrupt; the job ends only if the main thread then doesn't move for a second.
+Python runs signal handlers only between instructions of the main thread, not while it waits inside MPI. But Python also
+writes the signals' numbers to a wakeup file (`signal.set_wakeup_fd`). A second thread reads it, finds the line, and ends
+the job. A process has only one such file, and asyncio uses it, too. So the second thread forwards the numbers to a file
+that other code sets. The program's own handlers stay in effect. SIGINT remains a KeyboardInterrupt; the job ends only if
+the main thread then stays at one instruction for a second.
 
-Code that is to end in good order (write a checkpoint, return) runs inside `postponed` and checks `requested`.
+Code that must end regularly (write a checkpoint, return) runs inside `postponed` and checks `requested`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from mpi4py import MPI
 
@@ -32,22 +32,22 @@ _RAISED_WITHIN_FOREIGN = 10.0
 _set_wakeup_fd = signal.set_wakeup_fd
 _mask = threading.local()
 _write_end = -1
-_others = -1  # the wakeup file that others have set
-_forwarding = threading.RLock()  # a handler may set the file while it is being set
+_others = -1  # the wakeup file that other code has set
+_forwarding = threading.RLock()  # reentrant: a signal handler may set the file while it is being set
 _requested: int | None = None
 _patience: list[float] = []  # of the open `postponed` contexts, the innermost last
 
 
 def requested() -> int | None:
-    """Return the signal that has requested this rank's end inside `postponed`, or None; it may differ between ranks."""
+    """Return the signal that requests this rank's end inside `postponed`, None if there is none; ranks may differ."""
     return _requested
 
 
 @contextlib.contextmanager
 def postponed(patience: float = 30.0) -> Iterator[None]:
-    """Postpone the end after SIGTERM: the caller checks `requested` between its steps, and returns.
+    """Postpone the end of the job after SIGTERM: the caller checks `requested` between its steps, and returns.
 
-    If it hasn't returned after `patience`, in seconds, the job ends.
+    patience : float. Seconds after the signal until the job ends although the caller hasn't returned.
     """
     _patience.append(patience)
     # In a job of one rank, or with MPIAD_ABORT=0, `install_signal_handlers` hasn't been called.
@@ -78,7 +78,7 @@ def install_signal_handlers() -> bool:
 
 def _listen() -> None:
     read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)  # Python insists on it
+    os.set_blocking(write_end, False)  # required by Python
     global _write_end, _others
     _write_end, _others = write_end, _set_wakeup_fd(write_end, warn_on_full_buffer=False)
     signal.set_wakeup_fd = _set_others
@@ -172,7 +172,7 @@ def _end_if_blocked(main: int) -> None:
         time.sleep(0.1)
 
 
-def _instruction(thread: int) -> tuple[Any, int] | None:
+def _instruction(thread: int) -> tuple[FrameType, int] | None:
     frame = sys._current_frames().get(thread)
     return None if frame is None else (frame, frame.f_lasti)
 

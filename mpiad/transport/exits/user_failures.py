@@ -1,15 +1,15 @@
-"""Collective error handling for user functions: propagation of an exception raised on one rank to all ranks of the call.
+"""Exceptions of user functions: an exception on one rank is raised on all ranks of the call.
 
-A rank that failed mustn't leave the others waiting in a later communication. If the MPI can interrupt waiting ranks, the
-exception leaves the call at once, and `recovery` synchronizes the ranks. Otherwise it is kept until all ranks have reached
-an agreement:
+If one rank left the call alone, the others would wait for it in the next communication. If MPI can interrupt waiting
+ranks, the exception leaves the call at once, and `recovery` synchronizes the ranks. Otherwise the failed rank stores the
+exception until all ranks have reached an agreement:
 
-- `StageFailures` agree after each stage of the call, by a sum of one flag, to which a number from each rank can be added;
-- `DeferredFailures` agree when a sum that the ranks compute anyway is NaN: a rank whose function raised continues with NaN
-  in place of the value, so that the sum is NaN on all ranks.
+- `StageFailures`: an agreement follows each stage of the call. It sums a flag, and optionally a number of each rank.
+- `DeferredFailures`: a rank whose function raised continues with NaN in place of the value. So the next sum over the ranks
+  is NaN on all of them, which then agree.
 
-Only then do the ranks exchange the exceptions and raise together. `FailureDetector` handles a rank that waits in an
-agreement which the others never reach because they wait for that rank.
+In the agreement the ranks exchange the exceptions, and all ranks raise. `FailureDetector` handles agreements that some
+ranks never reach because they wait for the failed rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,103 +43,62 @@ from mpiad.transport.core.agreement import (
 )
 from mpiad.transport.core.channels import communications, is_watched, live_channels, world_ranks
 from mpiad.transport.core.lookup import channel
-from mpiad.transport.core.polling import threads_may_communicate
+from mpiad.transport.core.polling import StateExchange
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.abort import end_by, end_job, may_end_job
 from mpiad.transport.exits.recovery import recovers
 from mpiad.transport.exits.signals import requested
 from mpiad.transport.watch.watch_settings import seconds_of
 
-# Termination of a job in which a failed rank waits at an agreement that the other ranks never reach.
-#
-# They may wait for a message from the failed rank. This can't be distinguished from a long computation, since a wait inside
-# MPI can't be inspected. `DeferredFailures` end the job after some time, measured by a thread of the failed rank.
+# A failed rank waits in an agreement which the other ranks may never reach, because they wait for a message from it. MPI
+# doesn't report whether a rank waits or computes. `DeferredFailures` end the job after some time, measured by a thread.
 #
 # A `FailureDetector` finds out whether ranks wait in a communication for a failed rank. Each rank has a second thread,
-# which wakes up five times per second. After a notice from a failed rank, it reports to that rank whenever its main thread
-# begins to wait, moves on, or reaches the agreement. If some ranks wait and none moves, the ranks are deadlocked. But a
-# waiting rank may have moved on after its report. Therefore the failed rank asks all ranks again, and uses only reports
-# from one round: a rank that reports waiting has then waited for half a second since it was asked. (Detection of
-# termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call from user code into a compiled solver can't
-# be distinguished from a communication by bare mpi4py. It counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
+# which wakes up five times per second and answers questions of failed ranks. A rank waits if its main thread has stayed at
+# one instruction for half a second. If some ranks wait and none moves, the ranks are deadlocked. But a waiting rank may
+# move on after its answer. Therefore the failed rank asks all ranks twice, and the waiting ranks must have waited since
+# before the first question. (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call
+# from user code into a compiled solver can't be distinguished from a communication by mpi4py. It counts as a wait only
+# after minutes, or after `MPIAD_TIMEOUT`.
 
 
-# Seconds until a failed rank ends the job: if other ranks probably wait for it, and if that is unlikely.
+# Seconds until a failed rank ends the job: if other ranks probably wait for it, and if they probably don't.
 SOON, LATE = 10.0, 300.0
 
-_RANK_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
+_ROUND_WITHIN = 5.0  # seconds for the answers to one question
+_ARRIVED = math.inf
 _WAITS_AFTER = 0.5
-_STUCK_AFTER = 300.0  # limit for calls from user code if MPIAD_TIMEOUT isn't set
+_STUCK_AFTER = 300.0  # for calls from user code, if MPIAD_TIMEOUT isn't set
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
-# The state of a polling function is the state of its caller.
+# If the innermost frames belong to these modules, the frame of their caller is examined.
 _POLLS = ("mpiad.transport.watch", "mpiad.transport.core.polling", "mpiad.transport.exits.user_failures")
 _PATIENCE = 1.5  # seconds for which a failed rank waits if MPI doesn't allow a second thread
-_DEATH_WITHIN = 2.0  # seconds within which the launcher kills this process after MPI's abort has returned
+_DEATH_WITHIN = 2.0  # seconds; after MPI's abort has returned, the launcher kills this process in this time
 
 
 class FailureDetector:
-    """Monitors the states of ranks during a call, until `close`.
+    """Detects, during a call, that other ranks wait for a failed rank.
 
-    `stage_module`: name of the module whose functions take part in agreements. `listens`: whether to answer failed ranks,
-    which isn't needed if waiting ranks can be interrupted.
+    `stage_module`: name of the module whose functions make the agreements. `listens`: whether this rank answers failed
+    ranks, which isn't necessary if MPI can interrupt waiting ranks.
     """
 
     def __init__(self, comm: Comm, call: str, stage_module: str, listens: bool = True):
-        self._comm, self._call, self._stage_module = comm, call, stage_module
-        self._empty, self._posted = np.empty(0), list[Request]()  # notices are empty messages, whose tags are their kinds
-        self._sent, self._received = Counter[int](), Counter[int]()  # numbers of notices by rank
+        self._call, self._stage_module, self._size = call, stage_module, comm.size
+        self._exchange = StateExchange(getattr(comm, "bare", comm), self._state, _TICK, "mpiad-watch")
         self._watched = threading.get_ident()
-        self._reported: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
-        # The states that other ranks have reported since they were asked; whether a waiting one has moved on since then.
-        self._states, self._moved = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES), False
-        self._receiving = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-        if listens and comm.size > 1 and threads_may_communicate():
-            self._thread = threading.Thread(target=self._monitor, name="mpiad-watch", daemon=True)
-            self._thread.start()
+        if listens:
+            self._exchange.start()
 
-    def _monitor(self) -> None:
-        while not self._done.wait(_TICK):
-            self._receive_notices()
-            if self._reported:
-                self._report(self._state())
-
-    def _receive_notices(self) -> None:
-        with self._receiving:
-            status = MPI.Status()
-            while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-                source, kind = status.source, status.tag
-                self._receive(source, kind)
-                if kind == _RANK_FAILED:
-                    self._reported[source], self._place = _MOVES, None
-                else:
-                    self._states[source] = kind
-                    self._moved |= kind == _MOVES
-
-    def _receive(self, source: int, tag: int) -> None:
-        self._comm.Recv(self._empty, source, tag)
-        self._received[source] += 1
-
-    def _post(self, dest: int, kind: int) -> None:
-        self._posted.append(self._comm.Isend(self._empty, dest, kind))
-        self._sent[dest] += 1
-
-    def _report(self, state: int) -> None:
-        for rank in list(self._reported):
-            if self._reported[rank] != state:
-                self._reported[rank] = state
-                self._post(rank, state)
-
-    def _state(self) -> int:
-        """Return the state of the main thread, which waits if it stays at one instruction too long."""
+    def _state(self) -> float:
+        """Return for how many seconds the main thread has waited, negative if it moves; `_ARRIVED` in an agreement."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
             frame = frame.f_back
         if frame is None:
-            return _MOVES
+            return -math.inf
         module = frame.f_globals.get("__name__", "")
         if module.startswith(self._stage_module):
             return _ARRIVED
@@ -150,29 +108,24 @@ class FailureDetector:
         if not module.startswith(_COMMUNICATES):
             given = os.environ.get("MPIAD_TIMEOUT")
             limit = (seconds_of(given, "MPIAD_TIMEOUT") or math.inf) if given else _STUCK_AFTER
-        return _WAITS if now - self._place[2] >= limit else _MOVES
+        return now - self._place[2] - limit
 
     def wait_as_failed(self, request: Request, error: BaseException) -> None:
         """Wait until all ranks have reached an agreement; end the job if they never will."""
-        start, has_asked_twice = time.monotonic(), False
-        self._ask()
+        start = time.monotonic()
+        first = math.inf  # start of the first of the latest consecutive rounds in which no rank moved
         while not request.Test():
-            self._receive_notices()
-            waiting = [rank for rank, state in self._states.items() if state == _WAITS]
-            if waiting and _MOVES not in self._states.values():
-                if has_asked_twice and not self._moved:
-                    self._end(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
-                has_asked_twice = True
-                self._ask()
-            if self._thread is None and time.monotonic() - start > _PATIENCE:
+            began = time.monotonic()
+            if self._exchange.has_thread:
+                waits = self._exchange.ask_all(_ROUND_WITHIN, request.Test)
+                stuck = len(waits) == self._size - 1 and min(waits.values()) >= 0 and min(waits.values()) != _ARRIVED
+                if stuck and min(waits.values()) >= time.monotonic() - first:
+                    rank = min(waits, key=lambda rank: waits[rank])
+                    self._end(error, f"rank {rank} waits in a communication and no rank moves on")
+                first = min(first, began) if stuck else math.inf
+            elif began - start > _PATIENCE:
                 self._end(error, f"another rank has not finished its part within {_PATIENCE} seconds")
             time.sleep(1e-3)
-
-    def _ask(self) -> None:
-        """Begin a round: every other rank reports whether it waits or has arrived; until then it counts as moving."""
-        self._states, self._moved = dict.fromkeys(self._states, _MOVES), False
-        for rank in self._states:
-            self._post(rank, _RANK_FAILED)
 
     def _end(self, error: BaseException, reason: str) -> None:
         sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")
@@ -181,20 +134,11 @@ class FailureDetector:
         raise error
 
     def close(self, failed: bool = False) -> None:
-        """Stop the monitor; `failed`: whether any rank has failed, so that notices may be pending."""
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Stop answering; `failed`: whether any rank has failed, so that messages may be pending."""
+        self._exchange.stop()
         self._place = None
-        if not failed:
-            return
-        # A probe may miss a notice in flight; the senders' counts give the remaining number.
-        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(self._comm.size)])):
-            while self._received[source] < sent:
-                self._receive(source, MPI.ANY_TAG)
-        for request in self._posted:
-            request.Wait()
-        self._posted.clear()
+        if failed:
+            self._exchange.drain()
 
 
 def _end_late(error: Exception, call: str, seconds: float) -> None:
@@ -209,21 +153,21 @@ def _end_late(error: Exception, call: str, seconds: float) -> None:
 
 T = TypeVar("T")
 
-# Indices of a rank's contribution to a stage: whether it failed, whether a solver didn't converge, whether the rank was
-# requested to end, and its term of the sum.
+# Indices of the numbers that a rank contributes to an agreement: whether it failed, whether a solver didn't converge,
+# whether the rank was requested to end, and its term of the sum.
 _FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
 
 
 class Unreached(Exception):  # noqa: N818 - not an error, like StopIteration
-    """Raised on all ranks to leave a stage in which a solver hasn't converged on some rank; the call then continues."""
+    """Raised on all ranks if a solver hasn't converged on some rank in a stage; the call then continues."""
 
 
 class WrongValueError(TypeError):
-    """Raised if a user function returns an invalid value; all ranks raise it as a TypeError."""
+    """A user function returned an invalid value; all ranks raise a TypeError with its text."""
 
 
 def verdict(failures: Failures, call: str = "minimize") -> Exception:
-    """Return the exception that all ranks raise after failures; the first failed rank determines it."""
+    """Return the exception that all ranks raise, which describes the failure of the first failed rank."""
     rank, others = first_of(failures)
     if failures[rank].kind == WrongValueError.__name__:
         return TypeError(f"{failures[rank].text} This happened on rank {rank}{others}.")
@@ -235,33 +179,35 @@ class StageFailures:
 
     - `stage_module`: name of the module of the stages; a rank whose innermost frame is in it has reached an agreement.
     - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
-    - `error`: the exception that all ranks have raised, after which there are no further agreements; or None.
-    - `broken`: whether this rank's stage has failed while waiting ranks can be interrupted.
-    - `end_requested`: whether any rank had received SIGTERM by the last agreement; the same on all ranks.
-    - `tolerates`: whether all ranks raise `Unreached` instead of a ConvergenceError, so that the call may continue.
+    - `error`: the exception that all ranks have raised, or None. After it there are no further agreements.
+    - `broken`: whether a stage failed on this rank, and MPI interrupts the other ranks.
+    - `end_requested`: whether any rank had received SIGTERM at the last agreement; the same on all ranks.
+    - `tolerates`: whether all ranks raise `Unreached` in place of a ConvergenceError, so that the call may continue.
     """
 
-    def __init__(self, comm: Comm, call: str, stage_module: str, complete: Callable[[BaseException, Any], None]):
+    def __init__(
+        self, comm: Comm, call: str, stage_module: str, complete: Callable[[BaseException, TracebackType | None], None]
+    ):
         self._interrupts = recovers() and comm.size > 1
         self._comm, self._stage_module = comm, stage_module
         self._detector = FailureDetector(comm, call, stage_module, listens=not self._interrupts)
         self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
         self.members = tuple(getattr(comm, "members", None) or world_ranks(comm))
-        self._refused = [found for found in live_channels() if found.fault]  # because of an earlier exception
+        self._refused = [found for found in live_channels() if found.fault]  # unusable since an earlier exception
         self._mine, self._sums = np.zeros(4), np.zeros(4)
         self.error: Exception | None = None
         self.tolerates = False
 
     def run(self, stage: Callable[[], T]) -> T:
-        """Run this rank's part of a stage; raise on all ranks if any rank's part has failed.
+        """Return the result of `stage` on this rank; raise on all ranks if it raises on any rank.
 
-        A WorkerError contains the first failed rank and its traceback. If that rank raised a `WrongValueError`, all ranks
-        raise a TypeError. `Unreached` is raised if only solvers have failed and this is tolerated.
+        Raises a WorkerError with the first failed rank and its traceback; a TypeError if that rank raised a
+        `WrongValueError`; `Unreached` if only solvers have failed and this is tolerated.
         """
         return self.summed(stage, lambda result: 0.0)[0]
 
     def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
-        """Run this rank's part of a stage as `run` does; return its result, and the sum of the ranks' terms."""
+        """Return the result of `stage` on this rank, and the sum of the ranks' ``term(result)``; raises as `run` does."""
         self.raise_if_failed()
         try:
             result = stage()
@@ -273,7 +219,7 @@ class StageFailures:
             alike = self._tolerated(failure) and len(agreed_among(failure)) >= self._comm.size
             if self._interrupts and not alike:
                 self.broken = True
-                forget_agreement(failure)  # since the call raises another exception
+                forget_agreement(failure)  # since the ranks agree on another exception in the recovery
                 raise
             if self.error is None:  # otherwise a nested stage has already agreed
                 self._conclude(failure)
@@ -294,7 +240,7 @@ class StageFailures:
                 self._detector.wait_as_failed(request, failure)
         self.end_requested |= bool(self._sums[_END_REQUESTED])
         if self._sums[_FAILED]:
-            # All notices must be received first, on the same communicator.
+            # The detector's messages are on the same communicator, so they must be received first.
             self._detector.close(failed=True)
             self.error = verdict(failures_among(self._comm, failure), self._call)
             if not self._interrupts:
@@ -308,7 +254,7 @@ class StageFailures:
         return float(self._sums[_TERM])
 
     def _lift(self) -> None:
-        """Make channels usable again that exceptions left during collectives: all ranks have agreed, so none is pending."""
+        """Remove the faults of channels without pending messages: after an agreement no collective is pending."""
         for found in live_channels():
             if found.fault and not found.has_messages and found not in self._refused:
                 found.fault = None
@@ -317,14 +263,14 @@ class StageFailures:
         return self.tolerates and isinstance(failure, ConvergenceError)
 
     def raise_if_failed(self) -> None:
-        """Raise the exception that all ranks have raised, if there is one."""
+        """Raise again the exception that all ranks have raised, if there is one."""
         if self.error is not None:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """Drop pending messages of a stage that raised `Unreached`, on communicators among `members`, which all call this.
+        """Drop pending messages after `Unreached`, on the communicators whose ranks are all in `members`; collective.
 
-        The ranks may have left the stage at different messages, and old messages mustn't be received later.
+        The ranks may have left the stage at different points, and old messages mustn't be received later.
         """
         inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
         every = self._comm.allgather(list(inside))
@@ -340,15 +286,16 @@ class StageFailures:
 
 
 class DeferredFailures:
-    """Failures on this rank that the others don't know yet.
+    """Exceptions on this rank that the other ranks don't know yet.
 
-    A user function may have raised before it sent a message that others await. If it hadn't communicated in this call, and
-    this is its first call or it communicated in earlier ones, it is called again with a valid argument, only for its
-    messages. After any other failure that may leave ranks waiting, the job ends after a while.
+    A user function may raise before it sends a message for which other ranks wait. Then it is called again with a valid
+    argument, so that it sends its messages; but only if it didn't communicate in the failed call, and either communicated
+    in earlier calls or had none. After any other failure for which ranks may wait, the job ends after some time.
 
-    - `talkers`: names of functions that have communicated, in this call or in others with the same functions; it grows.
+    - `talkers`: set of names, to which those of functions that communicate are added; calls with the same functions share
+      it.
     - `apart`: whether agreements use a separate communicator, on which no function communicates.
-    - `error`: the first failure, or None.
+    - `error`: the first exception, or None.
     """
 
     def __init__(self, comm: Comm, call: str, talkers: set[str] | None = None, apart: bool = False):
@@ -361,15 +308,15 @@ class DeferredFailures:
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
-        """Return the result of the user function `name`, or None if it raises and the others have yet to be informed.
+        """Return ``fun(*args)``, or None if it raises an exception that the other ranks don't know yet.
 
-        `again`: returns an argument that the function can take in place of `args`.
+        `name`: of the function. `again`: returns an argument with which the function may be called again.
         """
         fault, start = self._used.fault, next(communications)
         try:
             out = fun(*args)
         except Exception as error:
-            # A DeadlockError ends the waits of the other ranks, too.
+            # A DeadlockError is raised on the waiting ranks, too.
             alone = self._used.size == 1 or recovers() or isinstance(error, DeadlockError)
             if alone or set(self._used.members) <= agreed_among(error):
                 raise
@@ -378,7 +325,7 @@ class DeferredFailures:
             if again is not None and not spent and (usual is None or name in self._talkers):
                 with contextlib.suppress(Exception):
                     fun(again())
-            # The exception may have marked the channel as unusable, but the ranks still need it for their agreement.
+            # The exception may have marked the channel as unusable, but the agreement needs it.
             if fault is None and self._used.fault is not None:
                 # After the agreement only messages can be pending, not collectives.
                 self._fault = self._used.fault if self._used.has_messages else self._fault
@@ -390,28 +337,27 @@ class DeferredFailures:
         return out
 
     def note(self, error: Exception, seconds: float = LATE) -> None:
-        """Record an error; the job ends if the other ranks haven't been informed of it after `seconds`."""
+        """Record an error; the job ends if there is no agreement within `seconds`."""
         if self.error is not None:
             return
         self.error = error
-        if may_end_job() and not is_watched():  # under watch, waits have a limit of their own
+        if may_end_job() and not is_watched():  # under the watch, waits have deadlines
             self._timer = threading.Timer(seconds, _end_late, (error, self._call, seconds))
             self._timer.daemon = True
             self._timer.start()
 
     def __enter__(self) -> None:
-        """Begin a communication that informs the other ranks of the failure."""
+        """Begin a communication in which the other ranks learn of the failure."""
 
     def __exit__(self, kind: object, raised: object, trace: object) -> None:
-        # This rank's own exception is more informative than the DeadlockError that followed from it.
+        # The rank's own exception explains the DeadlockError that follows from it.
         if isinstance(raised, DeadlockError) and self.error is not None:
             raise raised from self.error
 
     def raise_together(self) -> None:
-        """If a rank has failed, raise its exception there, and one of the same type and text on the other ranks.
+        """Raise the exception of a failed rank there, and one with its type and text on the other ranks; collective.
 
-        All ranks call this. It takes one small reduction. Callers needn't call it after a sum without NaN, which shows that
-        no rank has failed.
+        This takes one small reduction. After a sum without NaN it isn't necessary, since no rank has failed.
         """
         under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
@@ -422,7 +368,7 @@ class DeferredFailures:
             self._timer = None
         if not every[0]:
             return
-        # All ranks mark the channel, since a rank that continued without the others would wait for them.
+        # On all ranks, since a rank that continued alone would wait for the others.
         if every[1]:
             self._used.mark(self._fault or f"an exception left {self._call} in which messages were under way.")
         error, self.error = self.error, None

@@ -1,8 +1,8 @@
-"""Agreements of the ranks of a group on their next call, on a separate communicator.
+"""Comparison of the ranks' next calls, on a separate communicator.
 
-Each rank has a number that identifies its call. In log2(P) rounds of one small message per rank, all ranks compute the
-minimum and maximum of the numbers. If these differ, descriptions of the calls are exchanged. Channels with the same ranks
-share one communicator for this, so differences between calls on different channels are detected, too.
+A hash identifies the call of each rank. In log2(P) rounds of one small message per rank, all ranks compute the minimum and
+maximum of the hashes. If these differ, the ranks exchange descriptions of the calls. Channels with the same ranks share one
+communicator for this, so calls on different channels are compared, too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm
-from mpiad.transport.core.channels import ABANDONED
+from mpiad.transport.core.channels import ABANDONED, make_communicator
 from mpiad.transport.watch.timed_waits import Awaited, GuardedRequest, cancel_receives, poll_for
 
-_LANES = 256  # separate agreements: one for the main thread, the others for other threads
+_LANES = 256  # number of independent sequences of agreements: one for the main thread, the others for other threads
 
 
 class Agreement:
@@ -54,7 +54,7 @@ class Agreement:
         if self._later is None or not least[1] == -least[2] == least[3]:
             # Not freed: a rank may have begun an operation there that others haven't, and the context may be reused.
             ABANDONED.append((self._later,))
-            self._later, self.begun_later, self.ended_later = self.comm.Dup(), 0, 0
+            self._later, self.begun_later, self.ended_later = make_communicator(self.comm.Dup), 0, 0
         self._is_open = True
 
     def later(self, lane: int, own: Comm) -> Comm:
@@ -73,12 +73,12 @@ class Agreement:
         return f"{self.label}, lane {lane}" if lane else self.label
 
     def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
-        """Return whether all ranks have given the same number; waits with a deadline."""
+        """Return whether `mine`, a hash of the call, is the same on all ranks; waits with a deadline."""
         self._numbers[lane] += 1
-        # The fingerprint is small enough for the sum to be below 2⁶³.
+        # `mine` is small enough for the sum to be below 2⁶³.
         least = greatest = mine + self.starts[lane]
-        # Dissemination algorithm: the distance doubles in each round. Minimum and maximum don't change if a number arrives
-        # twice, so any number of ranks works.
+        # Dissemination algorithm: the distance doubles in each round. It works for any number of ranks, since minimum and
+        # maximum don't change if a number arrives twice.
         comm, tag, distance = self.comm, self._tag(lane), 1
         while distance < comm.size:
             out, into = np.array([least, greatest], np.int64), np.empty(2, np.int64)
@@ -111,7 +111,7 @@ class Agreement:
         self._is_open = False
         self._numbers.clear()
         self.starts.clear()
-        cancel_receives(self)  # so that they don't take later messages
+        cancel_receives(self)  # so that they don't receive later messages
 
     def _tag(self, lane: int) -> int:
         return self.epoch % self._epochs * _LANES + lane

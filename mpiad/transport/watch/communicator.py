@@ -11,13 +11,14 @@ import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.core import calls
+from mpiad.transport.core.channels import Channel
 from mpiad.transport.watch import watch_settings
 from mpiad.transport.watch.call_agreement import Agreement, lane_of
 from mpiad.transport.watch.descriptions import (
@@ -30,6 +31,8 @@ from mpiad.transport.watch.descriptions import (
     where,
 )
 from mpiad.transport.watch.timed_waits import Departure, GuardedRequest, poll, poll_for
+
+T = TypeVar("T")
 
 
 class _Wait:
@@ -56,9 +59,8 @@ class CollectiveWait(_Wait):
             self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Return whether a member left the program without reaching this collective."""
+        """Return whether a member left the program before it reached this collective."""
         return any(
-            # A rank that left after reaching it isn't missing.
             rank in gone and gone[rank].noticed < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
         )
@@ -114,7 +116,7 @@ class MessageWait(_Wait):
         return ""
 
 
-_BYTES = 1024  # fixed length of a description, so that one nonblocking call is enough
+_BYTES = 1024  # fixed length of a description, so that one nonblocking call exchanges them
 
 
 class StartedReduction(GuardedRequest):
@@ -164,7 +166,7 @@ def _packed(described: Description, starts: int) -> np.ndarray:
     return np.frombuffer(packed, np.uint8)
 
 
-# No weak set, which can't be copied in one step: another thread reads it while the program adds to it.
+# Not a WeakSet, which can't be copied in one step while another thread adds to it.
 _all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
 
 
@@ -182,7 +184,7 @@ def counts() -> dict[str, int]:
     return found
 
 
-def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any:
+def _collective(name: str, compared: Callable[..., tuple[Array, Op | None, int | None]]) -> Callable[..., None]:
     """Return the guarded form of a collective; ``compared(*args)`` returns array, reduction and root for the comparison."""
     nonblocking = _nonblocking("I" + name.lower())
 
@@ -204,7 +206,7 @@ def _given(send: Buffer, recv: Buffer) -> Buffer:
     return recv if send is MPI.IN_PLACE else send
 
 
-def _nonblocking(name: str) -> Any:
+def _nonblocking(name: str) -> Callable[..., GuardedRequest]:
     def method(self: Guarded, *args: Any) -> GuardedRequest:
         make = partial(CollectiveWait, self, self.label, self.started + 1)
         request = GuardedRequest(self, make, getattr(self.bare, name), *args)
@@ -222,20 +224,20 @@ class Guarded:
 
     - `label`, `members`: its name, and its members' ranks in the world, the same on all ranks.
     - `agreement`: compares the ranks' collectives; None if they aren't compared.
-    - `owner`: returns the channel that is marked when a wait is abandoned; None without a channel.
+    - `owner`: returns the channel, which is marked as unusable when a wait is abandoned; or None.
     - `number`: the channel's number among channels with the same members.
     - `reverse`: whether it is used for the messages of adjoints.
     - `post`: the communicator for descriptions of calls.
     """
 
     def __init__(
-        self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None, owner: Any = None,
-        number: int = 0, reverse: bool = False,
+        self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None,
+        owner: Channel | None = None, number: int = 0, reverse: bool = False,
     ):  # fmt: skip
         self.bare, self.post, self.label, self.members, self.agreement = bare, bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
         self.number, self.reverse = number, reverse
-        self.owner: Callable[[], Any] = weakref.ref(owner) if owner is not None else lambda: None
+        self.owner: Callable[[], Channel | None] = weakref.ref(owner) if owner is not None else lambda: None
         self.started = self._made = 0
         _all[id(self)] = self
 
@@ -302,19 +304,13 @@ class Guarded:
         every = self.allgather(value)
         return every if self.rank == root else None
 
-    def alltoall(self, values: list[Any]) -> list[Any]:
+    def alltoall(self, values: list[T]) -> list[T]:
         """Return each rank's value for this one."""
         return [every[self.rank] for every in self.allgather(list(values))]
 
-    def bcast(self, value: object, root: int = 0) -> Any:
+    def bcast(self, value: T, root: int = 0) -> T:
         """Return the root's value on all ranks."""
-        packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8) if self.rank == root else None
-        length = np.array([0 if packed is None else packed.size], dtype=np.int64)
-        self.Bcast(length, root)
-        # A copy, since MPI requires writable memory, on the root too.
-        packet = np.empty(int(length[0]), dtype=np.uint8) if packed is None else packed.copy()
-        self.Bcast(packet, root)
-        return value if self.rank == root else pickle.loads(packet.tobytes())
+        return self.allgather(value if self.rank == root else None)[root]
 
     # ---- messages
     def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:

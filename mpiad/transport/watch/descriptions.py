@@ -1,8 +1,8 @@
 """Descriptions of calls, and fingerprints of the properties that must be equal on all ranks.
 
-Shapes and dtypes are compared if MPI requires it. Lines are compared except for calls with a root, which are often written
-as ``if rank == root: ... else: ...``. If the calls differ, the error contains a table of the calls, the differences and
-advice.
+Shapes and dtypes are compared if MPI requires equal ones. Lines are compared, except for calls with a root, which are often
+written as ``if rank == root: ... else: ...``. If the calls differ, the error contains a table of the calls, the differences
+and advice.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _ROOTED = frozenset(
 
 
 class Description(NamedTuple):
-    """One rank's call, as text: the compared fields, then those that are only shown."""
+    """One rank's call, as text: first the compared fields, then `given` and `place`, which are only shown."""
 
     operation: str
     communicator: str
@@ -156,7 +156,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
     key = (label, step, form, handle, root, call_sites, name, site)
     found = _known.get(key)
     if found is None:
-        # Cleared completely, since recording the order of use would slow down each call.
+        # Cleared completely, since a record of the order of use would slow down each call.
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared

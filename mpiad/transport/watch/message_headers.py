@@ -1,12 +1,13 @@
 """Messages of debug mode: a header with shape, dtype and line precedes each message, on a separate communicator.
 
-The k-th header from a sender with a tag belongs to the k-th message from that sender with that tag. Messages are also
-counted, with the lines of the calls, so that unreceived ones can be reported.
+The k-th header of a sender and tag belongs to the k-th message of that sender and tag. Messages are also counted, with the
+lines of their calls, for reports of unreceived ones.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,11 +23,11 @@ from mpiad.transport.watch.communicator import Guarded, MessageWait, live
 from mpiad.transport.watch.descriptions import name_and_place
 from mpiad.transport.watch.timed_waits import GuardedRequest
 
-_SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
+_SITES = 32  # number of lines stored for each peer and tag, the latest ones, since unreceived messages are usually these
 
 
 class Entry(NamedTuple):
-    """Messages of one kind; ranks are numbered as in the world."""
+    """The number of messages to or from a peer with a tag, and the lines of the latest; `peer`: its rank in the world."""
 
     communicator: str
     peer: int
@@ -46,7 +47,7 @@ def summary() -> Summary:
 
 def left_over() -> list[str]:
     """Return sentences about unreceived messages and pending requests; collective over the world in debug mode."""
-    # Communication left pending by a caught exception was reported by the exception.
+    # Exceptions that were caught have already reported their pending communication.
     faulted = {channel.label for channel in live_channels() if channel.fault is not None}
     every = open_world().reverse.allgather((summary(), faulted))
     known = set().union(*[labels for _, labels in every])
@@ -59,8 +60,8 @@ def left_over() -> list[str]:
     return unreceived(summaries) + requests
 
 
-def unreceived(summaries: list[Any]) -> list[str]:
-    """Return a sentence for each kind of message that was sent and not received; `summaries`: of all ranks."""
+def unreceived(summaries: Sequence[Any]) -> list[str]:
+    """Return a sentence for each peer and tag with messages that weren't received; `summaries`: of all ranks."""
     taken: dict[tuple, int] = {}
     for rank, found in enumerate(summaries):
         for entry in found[1] if found else ():
@@ -80,7 +81,7 @@ def unreceived(summaries: list[Any]) -> list[str]:
     return lines
 
 
-_BYTES = 256  # fixed length of headers, so that their receives can be posted in advance
+_BYTES = 256  # fixed length of headers, since receives are posted before the headers arrive
 _MOST = 10_000  # maximum number of cached headers
 _headers: dict[tuple, bytes] = {}
 
@@ -108,11 +109,11 @@ class HeadedMessages(Guarded):
     def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
         super().__init__(bare, *args, **keywords)
         self.post = post
-        self._sent: dict[tuple[int, int], list[Any]] = {}  # by rank and tag: the number of messages, and their last lines
-        self._received: dict[tuple[int, int], int] = {}
-        # Numbers of receives and of sends whose messages have no headers: in flight when debug mode began.
-        self.skipped: dict[tuple[int, int], int] = {}
-        self.unannounced: dict[tuple[int, int], int] = {}
+        # By rank and tag: the numbers of messages; the lines of the latest sends; the numbers of receives, and of sends,
+        # without headers, since the other end was started before debug mode.
+        self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        self._places = defaultdict[tuple[int, int], deque[str]](lambda: deque(maxlen=_SITES))
+        self.skipped, self.unannounced = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self.parts = tuple(
             Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner())
             for comm, name in ((bare, "drained"), (post, "headers"))
@@ -120,17 +121,14 @@ class HeadedMessages(Guarded):
 
     def count_send(self, peer: int, tag: int, place: str) -> None:
         """Count a sent message."""
-        found = self._sent.get((peer, tag))
-        if found is None:
-            found = self._sent[peer, tag] = [0, deque(maxlen=_SITES)]
-        found[0] += 1
-        found[1].append(place)
+        self._places[peer, tag].append(place)
+        self._sent[peer, tag] += 1
 
     def entries(self) -> Summary:
         """Return the messages sent, the messages received, and the requests started and not waited for."""
-        # `copy` is one step. A loop over the items may be interrupted by garbage collection, and the program adds more.
+        # `copy` is one step. During a loop over the items the program may add others.
         label, rank = self.label, self.members
-        sent = [Entry(label, rank[peer], tag, n, tuple(sites)) for (peer, tag), (n, sites) in self._sent.copy().items()]
+        sent = [Entry(label, rank[p], tag, n, tuple(self._places[p, tag])) for (p, tag), n in self._sent.copy().items()]
         received = [Entry(label, rank[peer], tag, n, ()) for (peer, tag), n in self._received.copy().items()]
         channel = self.owner()
         started = () if channel is None else tuple(channel.started.values())
@@ -142,11 +140,15 @@ class HeadedMessages(Guarded):
 
         `sent`, `received`: the numbers of messages that this rank has sent to, or begun to receive from, each (rank, tag).
         """
-        counts = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
-                for peer in range(self.size)]  # fmt: skip
-        for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(counts)):
-            self.skipped |= _ahead(there_sent, counts[peer][1], peer)
-            self.unannounced |= _ahead(there_received, counts[peer][0], peer)
+
+        def of_peer(counts: dict[tuple[int, int], int], peer: int) -> Counter[int]:
+            return Counter({tag: count for (rank, tag), count in counts.items() if rank == peer})
+
+        here = [(of_peer(sent, peer), of_peer(received, peer)) for peer in range(self.size)]
+        for peer, (their_sent, their_received) in enumerate(self.bare.alltoall(here)):
+            # Counters subtract to the positive differences.
+            self.skipped.update({(peer, tag): count for tag, count in (their_sent - here[peer][1]).items()})
+            self.unannounced.update({(peer, tag): count for tag, count in (their_received - here[peer][0]).items()})
 
     def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
@@ -172,7 +174,7 @@ class HeadedMessages(Guarded):
 
     def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
         """Raise an error if a received message differs from the array that it was received into."""
-        self._received[source, tag] = self._received.get((source, tag), 0) + 1
+        self._received[source, tag] += 1
         if expected is None:
             return
         request, header = expected
@@ -195,12 +197,8 @@ class HeadedMessages(Guarded):
         self.bare.Free()
 
 
-def _ahead(there: dict[int, int], here: dict[int, int], peer: int) -> dict[tuple[int, int], int]:
-    return {(peer, tag): count - here.get(tag, 0) for tag, count in there.items() if count > here.get(tag, 0)}
-
-
-def _counted_down(counts: dict[tuple[int, int], int], peer: int, tag: int) -> bool:
-    if not counts or counts.get((peer, tag), 0) == 0:
+def _counted_down(counts: Counter[tuple[int, int]], peer: int, tag: int) -> bool:
+    if not counts[peer, tag]:
         return False
     counts[peer, tag] -= 1
     return True
@@ -212,7 +210,7 @@ class HeadedSend(GuardedRequest):
     def __init__(self, comm: HeadedMessages, array: Array, dest: int, tag: int):
         header, *self.caller = _header(array)
         make, self._ahead = partial(MessageWait, comm, True, dest, tag), None
-        # The header is sent first, so a rank with the message can wait for the header.
+        # The header is sent first, so after a message has arrived, a wait for its header ends.
         if not _counted_down(comm.unannounced, dest, tag):
             self._ahead = GuardedRequest(comm, make, comm.post.Isend, [header, MPI.BYTE], dest, tag)
         comm.count_send(dest, tag, self.caller[1])
@@ -231,7 +229,7 @@ class HeadedReceive(GuardedRequest):
         super().__init__(comm, make, comm.bare.Irecv, buffer, source, tag, receives=True)
         self._buffer, self.caller = buffer, name_and_place()
         self._cancelled = False
-        # Both receives are posted together, since receives may be waited for in another order.
+        # Posted together with the receive of the array, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
 
@@ -244,14 +242,14 @@ class HeadedReceive(GuardedRequest):
         try:
             super().Wait(status)
         except MPI.Exception as error:
-            # MPI reports only that the message was too long; the header contains its size and sender.
+            # MPI reports only that the message was too long; the header tells its size.
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 self._compare(status)
             raise
         self._compare(status)
 
     def _compare(self, status: Status) -> None:
-        if not watch_settings.debug():  # the sender may have turned debug mode off, too
+        if not watch_settings.debug():  # debug mode has ended, and the sender may have sent no header
             self._take_back_header()
             return
         source, tag = status.source, status.tag
@@ -270,7 +268,7 @@ class HeadedReceive(GuardedRequest):
 
 
 class _Matched:
-    def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
+    def __init__(self, comm: HeadedMessages, message: MPI.Message, source: int, tag: int):
         self._comm, self._message, self._source, self._tag = comm, message, source, tag
         self._caller = name_and_place()
 

@@ -1,36 +1,36 @@
 """Deadlock reports: a thread of each rank answers questions about the rank's current call, on a separate communicator.
 
 A rank whose wait has exceeded its deadline asks all others, makes a table of the answers, and sends it to the ranks that
-wait with it, which raise the same error. If MPI doesn't allow a second thread, ranks answer only during their own waits.
+are connected with it by waits. These raise the same error. If MPI doesn't allow a second thread, ranks answer only during
+their own waits.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import time
 from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-from mpi4py import MPI
-
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Rank
 from mpiad.errors import DeadlockError
 from mpiad.transport.core import calls
-from mpiad.transport.core.polling import threads_may_communicate
+from mpiad.transport.core.polling import StateExchange
 from mpiad.transport.watch import communicator, message_headers, timed_waits
 from mpiad.transport.watch.descriptions import rank_ranges, table_of_ranks
 from mpiad.transport.watch.timed_waits import Departure, Waiting, departed
 
 State = dict[str, Any]
+Node: TypeAlias = "int | tuple[str, int]"  # a rank; or the key and the number of a collective
+Graph = dict[Node, list[Node]]
 _LONGEST = 10  # maximum number of ranks of a cycle that a message lists
 
 
 class Finding(NamedTuple):
-    """The result of the search after a wait took too long; `ranks` raise it, since they are connected by waits."""
+    """The contents of a DeadlockError; `ranks`: those that raise it, since they are connected by waits."""
 
     text: str
     table: str
@@ -39,84 +39,67 @@ class Finding(NamedTuple):
 
 
 def finding_of(states: list[State | None], asker: int) -> Finding:
-    """Return the finding for the states of all ranks of the world; `asker`: the rank whose wait took too long."""
-    edges = _edges(states)
-    cycle = _cycle(edges, asker)
-    ranks = _together(edges, asker)
-    rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
+    """Return the contents of the error for the states of all ranks; `asker`: the rank whose wait has taken too long."""
+    graph = _wait_graph(states)
+    connected = _component(graph, asker)
+    cycle = _cycle({node: awaited for node, awaited in graph.items() if node in connected})
+    ranks = tuple(sorted(node for node in graph if node in connected and isinstance(node, int)))
+    rows = [_row(rank, state, _awaited(graph, rank)) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
-    lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
+    lines = [_headline(states, min(cycle or ranks), cycle, graph), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
     lines += message_headers.unreceived([state and state["ledger"] for state in states])
     lines.append("The communicators of these waits can't be used before mpiad.reset(comm).")
     return Finding("\n".join(lines), table, ranks, cycle)
 
 
-def _edges(states: list[State | None]) -> dict[int, list[int]]:
-    """Return the ranks for which each waiting rank waits: its partner, or those that haven't reached the collective.
+def _wait_graph(states: list[State | None]) -> Graph:
+    """Return the nodes for which each node waits: a rank for the other end of its message, or for a collective.
 
-    Ranks that wait in the same collective share one list, so the searches are linear in the number of ranks.
+    A collective is a node that waits for the ranks that haven't reached it. So the graph is linear in the number of ranks.
     """
-    here: dict[tuple[str, int], list[int]] = defaultdict(list)
-    edges: dict[int, list[int]] = {}
-    for rank, state in enumerate(states):
-        if state is None or state["state"] != "waits":
-            continue
-        if "peers" in state:
-            edges[rank] = list(state["peers"])
-        else:
-            here[state["key"], state["number"]].append(rank)
-    for (key, number), ranks in here.items():
-        arrived = set(ranks)
-        members = states[ranks[0]]["members"]  # type: ignore[index]
-        counts = {other: (states[other] or {}).get("counts", {}).get(key, 0) for other in members}
-        missing = [other for other in members if other not in arrived and counts[other] < number]
-        edges |= dict.fromkeys(ranks, missing)
-    return edges
+    waiting = [(rank, state) for rank, state in enumerate(states) if state is not None and state["state"] == "waits"]
+    graph: Graph = {rank: state["peers"] if "peers" in state else [_collective(state)] for rank, state in waiting}
+    for node, members in {_collective(state): state["members"] for _, state in waiting if "peers" not in state}.items():
+        counts = {other: (states[other] or {}).get("counts", {}).get(node[0], 0) for other in members}
+        graph[node] = [other for other in members if counts[other] < node[1] and graph.get(other) != [node]]
+    return graph
 
 
-def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return a cycle of waits that can be reached from a rank, from its lowest rank to the same rank; empty if none."""
-    # Without recursion, since a cycle may have thousands of ranks.
-    path, ahead = {start: None}, [iter(edges.get(start, ()))]
-    done: set[int] = set()
-    while ahead:
-        for other in ahead[-1]:
-            if other in path:
-                ranks = list(path)
-                cycle = ranks[ranks.index(other) :]
-                start = cycle.index(min(cycle))
-                return (*cycle[start:], *cycle[: start + 1])
-            if other in edges and id(edges[other]) not in done:
-                path[other] = None
-                ahead.append(iter(edges[other]))
-                break
-        else:
-            ahead.pop()
-            rank, _ = path.popitem()
-            done.add(id(edges.get(rank)))
+def _collective(state: State) -> tuple[str, int]:
+    return state["key"], state["number"]
+
+
+def _awaited(graph: Graph, rank: int) -> list[int]:
+    """Return the ranks for which a rank waits."""
+    nodes = graph.get(rank, [])
+    return [other for node in nodes for other in (graph[node] if isinstance(node, tuple) else [node])]  # type: ignore[misc]
+
+
+def _cycle(graph: Graph) -> tuple[int, ...]:
+    """Return the ranks of a cycle of waits, from its lowest rank to the same rank; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        ranks = [node for node in error.args[1][:0:-1] if isinstance(node, int)]  # each waits for the next one
+        start = ranks.index(min(ranks))
+        return (*ranks[start:], *ranks[: start + 1])
     return ()
 
 
-def _together(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return the waiting ranks in the connected component of a rank in the wait-for graph."""
-    waiters, awaited, lists = defaultdict(list), defaultdict(set), {id(ranks): ranks for ranks in edges.values()}
-    for rank, ranks in edges.items():
-        waiters[id(ranks)].append(rank)
-    for key, ranks in lists.items():
-        for rank in ranks:
-            awaited[rank].add(key)
-    found, new, seen = {start}, [start], set()
+def _component(graph: Graph, start: int) -> set[Node]:
+    """Return the nodes that are connected with a rank by waits."""
+    neighbors: dict[Node, set[Node]] = defaultdict(set)
+    for node, awaited in graph.items():
+        for other in awaited:
+            neighbors[node].add(other)
+            neighbors[other].add(node)
+    found, new = set[Node]({start}), list[Node]([start])
     while new:
-        rank = new.pop()
-        for key in awaited[rank] | ({id(edges[rank])} if rank in edges else set()):
-            if key in seen:
-                continue
-            seen.add(key)
-            fresh = {*lists[key], *waiters[key]} - found
-            found |= fresh
-            new += fresh
-    return tuple(sorted(rank for rank in found if rank in edges))
+        fresh = neighbors[new.pop()] - found
+        found |= fresh
+        new += fresh
+    return found
 
 
 def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
@@ -139,7 +122,7 @@ def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {rank_ranges(sorted(ranks))}" if ranks else ""
 
 
-def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edges: dict[int, list[int]]) -> str:
+def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], graph: Graph) -> str:
     state: State = states[rank]  # type: ignore[assignment]
     text = f"rank {rank} has waited for {_shown(state)} seconds in {state['call']} at {state['place']}"
     if cycle:
@@ -147,71 +130,48 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edg
         if len(shown) > _LONGEST:
             shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
         return f"{text}, and this wait can't end: {' -> '.join(shown)}. Let one of them act first."
-    gone = [other for other in edges[rank] if (states[other] or {}).get("state") == "left"]
+    gone = [other for other in _awaited(graph, rank) if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
 
 
-_ASK, _ANSWER, _VERDICT, _LEFT = 1, 2, 3, 4
+_VERDICT, _LEFT = 3, 4  # kinds of messages beside those of `StateExchange`
 _TICK = 0.02  # seconds between two polls of the thread
 _PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
 _APART = 1e-3  # seconds between the questions of consecutive ranks
 
 
-class Responder:
+class Responder(StateExchange):
     """Answers questions about this rank, and asks the others; the constructor is collective."""
 
     def __init__(self, comm: Comm):
-        self._comm = comm
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        super().__init__(comm, self._present_state, _TICK, "mpiad-status")
         self._patience = _PATIENCE + _APART * comm.size
-        self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
-        self._asked = 0
         self._asking = False
         self._left: tuple[str, str, float] | None = None  # how, where and when this rank left the program
-        self._receiving, self._sending = threading.Lock(), threading.Lock()
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
         self.start()
 
     def start(self) -> None:
         """Start to answer."""
-        self._done.clear()
-        if threads_may_communicate() and self._comm.size > 1:
-            self._thread = threading.Thread(target=self._respond, name="mpiad-status", daemon=True)
-            self._thread.start()
-        timed_waits.set_reporter(self.expire, None if self._thread is not None else self.answer)
+        super().start()
+        timed_waits.set_reporter(self.expire, None if self.has_thread else self.answer)
 
-    def stop(self) -> None:
-        """Stop answering."""
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _respond(self) -> None:
-        while not self._done.wait(_TICK):
-            self.answer()
-
-    def answer(self) -> None:
-        """Answer pending questions and notices."""
-        with self._receiving:
-            while (arrived := self._receive(_ASK)) is not None:
-                source, (number,) = arrived
-                self._post([source], _ANSWER, (number, self._state()))
-            while (arrived := self._receive(_LEFT)) is not None:
-                source, (counts, sends, how, place) = arrived
-                departed[source] = Departure(counts, sends, how, place, perf_counter())
-            while (arrived := self._receive(_VERDICT)) is not None:
-                _, (waits, found) = arrived
-                timed_waits.set_verdict(waits[self._comm.rank], DeadlockError(*found))
+    def _handle(self, source: Rank, kind: int, value: Any) -> None:
+        if kind == _LEFT:
+            counts, sends, how, place = value
+            departed[source] = Departure(counts, sends, how, place, perf_counter())
+        elif kind == _VERDICT:
+            waits, found = value
+            timed_waits.set_verdict(waits[self._comm.rank], DeadlockError(*found))
+        else:
+            super()._handle(source, kind, value)
 
     def announce(self, how: str, place: str, sends: bool) -> None:
         """Notify all other ranks that this one has left the program; `sends`: whether messages from it are in flight."""
         self._left = self._left or (how, place, perf_counter())
         with self._receiving:
-            self._post(self._others, _LEFT, (communicator.counts(), sends, how, place))
+            self.post(self._others, _LEFT, (communicator.counts(), sends, how, place))
 
     def receive_departures(self) -> None:
         """Receive the other ranks' notices, since some MPIs report unreceived messages."""
@@ -223,13 +183,14 @@ class Responder:
 
     def expire(self, waiting: Waiting) -> Exception:
         """Return the exception for a wait that has taken too long, and send it to the ranks that wait with it."""
-        # Ranks ask one after the other, since the first one's verdict may make other questions unnecessary.
+        # Ranks ask in turn, since the verdict of the first one may make other questions unnecessary.
         self._await_verdict(waiting, _APART * self._comm.rank)
         if waiting.verdict is not None:
             return waiting.verdict
         self._asking = True
         try:
-            states = self._ask_all()
+            answers = self.ask_all(self._patience) | {self._comm.rank: self._present_state()}
+            states = [answers[rank] if rank in answers else _departure(rank) for rank in range(self._comm.size)]
             self.answer()
             if waiting.verdict is not None:  # another rank was faster
                 return waiting.verdict
@@ -241,7 +202,7 @@ class Responder:
                 if waiting.verdict is not None:
                     return waiting.verdict
             waits = {rank: states[rank]["wait"] for rank in found.ranks if rank != self._comm.rank}  # type: ignore[index]
-            self._post(list(waits), _VERDICT, (waits, found))
+            self.post(list(waits), _VERDICT, (waits, found))
             return DeadlockError(*found)
         finally:
             self._asking = False
@@ -252,26 +213,7 @@ class Responder:
             self.answer()
             time.sleep(_TICK / 4)
 
-    def _ask_all(self) -> list[dict[str, Any] | None]:
-        states: list[dict[str, Any] | None] = [None] * self._comm.size
-        states[self._comm.rank] = self._state()
-        self._asked += 1
-        self._post(self._others, _ASK, (self._asked,))
-        until, missing = perf_counter() + self._patience, set(self._others)
-        while perf_counter() < until and missing:
-            self.answer()
-            arrived = self._receive(_ANSWER)
-            if arrived is None:
-                time.sleep(_TICK / 10)
-            # Late answers to earlier questions are ignored.
-            elif arrived[1][0] == self._asked:
-                states[arrived[0]] = arrived[1][1]
-                missing.discard(arrived[0])
-        for rank in missing:
-            states[rank] = _departure(rank)
-        return states
-
-    def _state(self) -> dict[str, Any]:
+    def _present_state(self) -> State:
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         every = timed_waits.waits_by_thread.copy()
         waiting = every.get(main) or next(iter(every.values()), None)
@@ -283,20 +225,6 @@ class Responder:
             return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
         frame = sys._current_frames().get(main)
         return common | {"state": "computes", "place": calls.site_of(frame).text}
-
-    def _post(self, ranks: list[int], tag: int, value: object) -> None:
-        buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-        with self._sending:
-            self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
-            for rank in ranks:
-                self._sends.append(held := [buffer])
-                # `extend` with `map` can't be interrupted between the send and its registration.
-                held.extend(map(self._comm.Isend, (buffer,), (rank,), (tag,)))
-
-    def _receive(self, tag: int) -> tuple[int, Any] | None:
-        status = MPI.Status()
-        message = self._comm.improbe(MPI.ANY_SOURCE, tag, status)
-        return None if message is None else (status.source, message.recv())
 
 
 def _departure(rank: int) -> State | None:

@@ -33,8 +33,8 @@ def start() -> None:
         environment_variables.check()
         return watch_settings.from_environment()
 
-    # A request on one rank applies to all, since a rank without the watch wouldn't answer the others. The minima: 0 for
-    # `not debug` if any rank requests debug mode, and the shortest limit.
+    # A request on one rank applies to all, since a rank without the watch wouldn't answer the others. So the minimum of
+    # `not debug` is 0 if any rank requests debug mode, and the minimum of the limits applies.
     not_debug, call_sites, limit = least_of_all(
         read,
         lambda wanted: [not wanted.debug, wanted.call_sites, inf if wanted.timeout is None else wanted.timeout],
@@ -53,7 +53,7 @@ def apply(wanted: Settings) -> None:
         # Created once and kept: `restore` can neither create nor free communicators.
         comm = MPI.COMM_WORLD.Dup()
         _responder, _world = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
-        # If the user calls MPI.Finalize, this attribute's deletion drops pending requests first.
+        # If the user calls MPI.Finalize, MPI first deletes this attribute, which ends the thread.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
     elif not before.watches:
         _responder.start()
@@ -61,7 +61,7 @@ def apply(wanted: Settings) -> None:
     live, epochs = _in_common_order()
     channels.set_watch(Watch(_duplicate, _put_on, _restart))
     if wanted.debug != before.debug or not before.watches:
-        # With the previous settings, an exception may have interrupted an agreement.
+        # An exception may have interrupted an agreement before.
         for key, agreement in _agreements.items():
             agreement.renew(epochs[key] + 1)
         for channel in live:
@@ -74,8 +74,8 @@ def apply(wanted: Settings) -> None:
 def restore(before: Settings) -> None:
     """Restore the settings before `apply`; not collective, since an exception may have kept other ranks from this call.
 
-    Therefore no communicator is created, and none is needed. If the watch stays on and debug mode changes, then debug mode
-    ends, so messages need no headers. Each channel already has an agreement, which stays closed if a reset has failed.
+    Therefore no communicator is created. None is necessary: if the watch stays on and debug mode changes, debug mode ends,
+    so messages have no headers; and each channel already has an agreement, which stays closed if a reset has failed.
     """
     now = watch_settings.put(before)
     if not before.watches:
@@ -141,7 +141,7 @@ def _unwrap(channel: Channel) -> None:
     for name in ("data", "reverse", "_backwards"):
         comm = getattr(channel, name)
         if isinstance(comm, Guarded):
-            comm.retire()  # a request may still refer to it, but its counts don't matter
+            comm.retire()  # requests may still refer to it, but its counts aren't reported
             setattr(channel, name, comm.bare)
 
 
@@ -161,7 +161,7 @@ def _ranks(channel: Channel) -> tuple[int, ...]:
 
 
 def _duplicate(channel: Channel) -> Comm:
-    # MPI creates communicators in blocking calls, so the guarded communicator first waits for all ranks.
+    # MPI's call is blocking, so the guarded communicator first waits for all ranks.
     return Guarded(channel.user, f"{channel.label}, prepared", channel.members).Dup().bare
 
 

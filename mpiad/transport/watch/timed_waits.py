@@ -1,7 +1,7 @@
-"""Waiting by polling up to a deadline: briefly at full speed, then with pauses.
+"""Waits with a deadline, by polling: first at full speed, then with pauses.
 
-If a wait takes longer than a moment, a `Waiting` describes it. `status` sends it to ranks that ask, and stores an exception
-(`verdict`) in it if another rank has found that the wait will never end.
+A wait of more than a millisecond or so is described by a `Waiting`. `status` sends this description to ranks that ask, and
+stores an exception (`verdict`) in it if another rank has found that the wait will never end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mpi4py import MPI
 
@@ -20,13 +20,15 @@ from mpiad.transport.core.channels import cancel
 from mpiad.transport.core.polling import Backoff
 from mpiad.transport.watch import watch_settings
 
+T = TypeVar("T")
+
 _SPINS = 150
 _YIELDS_FOR = 1e-3
 _IN_FLIGHT = 0.5  # seconds
 
 
 class Departure(NamedTuple):
-    """Another rank's end of the program, after which waits for it are given up."""
+    """Another rank's end of the program, after which waits for that rank raise an error."""
 
     counts: dict[str, int]  # the numbers of collectives that it had begun
     sends: bool  # whether messages from it were still in flight
@@ -42,7 +44,7 @@ class Awaited(Protocol):
     """Describes a wait."""
 
     def give_up(self, reason: str) -> None:
-        """Mark as unusable the object whose operation is abandoned."""
+        """Mark the channel as unusable, since the operation is abandoned."""
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Return whether the wait needs ranks that left the program before that time."""
@@ -54,7 +56,7 @@ class Awaited(Protocol):
 
 
 class Waiting:
-    """A thread's wait. If `endless`, it is shown, but has no deadline and takes no verdict."""
+    """A thread's wait. If `endless`, reports show it, but it has no deadline and no verdict."""
 
     __slots__ = ("began", "endless", "number", "verdict", "what")
 
@@ -78,13 +80,13 @@ _answer: Callable[[], None] | None = None
 
 
 def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], None] | None) -> None:
-    """Set the function that makes the error at the deadline, and one that answers other ranks if no thread does."""
+    """Set the function that returns the error at the deadline, and one that answers other ranks if no thread does."""
     global _expire, _answer
     _expire, _answer = expire, answer
 
 
 class deadline_lifted:
-    """A context without deadlines, since a rank may reach the end of the program long before the others."""
+    """A context without deadlines, for the end of the program, which a rank may reach long before the others."""
 
     def __enter__(self) -> None:
         _lift.deep += 1
@@ -93,7 +95,7 @@ class deadline_lifted:
         _lift.deep -= 1
 
 
-def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = False) -> None:
+def poll(test: Callable[[], bool], make: Callable[[], Awaited], endless: bool = False) -> None:
     """Return when `test` is true; `make` describes the wait if it takes longer than a moment.
 
     Unless `endless`, raises a DeadlockError at the deadline, or if another rank has found that this wait doesn't end.
@@ -104,9 +106,9 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = F
     _wait(test, Waiting(make(), endless))
 
 
-def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
+def poll_for(find: Callable[[], T | None], make: Callable[[], Awaited]) -> T:
     """Return the result of `find` when it isn't None; for `make` and the exceptions see `poll`."""
-    found = None
+    found: T | None = None
 
     def is_found() -> bool:
         nonlocal found
@@ -114,12 +116,12 @@ def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
         return found is not None
 
     poll(is_found, make)
-    return found
+    return found  # type: ignore[return-value]
 
 
-def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
+def _wait(test: Callable[[], bool], waiting: Waiting) -> None:
     thread = threading.get_ident()
-    # Waits may be nested: if no thread answers other ranks, a wait does so, and may have to wait itself.
+    # Waits may be nested: if no thread answers other ranks, a wait answers them, and may wait for this in turn.
     before = waits_by_thread.get(thread)
     try:
         try:
@@ -138,7 +140,7 @@ def _wait_again(thread: int, before: Waiting | None) -> None:
         waits_by_thread[thread] = before
 
 
-def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
+def _nap_until(test: Callable[[], bool], waiting: Waiting) -> None:
     patience = Backoff(_YIELDS_FOR)
     while not test():
         # Most messages arrive soon, so nothing else is tested before the first pause.

@@ -1,6 +1,7 @@
-"""The settings of the watch, which consists of deadlines of waits (`MPIAD_TIMEOUT`) and debug mode (`MPIAD_DEBUG`).
+"""The settings of the watch: deadlines of waits (`MPIAD_TIMEOUT`) and debug mode (`MPIAD_DEBUG`).
 
-In debug mode the ranks compare their calls and messages. `mpiad.debug.checked` changes the settings at run time.
+In debug mode the ranks compare their messages, too, and the lines of their calls. `mpiad.debug.checked` changes the
+settings at run time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DEBUG_TIMEOUT = 300.0
 class Settings(NamedTuple):
     """The settings of the watch."""
 
-    debug: bool = False  # whether messages and lines are compared, too
+    debug: bool = False
     timeout: float | None = None  # maximum number of seconds of a wait
     call_sites: bool = True  # whether lines are compared, in debug mode
 

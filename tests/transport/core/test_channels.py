@@ -206,17 +206,21 @@ def test_the_watch_takes_no_new_numbers_each_time(few_numbers_left, size):
         comm.Free()
 
 
+# The second is MPICH's text if each rank has numbers left, but none in common.
+_NONE_LEFT = "(Too many communicators|Cannot allocate context ID because of fragmentation)"
+
+
 @pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="others have millions")
 @pytest.mark.parametrize("odd", [False, True], ids=["none", "one of two"])
 def test_without_numbers_left_the_error_says_what_to_free(odd, few_numbers_left):
     comms = [WORLD.Dup() for _ in range(60 + odd)]
     prepared = 0
-    with pytest.raises(mpiad.errors.CommunicatorError, match=r"Too many communicators.*two duplicates.*comm\.Free\(\)"):
+    with pytest.raises(mpiad.errors.CommunicatorError, match=_NONE_LEFT + r".*two duplicates.*comm\.Free\(\)"):
         for comm in comms:
             mpiad.mpi_init(comm)
             prepared += 1
     assert 10 < prepared < 25
-    with pytest.raises(mpiad.errors.CommunicatorError, match="Too many communicators"):
+    with pytest.raises(mpiad.errors.CommunicatorError, match=_NONE_LEFT):
         mpiad.reset(comms[2])  # which makes the new ones first
     for comm in comms[:2]:
         comm.Free()
@@ -225,7 +229,7 @@ def test_without_numbers_left_the_error_says_what_to_free(odd, few_numbers_left)
     # A call that failed holds none, and what was freed is there again: two for users, and four.
     for comm in comms[prepared : prepared + 2]:
         assert mpiad.mpi_allreduce(1.0, comm=comm) == WORLD.size
-    with pytest.raises(mpiad.errors.CommunicatorError, match="Too many communicators"):
+    with pytest.raises(mpiad.errors.CommunicatorError, match=_NONE_LEFT):
         mpiad.mpi_init(comms[-1])
         mpiad.mpi_init(comms[-2])
     for comm in comms[2:]:

@@ -13,11 +13,10 @@ from mpi4py import MPI
 import mpiad
 from mpiad.transport.core import lookup
 from mpiad.transport.core.messages import ANNOUNCEMENT_BYTES, Announcement, read_announcement
-from mpiad.transport.devices import device_settings
-from mpiad.transport.devices.chunked_staging import bounds, of_block, of_blocks
 from mpiad.transport.devices.device_arrays import Spec
 from mpiad.transport.devices.device_settings import DeviceSettings
 from mpiad.transport.devices.staging import close_pools
+from mpiad.transport.devices.transfers import bounds, of_block, of_blocks
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
@@ -38,19 +37,15 @@ def test_pieces_hold_whole_entries_of_any_dtype():
 
 @pytest.mark.serial
 def test_a_piece_of_blocks_has_a_part_of_each():
-    before = device_settings.put(DeviceSettings(chunk=64))
-    try:
-        assert of_blocks([3, 0, 5], 8) == [
-            [(0, 2), (3, 3), (3, 5)], [(2, 3), (3, 3), (5, 7)], [(3, 3), (3, 3), (7, 8)],
-        ]  # fmt: skip
-        assert of_block([3, 0, 5], 0, 8) == [[(0, 2)], [(2, 3)], [(3, 3)]]
-        assert of_block([3, 0, 5], 1, 8) == [[(0, 0)]] * 3
-        assert of_blocks([5], 8) == [[(0, 5)]] and of_blocks([9], 8) == [[(0, 8)], [(8, 9)]]
-        # Of many ranks' blocks no part gets shorter than a sixteenth of a piece, or than an entry.
-        assert of_block([2] * 100, 99, 4) == [[(0, 1)], [(1, 2)]]
-        assert of_block([2] * 100, 99, 16) == [[(0, 1)], [(1, 2)]]
-    finally:
-        device_settings.put(before)
+    assert of_blocks([3, 0, 5], 8, 64) == [
+        [(0, 2), (3, 3), (3, 5)], [(2, 3), (3, 3), (5, 7)], [(3, 3), (3, 3), (7, 8)],
+    ]  # fmt: skip
+    assert of_block([3, 0, 5], 0, 8, 64) == [[(0, 2)], [(2, 3)], [(3, 3)]]
+    assert of_block([3, 0, 5], 1, 8, 64) == [[(0, 0)]] * 3
+    assert of_blocks([5], 8, 64) == [[(0, 5)]] and of_blocks([9], 8, 64) == [[(0, 8)], [(8, 9)]]
+    # Of many ranks' blocks no part gets shorter than a sixteenth of a piece, or than an entry.
+    assert of_block([2] * 100, 99, 4, 64) == [[(0, 1)], [(1, 2)]]
+    assert of_block([2] * 100, 99, 16, 64) == [[(0, 1)], [(1, 2)]]
 
 
 @pytest.mark.serial

@@ -91,7 +91,9 @@ def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
     before = device_settings.present()
     try:
         device_settings.start()
-        assert device_settings.divides((4 << 20) + 1) is divides and not device_settings.divides(4 << 20)
+        chunk = 4 << 20
+        assert device_settings.chunk_of(chunk + 1) == (chunk if divides else None)
+        assert device_settings.chunk_of(chunk) is None
         assert device_settings.exchanges((4 << 20) + 1) is exchanges and not device_settings.exchanges(4 << 20)
     finally:
         device_settings.put(before)

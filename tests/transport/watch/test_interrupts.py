@@ -84,7 +84,7 @@ UNUSED: Any = None
 
 def question(bare: Bare) -> None:
     bare.owner = status.Responder(bare)  # which lives as long as the program
-    bare.owner._post([1, 1], 1, "text")
+    bare.owner.post([1, 1], 1, "text")
 
 
 PROGRAMS: dict[str, Callable[[Bare], Any]] = {
