@@ -188,7 +188,6 @@ _RULES: dict[str, Callable[..., Symbol]] = {
     "tanh": _tanh,
 }
 
-BRANCHES = "control flow depends on a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
 _OBJECTS = (
     "it compares, rounds or branches on an array that np.array or autograd's np.stack made of traced values, or takes its "
     "sign, maximum or minimum: do this with the components, or join them by np.concatenate"
@@ -331,17 +330,6 @@ def number_of(builder: Builder, value: object) -> int:
     if isinstance(value, (complex, np.complexfloating)):
         return builder.pair(*(builder.constant(float(part)) for part in (value.real, value.imag)))
     builder.refuse(f"it computes with {type(value).__name__} {value!r:.60}, which isn't a number")
-
-
-def numbers_of(builder: Builder, value: object) -> Array:
-    """Return the value numbers of an array of symbols or constants; raise a Refusal for anything else."""
-    numbers = getattr(value, "numbers", None)  # if it is a SymbolicArray
-    if numbers is not None:
-        return numbers
-    # Other containers of symbols are lists and object arrays.
-    array = np.asarray(value)
-    flat = array.ravel().tolist() if array.dtype.kind in "fiubc" else list(array.ravel())
-    return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)
 
 
 def choose(condition: Any, x: Array, y: Array) -> Symbol:

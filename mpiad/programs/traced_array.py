@@ -21,10 +21,8 @@ from mpiad.programs.steps import Traced, plain
 from mpiad.transport.devices.device_arrays import register_arrays
 
 _boxes = Box.types
-_CONTROL_FLOW = (
-    "control flow depends on a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or "
-    "leave this part out of the jitted function"
-)
+_NEEDED = "if, while, and, or, not, float, int, item, math.sin"
+CONTROL_FLOW = f"control flow depends on a traced value ({_NEEDED}): write np.where(x > 0, ...)"
 # Functions whose results depend on the shapes and dtypes of the arguments only.
 _STATIC = frozenset(
     {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
@@ -92,6 +90,9 @@ class TracedArray(Traced):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(type(x) in _boxes for x in inputs):
             return NotImplemented
+        if method == "outer":
+            x, y = inputs
+            return ufunc(np.reshape(x, (*np.shape(x), *[1] * np.ndim(y))), y, **kwargs)
         out = kwargs.pop("out", None)
         fun = ufunc if method == "__call__" else getattr(ufunc, method)
         if out is None:
@@ -149,7 +150,7 @@ class TracedArray(Traced):
 
     # Operations that need the values, and therefore end the trace in failure.
 
-    def _required_value(self, reason: str = _CONTROL_FLOW) -> Any:
+    def _required_value(self, reason: str = CONTROL_FLOW) -> Any:
         if self.recorder.is_noting():
             self.recorder.ask(self, reason)
         return self.value
@@ -182,13 +183,7 @@ class TracedArray(Traced):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         # numpy.array and numpy.asarray call this method, and their results can't be traced arrays.
-        return np.asarray(
-            self._required_value(
-                "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by "
-                "np.concatenate or np.stack of autograd.numpy"
-            ),
-            dtype,
-        )
+        return self.recorder.plain_array(self, dtype)
 
     __add__, __radd__, __iadd__ = _binary(np.add), _binary(np.add, True), _in_place(np.add)
     __sub__, __rsub__, __isub__ = _binary(np.subtract), _binary(np.subtract, True), _in_place(np.subtract)
@@ -197,6 +192,8 @@ class TracedArray(Traced):
     __itruediv__ = _in_place(np.true_divide)
     __floordiv__, __rfloordiv__ = _binary(np.floor_divide), _binary(np.floor_divide, True)
     __mod__, __rmod__ = _binary(np.remainder), _binary(np.remainder, True)
+    __ifloordiv__, __imod__ = map(_in_place, (np.floor_divide, np.remainder))
+    __iand__, __ior__, __ixor__ = map(_in_place, (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
     __pow__, __rpow__, __ipow__ = _binary(np.power), _binary(np.power, True), _in_place(np.power)
     __matmul__, __rmatmul__ = _binary(np.matmul), _binary(np.matmul, True)
     __and__, __rand__ = _binary(np.bitwise_and), _binary(np.bitwise_and, True)

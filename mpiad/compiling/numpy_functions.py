@@ -1,0 +1,270 @@
+"""NumPy's functions, as elementwise functions of symbols and reductions: one table for array programs and scalar programs.
+
+A rule computes a call of a function by the methods of a `Translator`, which appends elementwise functions, reductions and
+constants to a program. Its arguments are the translator, shape and dtype of NumPy's result, and NumPy's arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpiad._typing import Array, Axis, Shape
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.symbols import Symbol, choose
+
+Value = TypeVar("Value")
+Rule = Callable[..., Any]
+
+
+class Unsupported(Exception):
+    """Raised by a rule that doesn't support a call; the message describes the unsupported arguments."""
+
+
+class Translator(Protocol[Value]):
+    """A program to which rules append values; `kind` is the type of values among the arguments of rules."""
+
+    kind: type[Value]
+
+    def elementwise(
+        self, name: str, function: Callable[..., Symbol], args: Sequence[Any], shape: Shape, dtype: np.dtype
+    ) -> Value:
+        """Append an elementwise function of values and constants, which are broadcast."""
+        ...
+
+    def reduce(
+        self, name: str, shape: Shape, x: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False
+    ) -> Value:
+        """Append a reduction by an operation, from the first entry to the last; `name`: the name of its ufunc."""
+        ...
+
+    def full(self, shape: Shape, value: Any, dtype: DTypeLike) -> Value:
+        """Append an array of equal entries, given by a value or a number."""
+        ...
+
+
+# NumPy's elementwise functions.
+
+
+def scalar_function(ufunc: np.ufunc) -> Callable[..., Symbol] | None:
+    """Return the implementation of a ufunc of NumPy or SciPy for symbols; None if it isn't supported."""
+    return _UFUNCS.get(ufunc) or _SPECIAL.get(ufunc.__name__)
+
+
+def _direct(name: str) -> Callable[..., Symbol]:
+    return lambda x, *others: x.call(name, *others)
+
+
+# In NumPy, sums and products of two booleans are boolean, but the sum of a boolean array along an axis is a number.
+def _add(x: Symbol, y: Symbol) -> Symbol:
+    return x | y if x.is_boolean and y.is_boolean else x + y
+
+
+def _multiply(x: Symbol, y: Symbol) -> Symbol:
+    return x & y if x.is_boolean and y.is_boolean else x * y
+
+
+def _floor_divide(x: Symbol, y: Symbol) -> Symbol:
+    rest = x.fmod(y)
+    whole = (x - rest) / y  # an integer, up to rounding
+    below = (rest != 0.0) & ((rest < 0.0) ^ (y < 0.0))
+    return choose(y == 0.0, (x / y).trunc(), choose(below, whole - 1.0, whole).rint())
+
+
+# This formula doesn't overflow. Equal arguments are treated separately: the difference of equal infinities is NaN.
+def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
+    return choose(x == y, 0.5 * x + 0.5 * y + math.log(2.0), x.maximum(y) + (-abs(x - y)).exp().log1p())
+
+
+_UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
+    function: _direct(name) for name in OPERATIONS if isinstance(function := OPERATIONS[name].function, np.ufunc)
+} | {
+    np.add: _add,
+    np.multiply: _multiply,
+    np.positive: lambda x: x.as_number(),
+    np.conjugate: lambda x: x.conjugate(),
+    np.fabs: abs,
+    np.square: lambda x: x * x,
+    np.reciprocal: lambda x: 1.0 / x,
+    np.float_power: lambda x, y: x**y,
+    np.exp2: lambda x: 2.0**x,
+    np.logaddexp: _logaddexp,
+    np.deg2rad: lambda x: x * (math.pi / 180),
+    np.radians: lambda x: x * (math.pi / 180),
+    np.rad2deg: lambda x: x * (180 / math.pi),
+    np.degrees: lambda x: x * (180 / math.pi),
+    np.floor_divide: _floor_divide,
+    np.heaviside: lambda x, y: choose(x != x, x, choose(x == 0.0, y, choose(x > 0.0, 1.0, 0.0))),
+    np.isnan: lambda x: x != x,
+    np.isinf: lambda x: abs(x) == math.inf,
+    np.isfinite: lambda x: abs(x) < math.inf,
+    np.logical_xor: lambda x, y: x.truth() ^ y.truth(),
+    np.bitwise_and: lambda x, y: x & y,
+    np.bitwise_or: lambda x, y: x | y,
+    np.bitwise_xor: lambda x, y: x ^ y,
+    np.invert: lambda x: ~x,
+}
+
+# Ufuncs of SciPy, by name, to avoid importing SciPy.
+_SPECIAL = {name: _direct(name) for name in ("erf", "erfc", "expit", "logit")}
+
+
+# Functions that aren't ufuncs.
+
+# The maximum number of entries of an interpolation table; each entry costs one comparison per evaluation.
+_LONGEST_TABLE = 64
+
+
+def rule_of(function: Callable) -> Rule | None:
+    """Return the rule of a function of NumPy, a ufunc, or its method `reduce`; None if there is no rule."""
+    if isinstance(function, np.ufunc):
+        implementation = scalar_function(function)
+        return None if implementation is None else _each(function.__name__, implementation)
+    ufunc = getattr(function, "__self__", None)
+    if isinstance(ufunc, np.ufunc) and ufunc in _REDUCED and function.__name__ == "reduce":
+        return _reduced(ufunc.__name__, 0)
+    return RULES.get(function)
+
+
+def _reduced(name: str, along: int | None = None) -> Rule:
+    def rule(t: Translator, shape: Shape, _: np.dtype, x: Any, axis: Axis = along, *args: Any, **kwargs: Any) -> Any:
+        return t.reduce(name, shape, x, axis, *args, **kwargs)
+
+    return rule
+
+
+def _each(name: str, function: Callable[..., Symbol]) -> Rule:
+    return lambda t, shape, dtype, *args: t.elementwise(name, function, args, shape, dtype)
+
+
+def _where(t: Translator, shape: Shape, dtype: np.dtype, condition: Any, x: Any, y: Any) -> Any:
+    return t.elementwise("where", choose, [condition, x, y], shape, dtype)
+
+
+def _select(
+    t: Translator, shape: Shape, dtype: np.dtype, conditions: Sequence[Any], choices: Sequence[Any], default: Any = 0
+) -> Any:
+    result = default
+    # Backwards: the first true condition is applied last, so it decides.
+    for condition, choice in zip(reversed(conditions), reversed(choices)):
+        result = t.elementwise("where", choose, [condition, choice, result], shape, dtype)
+    return result
+
+
+# maximum and minimum would have derivative 1/2 at a bound, but autograd's clip has derivative 0.
+def _at_least(x: Symbol, y: Symbol) -> Symbol:
+    return choose(x <= y, y, x)
+
+
+def _at_most(x: Symbol, y: Symbol) -> Symbol:
+    return choose(x >= y, y, x)
+
+
+def _clip(t: Translator, shape: Shape, dtype: np.dtype, x: Any, a_min: Any = None, a_max: Any = None, **bounds: Any) -> Any:
+    lower, upper = bounds.pop("min", a_min), bounds.pop("max", a_max)
+    if bounds:
+        raise Unsupported(f"{', '.join(bounds)}=")
+    for name, function, bound in (("at_least", _at_least, lower), ("at_most", _at_most, upper)):
+        if bound is not None:
+            x = t.elementwise(name, function, [x, bound], shape, dtype)
+    return x
+
+
+def _mean(t: Translator, shape: Shape, dtype: np.dtype, x: Any, axis: Axis = None, keepdims: Any = False) -> Any:
+    total, count = t.reduce("add", shape, x, axis, keepdims=keepdims), math.prod(x.shape) // max(math.prod(shape), 1)
+    if not count:
+        raise Unsupported("an array without entries")
+    return t.elementwise("divide", _UFUNCS[np.divide], [total, float(count)], shape, dtype)
+
+
+def _square_of_modulus(z: Symbol) -> Symbol:
+    return (z * z.conjugate()).real
+
+
+def _norm(
+    t: Translator, shape: Shape, dtype: np.dtype, x: Any, ord: int | None = None, axis: Axis = None, keepdims: Any = False  # noqa: A002
+) -> Any:  # fmt: skip
+    if ord not in (None, 2) or ord == 2 and not isinstance(axis, int) and len(x.shape) > 1:
+        raise Unsupported(f"ord={ord!r}")
+    squares = t.elementwise("square", _square_of_modulus, [x], x.shape, dtype)
+    return t.elementwise("sqrt", _UFUNCS[np.sqrt], [t.reduce("add", shape, squares, axis, keepdims=keepdims)], shape, dtype)
+
+
+def _argument(z: Symbol) -> Symbol:
+    return z.imag.arctan2(z.real)
+
+
+def _angle(t: Translator, shape: Shape, dtype: np.dtype, z: Any, deg: bool = False) -> Any:
+    angle = t.elementwise("angle", _argument, [z], shape, dtype)
+    return t.elementwise("degrees", _UFUNCS[np.degrees], [angle], shape, dtype) if deg else angle
+
+
+def _sinc(x: Symbol) -> Symbol:
+    # As in NumPy, 0 is replaced by a tiny number, so that the result at 0 is 1.
+    y = np.pi * choose(x == 0.0, 1e-20, x)
+    return y.sin() / y
+
+
+def _rounded(t: Translator, shape: Shape, dtype: np.dtype, x: Any, decimals: int = 0) -> Any:
+    if decimals:
+        raise Unsupported(f"decimals={decimals}")
+    return t.elementwise("rint", _UFUNCS[np.rint], [x], shape, dtype)
+
+
+def _interpolated(
+    t: Translator, shape: Shape, dtype: np.dtype, x: Any, xp: Array, fp: Array, left: Any = None, right: Any = None,
+    period: Any = None,
+) -> Any:  # fmt: skip
+    """Return `numpy.interp`, computed by one comparison per interval, for short tables of constants."""
+    traced = any(isinstance(part, t.kind) for part in (xp, fp, left, right, period))
+    if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
+        raise Unsupported(
+            f"{'traced values in the table' if traced else f'a table of {np.size(xp)} entries'}"
+            f"{' and a period' if period is not None else ''}; expected at most {_LONGEST_TABLE} constants and no period"
+        )
+    places, values = np.asarray(xp, float), np.asarray(fp, complex if np.iscomplexobj(fp) else float)
+    low, high = (values[end] if given is None else given for end, given in ((0, left), (-1, right)))
+    slopes = np.diff(values) / np.diff(places)
+
+    def one(x: Symbol) -> Symbol:
+        result = choose(x < places[0], low, values[0])
+        # The last `choose` with a true condition decides, which is the one for the interval that contains x.
+        for place, value, slope in zip(places, values, slopes):
+            result = choose(x >= place, slope * (x - place) + value, result)
+        result = choose(x == places[-1], values[-1], choose(x > places[-1], high, result))
+        return choose(x != x, x, result)
+
+    return t.elementwise("interp", one, [x], shape, dtype)
+
+
+def _horner(result: Symbol, x: Symbol, coefficient: Symbol) -> Symbol:
+    return result * x + coefficient
+
+
+def _polynomial(t: Translator, shape: Shape, dtype: np.dtype, coefficients: Any, x: Any) -> Any:
+    result = t.elementwise("multiply", _multiply, [x, 0.0], shape, dtype)
+    for coefficient in coefficients:
+        result = t.elementwise("horner", _horner, [result, x, coefficient], shape, dtype)
+    return result
+
+
+def _filled(value: float) -> Rule:
+    return lambda t, shape, dtype, *_, **__: t.full(shape, value, dtype)
+
+
+_REDUCED = frozenset({np.add, np.multiply, np.maximum, np.minimum, np.logical_and, np.logical_or})
+
+RULES: dict[Callable, Rule] = {
+    np.sum: _reduced("add"), np.prod: _reduced("multiply"), np.max: _reduced("maximum"), np.amax: _reduced("maximum"),
+    np.min: _reduced("minimum"), np.amin: _reduced("minimum"), np.all: _reduced("logical_and"),
+    np.any: _reduced("logical_or"), np.mean: _mean, np.linalg.norm: _norm,
+    np.where: _where, np.select: _select, np.clip: _clip, np.sinc: _each("sinc", _sinc), np.interp: _interpolated,
+    np.polyval: _polynomial, np.round: _rounded, np.angle: _angle,
+    np.zeros_like: _filled(0.0), np.empty_like: _filled(0.0), np.ones_like: _filled(1.0),
+    np.full_like: lambda t, shape, dtype, x, value, *_, **__: t.full(shape, value, dtype),
+    np.full: lambda t, shape, dtype, given, value, to: t.full(shape, value, dtype),
+}  # fmt: skip
