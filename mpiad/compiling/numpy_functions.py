@@ -1,23 +1,21 @@
 """NumPy's functions, as elementwise functions of symbols and reductions: one table for array programs and scalar programs.
 
-A rule computes a call of a function by the methods of a `Translator`, which appends elementwise functions, reductions and
-constants to a program. Its arguments are the translator, shape and dtype of NumPy's result, and NumPy's arguments.
+A rule computes a call of a function: ``rule(t, *args, **kwargs)`` gets the arguments of the call, and a `Translator`, which
+appends elementwise functions, reductions and constants to a program.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Axis, Shape
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.symbols import Symbol, choose
 
-Value = TypeVar("Value")
 Rule = Callable[..., Any]
 
 
@@ -25,26 +23,26 @@ class Unsupported(Exception):
     """Raised by a rule that doesn't support a call; the message describes the unsupported arguments."""
 
 
-class Translator(Protocol[Value]):
-    """A program to which rules append values; `kind` is the type of values among the arguments of rules."""
+class Translator(Protocol):
+    """A program to which rules append values.
 
-    kind: type[Value]
+    `kind`: the type of values among the arguments. `shape`, `dtype`: those of NumPy's result of the call.
+    """
 
-    def elementwise(
-        self, name: str, function: Callable[..., Symbol], args: Sequence[Any], shape: Shape, dtype: np.dtype
-    ) -> Value:
-        """Append an elementwise function of values and constants, which are broadcast."""
-        ...
+    kind: type
+    shape: Shape
+    dtype: np.dtype
+
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Any) -> Any:
+        """Append an elementwise function of values and numbers, which are broadcast; its dtype is that of the call."""
 
     def reduce(
-        self, name: str, shape: Shape, x: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False
-    ) -> Value:
-        """Append a reduction by an operation, from the first entry to the last; `name`: the name of its ufunc."""
-        ...
+        self, name: str, x: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False
+    ) -> Any:
+        """Append a reduction by a ufunc, given by its name, from the first entry to the last; no axes are kept."""
 
-    def full(self, shape: Shape, value: Any, dtype: DTypeLike) -> Value:
-        """Append an array of equal entries, given by a value or a number."""
-        ...
+    def full(self, value: Any) -> Any:
+        """Append an array of the call's shape and dtype, whose entries are a number or a value, which is broadcast."""
 
 
 # NumPy's elementwise functions.
@@ -130,29 +128,23 @@ def rule_of(function: Callable) -> Rule | None:
     return RULES.get(function)
 
 
-def _reduced(name: str, along: int | None = None) -> Rule:
-    def rule(t: Translator, shape: Shape, _: np.dtype, x: Any, axis: Axis = along, *args: Any, **kwargs: Any) -> Any:
-        return t.reduce(name, shape, x, axis, *args, **kwargs)
-
-    return rule
-
-
 def _each(name: str, function: Callable[..., Symbol]) -> Rule:
-    return lambda t, shape, dtype, *args: t.elementwise(name, function, args, shape, dtype)
+    return lambda t, *args: t.elementwise(name, function, *args)
 
 
-def _where(t: Translator, shape: Shape, dtype: np.dtype, condition: Any, x: Any, y: Any) -> Any:
-    return t.elementwise("where", choose, [condition, x, y], shape, dtype)
+def _reduced(name: str, along: int | None = None) -> Rule:
+    return lambda t, x, axis=along, *args, **kwargs: t.reduce(name, x, axis, *args, **kwargs)
 
 
-def _select(
-    t: Translator, shape: Shape, dtype: np.dtype, conditions: Sequence[Any], choices: Sequence[Any], default: Any = 0
-) -> Any:
-    result = default
+def _where(t: Translator, condition: Any, x: Any, y: Any) -> Any:
+    return t.elementwise("where", choose, condition, x, y)
+
+
+def _select(t: Translator, conditions: Sequence[Any], choices: Sequence[Any], default: Any = 0) -> Any:
     # Backwards: the first true condition is applied last, so it decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
-        result = t.elementwise("where", choose, [condition, choice, result], shape, dtype)
-    return result
+        default = _where(t, condition, choice, default)
+    return default
 
 
 # maximum and minimum would have derivative 1/2 at a bound, but autograd's clip has derivative 0.
@@ -164,43 +156,39 @@ def _at_most(x: Symbol, y: Symbol) -> Symbol:
     return choose(x >= y, y, x)
 
 
-def _clip(t: Translator, shape: Shape, dtype: np.dtype, x: Any, a_min: Any = None, a_max: Any = None, **bounds: Any) -> Any:
+def _clip(t: Translator, x: Any, a_min: Any = None, a_max: Any = None, **bounds: Any) -> Any:
     lower, upper = bounds.pop("min", a_min), bounds.pop("max", a_max)
     if bounds:
         raise Unsupported(f"{', '.join(bounds)}=")
-    for name, function, bound in (("at_least", _at_least, lower), ("at_most", _at_most, upper)):
-        if bound is not None:
-            x = t.elementwise(name, function, [x, bound], shape, dtype)
-    return x
+    x = x if lower is None else t.elementwise("at_least", _at_least, x, lower)
+    return x if upper is None else t.elementwise("at_most", _at_most, x, upper)
 
 
-def _mean(t: Translator, shape: Shape, dtype: np.dtype, x: Any, axis: Axis = None, keepdims: Any = False) -> Any:
-    total, count = t.reduce("add", shape, x, axis, keepdims=keepdims), math.prod(x.shape) // max(math.prod(shape), 1)
+def _mean(t: Translator, x: Any, axis: Axis = None, keepdims: Any = False) -> Any:
+    total, count = t.reduce("add", x, axis), math.prod(x.shape) // max(math.prod(t.shape), 1)
     if not count:
         raise Unsupported("an array without entries")
-    return t.elementwise("divide", _UFUNCS[np.divide], [total, float(count)], shape, dtype)
+    return t.elementwise("divide", _UFUNCS[np.divide], total, float(count))
 
 
 def _square_of_modulus(z: Symbol) -> Symbol:
     return (z * z.conjugate()).real
 
 
-def _norm(
-    t: Translator, shape: Shape, dtype: np.dtype, x: Any, ord: int | None = None, axis: Axis = None, keepdims: Any = False  # noqa: A002
-) -> Any:  # fmt: skip
+def _norm(t: Translator, x: Any, ord: int | None = None, axis: Axis = None, keepdims: Any = False) -> Any:  # noqa: A002
     if ord not in (None, 2) or ord == 2 and not isinstance(axis, int) and len(x.shape) > 1:
         raise Unsupported(f"ord={ord!r}")
-    squares = t.elementwise("square", _square_of_modulus, [x], x.shape, dtype)
-    return t.elementwise("sqrt", _UFUNCS[np.sqrt], [t.reduce("add", shape, squares, axis, keepdims=keepdims)], shape, dtype)
+    squares = t.elementwise("square", _square_of_modulus, x)
+    return t.elementwise("sqrt", _UFUNCS[np.sqrt], t.reduce("add", squares, axis))
 
 
 def _argument(z: Symbol) -> Symbol:
     return z.imag.arctan2(z.real)
 
 
-def _angle(t: Translator, shape: Shape, dtype: np.dtype, z: Any, deg: bool = False) -> Any:
-    angle = t.elementwise("angle", _argument, [z], shape, dtype)
-    return t.elementwise("degrees", _UFUNCS[np.degrees], [angle], shape, dtype) if deg else angle
+def _angle(t: Translator, z: Any, deg: bool = False) -> Any:
+    angle = t.elementwise("angle", _argument, z)
+    return t.elementwise("degrees", _UFUNCS[np.degrees], angle) if deg else angle
 
 
 def _sinc(x: Symbol) -> Symbol:
@@ -209,16 +197,15 @@ def _sinc(x: Symbol) -> Symbol:
     return y.sin() / y
 
 
-def _rounded(t: Translator, shape: Shape, dtype: np.dtype, x: Any, decimals: int = 0) -> Any:
+def _rounded(t: Translator, x: Any, decimals: int = 0) -> Any:
     if decimals:
         raise Unsupported(f"decimals={decimals}")
-    return t.elementwise("rint", _UFUNCS[np.rint], [x], shape, dtype)
+    return t.elementwise("rint", _UFUNCS[np.rint], x)
 
 
 def _interpolated(
-    t: Translator, shape: Shape, dtype: np.dtype, x: Any, xp: Array, fp: Array, left: Any = None, right: Any = None,
-    period: Any = None,
-) -> Any:  # fmt: skip
+    t: Translator, x: Any, xp: Array, fp: Array, left: Any = None, right: Any = None, period: Any = None
+) -> Any:
     """Return `numpy.interp`, computed by one comparison per interval, for short tables of constants."""
     traced = any(isinstance(part, t.kind) for part in (xp, fp, left, right, period))
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
@@ -238,22 +225,18 @@ def _interpolated(
         result = choose(x == places[-1], values[-1], choose(x > places[-1], high, result))
         return choose(x != x, x, result)
 
-    return t.elementwise("interp", one, [x], shape, dtype)
+    return t.elementwise("interp", one, x)
 
 
 def _horner(result: Symbol, x: Symbol, coefficient: Symbol) -> Symbol:
     return result * x + coefficient
 
 
-def _polynomial(t: Translator, shape: Shape, dtype: np.dtype, coefficients: Any, x: Any) -> Any:
-    result = t.elementwise("multiply", _multiply, [x, 0.0], shape, dtype)
+def _polynomial(t: Translator, coefficients: Any, x: Any) -> Any:
+    result = t.elementwise("multiply", _multiply, x, 0.0)
     for coefficient in coefficients:
-        result = t.elementwise("horner", _horner, [result, x, coefficient], shape, dtype)
+        result = t.elementwise("horner", _horner, result, x, coefficient)
     return result
-
-
-def _filled(value: float) -> Rule:
-    return lambda t, shape, dtype, *_, **__: t.full(shape, value, dtype)
 
 
 _REDUCED = frozenset({np.add, np.multiply, np.maximum, np.minimum, np.logical_and, np.logical_or})
@@ -264,7 +247,7 @@ RULES: dict[Callable, Rule] = {
     np.any: _reduced("logical_or"), np.mean: _mean, np.linalg.norm: _norm,
     np.where: _where, np.select: _select, np.clip: _clip, np.sinc: _each("sinc", _sinc), np.interp: _interpolated,
     np.polyval: _polynomial, np.round: _rounded, np.angle: _angle,
-    np.zeros_like: _filled(0.0), np.empty_like: _filled(0.0), np.ones_like: _filled(1.0),
-    np.full_like: lambda t, shape, dtype, x, value, *_, **__: t.full(shape, value, dtype),
-    np.full: lambda t, shape, dtype, given, value, to: t.full(shape, value, dtype),
+    np.zeros_like: lambda t, *_, **__: t.full(0.0), np.empty_like: lambda t, *_, **__: t.full(0.0),
+    np.ones_like: lambda t, *_, **__: t.full(1.0), np.full_like: lambda t, x, value, *_, **__: t.full(value),
+    np.full: lambda t, shape, value, dtype: t.full(value),
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """`ScalarRecorder`: a trace of a function that translates each operation to instructions of a scalar program at once.
 
 The `number` of a traced array is an array of symbols, one per entry. Its `value` is a placeholder, from which NumPy
-computes shapes, dtypes and errors of results. NumPy's functions that move entries, or add and multiply them, are applied to the
-arrays of symbols, whose views have the same memory. Other functions have rules (see `compiling.numpy_functions`).
+computes shapes, dtypes and errors of results. NumPy's functions that move entries, or add and multiply them, are applied to
+the arrays of symbols, whose views have the same memory. Other functions have rules (see `compiling.numpy_functions`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class ScalarRecorder:
                 self._check_index(args[1])
             return self._wrapped(fun(*mapped(args, _entries), **mapped(kwargs, _entries)), made)
         try:
-            found = rule(self, made.shape, made.dtype, *args, **kwargs).number.ravel().tolist()
+            self.shape, self.dtype = made.shape, made.dtype
+            found = rule(self, *args, **kwargs).number.ravel().tolist()
             return TracedArray(self, _as_array([*map(_OF_KIND[made.dtype.kind], found)], made.shape), made)
         except Unsupported as error:
             self.refuse(f"it calls {name} with {error}")
@@ -144,34 +145,35 @@ class ScalarRecorder:
         if any(isinstance(part, Traced) for part in (key if isinstance(key, tuple) else (key,))):
             self.refuse("it uses traced values as an index: write np.where(u > 0, ...) instead")
 
-    def elementwise(
-        self, name: str, function: Callable[..., Symbol], args: Sequence[Any], shape: Shape, dtype: np.dtype
-    ) -> TracedArray:
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Any) -> TracedArray:
         """Apply a function of symbols to each entry of arrays, which are broadcast."""
-        arrays = [x if x.shape == shape else np.broadcast_to(x, shape) for x in map(self.symbols, args)]
-        return self._value([function(*entries) for entries in zip(*[x.ravel().tolist() for x in arrays])], shape, dtype)
+        arrays = [self.symbols(x) for x in args]
+        if any(array.shape != arrays[0].shape for array in arrays):
+            arrays = np.broadcast_arrays(*arrays)
+        return self._value([function(*entries) for entries in zip(*[x.ravel().tolist() for x in arrays])], arrays[0].shape)
 
     def reduce(
-        self, name: str, shape: Shape, x: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False
+        self, name: str, x: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False
     ) -> TracedArray:
         """Reduce an array along axes by a binary function, from the first entry to the last."""
         entries = self.symbols(x)
         axes = range(entries.ndim) if axis is None else np.atleast_1d(axis) % max(entries.ndim, 1)
         kept = [i for i in range(entries.ndim) if i not in axes]
+        shape = tuple([entries.shape[i] for i in kept])
         rows = np.transpose(entries, [*kept, *axes]).reshape(math.prod(shape), -1)
         if not rows.shape[1]:
             raise Unsupported("an array without entries")
         # If three or more entries are equal, their derivatives must be equal; pairwise maxima would give other derivatives.
         of_many = _OF_MANY.get(name) if rows.shape[1] > 2 else None
         found = [row[0].call(of_many, *row[1:]) if of_many else reduce(lambda x, y: x.call(name, y), row) for row in rows]
-        return self._value(found, shape, x.dtype)
+        return self._value(found, shape)
 
-    def full(self, shape: Shape, value: Any, dtype: DTypeLike) -> TracedArray:
+    def full(self, value: Any) -> TracedArray:
         """Return an array with the entries of `value`, which is broadcast."""
-        return self.elementwise("full", _same, [value], shape, np.dtype(dtype))
+        return self._value(np.broadcast_to(self.symbols(value), self.shape).ravel().tolist(), self.shape)
 
-    def _value(self, symbols: Sequence[Symbol], shape: Shape, dtype: np.dtype) -> TracedArray:
-        return TracedArray(self, _as_array(symbols, shape), np.empty(shape, dtype))
+    def _value(self, symbols: Sequence[Symbol], shape: Shape) -> TracedArray:
+        return TracedArray(self, _as_array(symbols, shape), np.empty(shape, self.dtype))
 
 
 def _as_array(symbols: Sequence[Symbol], shape: Shape) -> Array:
@@ -185,14 +187,10 @@ def _entries(x: Any) -> Any:
     return x.number if isinstance(x, Traced) else x
 
 
-def _same(x: Symbol) -> Symbol:
-    return x
-
-
-def _cast(t: ScalarRecorder, shape: Shape, dtype: np.dtype, x: TracedArray, *_: Any) -> TracedArray:
+def _cast(t: ScalarRecorder, x: TracedArray, dtype: np.dtype) -> TracedArray:
     if dtype.kind not in "bfc" or (dtype.kind == "f" and x.dtype.kind == "c"):
         t.refuse(f"it makes {dtype} of traced values{' that are complex' * (x.dtype.kind == 'c')}")
-    return t.elementwise("cast", _same, [x], shape, dtype)
+    return x
 
 
 # The symbol of an entry of an array, by the kind of its dtype.
@@ -202,8 +200,8 @@ _OF_KIND: dict[str, Callable[[Symbol], Symbol]] = {
 
 _RULES: dict[Callable, Rule] = {
     cast: _cast,
-    np.real: lambda t, shape, dtype, x: t.elementwise("real", lambda z: z.real, [x], shape, dtype),
-    np.imag: lambda t, shape, dtype, x: t.elementwise("imag", lambda z: z.imag, [x], shape, dtype),
+    np.real: lambda t, x: t.elementwise("real", lambda z: z.real, x),
+    np.imag: lambda t, x: t.elementwise("imag", lambda z: z.imag, x),
 }
 
 # Functions that move entries, or add and multiply them.

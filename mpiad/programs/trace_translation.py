@@ -10,19 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial, reduce
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
-from numpy.typing import DTypeLike
 
 from mpiad._typing import Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
 from mpiad.compiling.symbols import Symbol
 from mpiad.differentiation.rules.einsum import letters_of
 from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, SHORT, ArrayProgram, Call, Slot, Value
-from mpiad.programs.index_maps import Axis, axes_of, identity, of_key
+from mpiad.programs.index_maps import Axis, IndexMap, axes_of, of_view, without_memory
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 from mpiad.programs.traced_array import array_of, cast, take, with_entries
@@ -88,15 +86,15 @@ class _Translation:
             raise Unsupported
         if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
             raise Unsupported
-        shape, dtype = specs[0]
+        self.shape, self.dtype = specs[0]
         rule = _RULES.get(step.fun) or rule_of(step.fun)
         if rule is None:
             raise Unsupported
         try:
-            made = rule(self, shape, dtype, *args, **kwargs)
+            made = rule(self, *args, **kwargs)
         except TypeError as error:  # arguments that the rule doesn't support
             raise Unsupported from error
-        return [x.number for x in (made if isinstance(made, list) else [made])]
+        return [x.number for x in made] if isinstance(made, list) else [made.reshape(self.shape).number]
 
     def _called(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
         program, found = self.program, []
@@ -152,25 +150,24 @@ class _Translation:
         """Return a node as a value."""
         return Value(self.program, number)
 
-    def elementwise(
-        self, name: str, function: Callable[..., Symbol], args: Sequence[Any], shape: Shape, dtype: np.dtype
-    ) -> Value:
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Any) -> Value:
         """Append an elementwise function of arguments, which are broadcast."""
-        if dtype not in COMPUTED:
+        if self.dtype not in COMPUTED:
             raise Unsupported
-        wide = dtype if dtype in FLOATS else np.result_type(*[x.dtype for x in args if isinstance(x, Value)], np.float32)
-        given = [self.of(x, wide).number for x in args]
-        return self.value(self.program.elementwise(given, shape, dtype, (name, function)))
+        dtypes = [self.dtype] if self.dtype in FLOATS else [x.dtype for x in args if isinstance(x, Value)]
+        given = [self.of(x, np.result_type(*dtypes, np.float32)) for x in args]
+        shape = np.broadcast_shapes(*[x.shape for x in given])
+        return self.value(self.program.elementwise([x.number for x in given], shape, self.dtype, (name, function)))
 
-    def computed(self, ufunc: np.ufunc, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> Value:
+    def computed(self, ufunc: np.ufunc, *args: Any) -> Value:
         """Append a ufunc."""
         function: Any = scalar_function(ufunc)
-        return self.elementwise(ufunc.__name__, function, args, shape, dtype)
+        return self.elementwise(ufunc.__name__, function, *args)
 
     def reduce(
-        self, name: str, shape: Shape, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False
+        self, name: str, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False
     ) -> Value:
-        """Append a reduction."""
+        """Append a reduction; no axes are kept."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
             raise Unsupported
         ndim = len(x.shape)
@@ -180,8 +177,8 @@ class _Translation:
         if not axes:
             return x
         if not math.prod(x.shape):
-            return self.full(shape, float(name == "multiply"), x.dtype)
-        return self._folded(name, x, axes).reshape(shape)
+            return self.full(float(name == "multiply"))
+        return self._folded(name, x, axes)
 
     def _folded(self, name: str, x: Value, axes: tuple[int, ...]) -> Value:
         program, node = self.program, self.program.nodes[x.number]
@@ -191,83 +188,89 @@ class _Translation:
         parts = [self.value(part) for part in node.inputs]
         if node.data not in axes:
             place = node.data - sum(k < node.data for k in axes)
-            folded = [self._folded(name, part, axes).reshape(_one(left, place)).number for part in parts]
+            unit = (*left[:place], 1, *left[place + 1 :])
+            folded = [self._folded(name, part, axes).reshape(unit).number for part in parts]
             return self.value(program.components(folded, place))
-        total = reduce(lambda x, y: self.computed(getattr(np, name), [x, y], y.shape, node.dtype), parts)
+        total = reduce(partial(self.computed, getattr(np, name)), parts)
         return total.reshape(left) if axes == (node.data,) else self._folded(name, total, axes)
 
-    def full(self, shape: Shape, value: Any, dtype: DTypeLike) -> Value:
+    def full(self, value: Any) -> Value:
         """Append an array of equal entries, or a broadcast value."""
-        dtype = np.dtype(dtype)
         if isinstance(value, Value):
-            return self.array(value, dtype).broadcast_to(shape)
-        if dtype not in COMPUTED:
+            return self.array(value).broadcast_to(self.shape)
+        if self.dtype not in COMPUTED:
             raise Unsupported
-        return self.value(self.program.number(value, shape, dtype))
+        return self.value(self.program.number(value, self.shape, self.dtype))
 
-    def array(self, x: Any, dtype: np.dtype) -> Value:
-        """Return nested lists of values and numbers as a value with the given dtype."""
+    def array(self, x: Any) -> Value:
+        """Return nested lists of values and numbers as a value with the dtype of the call."""
         if isinstance(x, (list, tuple)):
-            parts = [self.array(part, dtype) for part in x]
-            return _stack(self, (len(parts), *parts[0].shape), dtype, parts)
-        x = x if isinstance(x, Value) else self.of(x, dtype)
-        return x if x.dtype == dtype else _cast(self, x.shape, dtype, x)
+            return _stack(self, x)
+        return _cast(self, self.of(x, self.dtype), self.dtype)
 
     def join(self, parts: Iterable[Value], axis: int) -> Value:
         """Append the concatenation of arrays along an axis."""
         return self.value(self.program.join([x.number for x in parts], axis))
 
 
-def _one(shape: Shape, axis: int) -> Shape:
-    return (*shape[:axis], 1, *shape[axis + 1 :])
+def _take(t: _Translation, x: Any, key: Index) -> Value:
+    return _value(x).view(*_of_key(x, key))
 
 
-def _in_full(key: Index, ndim: int) -> list[Any]:
-    """Return a basic index with an entry for each axis; raise Unsupported for another kind of index."""
-    parts: list[Any] = list(key) if type(key) is tuple else [key]
+def _of_key(x: Value, key: Index) -> tuple[IndexMap, Shape]:
+    """Return the map of a basic index, and the shape of the result; raise Unsupported for another kind of index."""
+    parts: tuple[Any, ...] = key if type(key) is tuple else (key,)
     numbers: list[Any] = []
     for part in parts:
         numbers += [part.start, part.stop, part.step] if isinstance(part, slice) else [None if part is Ellipsis else part]
-    if not all(isinstance(x, (int, np.integer, type(None))) for x in numbers) or any(isinstance(x, bool) for x in parts):
+    if not all(isinstance(k, (int, np.integer, type(None))) and not isinstance(k, bool) for k in numbers):
         raise Unsupported
-    if not any(part is Ellipsis for part in parts):
-        parts.append(Ellipsis)
-    place = next(k for k, part in enumerate(parts) if part is Ellipsis)
-    missing = ndim - sum(part is not None for part in parts) + 1
-    return [*parts[:place], *[slice(None)] * missing, *parts[place + 1 :]]
+    whole = without_memory(x.shape)
+    part = whole[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
+    return of_view(whole, part), part.shape
 
 
-def _take(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, key: Index) -> Value:
-    return _value(x).view(*of_key(x.shape, _in_full(key, len(x.shape))))
+def _viewed(function: Callable) -> Rule:
+    def rule(t: _Translation, x: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = without_memory(_value(x).shape)
+        made = function(whole, *args, **kwargs)
+        views = [x.view(of_view(whole, part), part.shape) for part in (made if isinstance(made, list) else [made])]
+        return views if isinstance(made, list) else views[0]
+
+    return rule
 
 
-def _cast(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any) -> Value:
+def _cast(t: _Translation, x: Any, dtype: np.dtype) -> Value:
     if not t.program.is_float(_value(x).number):
         raise Unsupported
     name, function = ("truth", Symbol.truth) if dtype == BOOLEAN else ("cast", Symbol.as_number)
-    return x if x.dtype == dtype else t.elementwise(name, function, [x], shape, dtype)
+    return x if x.dtype == dtype else t.elementwise(name, function, x)
 
 
-def _concatenate(t: _Translation, shape: Shape, dtype: np.dtype, arrays: Any, axis: int | None = 0) -> Value:
-    parts = [t.array(x, dtype) for x in arrays]
+def _concatenate(t: _Translation, arrays: Any, axis: int | None = 0) -> Value:
+    parts = [t.array(x) for x in arrays]
     if axis is None:
         parts, axis = [x.reshape((math.prod(x.shape),)) for x in parts], 0
-    return t.join(parts, axis % len(shape))
+    return t.join(parts, axis % len(parts[0].shape))
 
 
-def _stack(t: _Translation, shape: Shape, dtype: np.dtype, arrays: Any, axis: int = 0) -> Value:
-    axis %= len(shape)
-    return t.join([t.array(x, dtype).reshape(_one(shape, axis)) for x in arrays], axis)
+def _stack(t: _Translation, arrays: Any, axis: int = 0) -> Value:
+    parts = [t.array(x) for x in arrays]
+    shape = parts[0].shape
+    axis %= len(shape) + 1
+    return t.join([x.reshape((*shape[:axis], 1, *shape[axis:])) for x in parts], axis)
 
 
-def _with_entries(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, key: Index, value: Any) -> Value:
+def _with_entries(t: _Translation, x: Any, key: Index, value: Any) -> Value:
     if not t.program.is_float(x.number):
         raise Unsupported
-    map, made = of_key(x.shape, _in_full(key, len(x.shape)))
-    if any(axis.source is not None and axis.stride != 1 and made[axis.source] > 1 for axis in map):
+    map, made = _of_key(x, key)
+    if any(axis.source is not None and axis.stride != 1 for axis in map):
         raise Unsupported
+    if not math.prod(made):
+        return x
     # As in NumPy, leading axes of length 1 of the value are dropped, and the value is broadcast.
-    value = t.array(value, x.dtype)
+    value = t.array(value)
     while len(value.shape) > len(made) and value.shape[0] == 1:
         value = value.reshape(value.shape[1:])
     unit = tuple([1 if axis.source is None else made[axis.source] for axis in map])
@@ -275,22 +278,19 @@ def _with_entries(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, key: I
     return t.value(t.program.update(x.number, block.number, [axis.offset for axis in map]))
 
 
-def _pad(
-    t: _Translation, shape: Shape, dtype: np.dtype, x: Any, widths: Any, mode: str = "constant", constant_values: Any = 0
-) -> Value:
+def _pad(t: _Translation, x: Any, widths: Any, mode: str = "constant", constant_values: Any = 0) -> Value:
     if mode != "constant" or isinstance(constant_values, (list, tuple, Value)):
         raise Unsupported
     before = np.broadcast_to(np.asarray(widths), (len(_value(x).shape), 2))[:, 0].tolist()
-    return t.value(t.program.update(t.full(shape, constant_values, dtype).number, x.number, before))
+    return t.value(t.program.update(t.full(constant_values).number, x.number, before))
 
 
-def _roll(t: _Translation, shape: Shape, dtype: np.dtype, x: Value, shift: Any, axis: Any = None) -> Value:
+def _roll(t: _Translation, x: Value, shift: Any, axis: Any = None) -> Value:
     if axis is None:
-        flat = x.reshape((math.prod(x.shape),))
-        return _roll(t, flat.shape, dtype, flat, shift, 0).reshape(shape)
+        return _roll(t, x.reshape((math.prod(x.shape),)), shift, 0)
     for by, along in [(int(a), int(b)) for a, b in np.broadcast(np.asarray(shift), np.asarray(axis))]:
-        along %= len(shape)
-        n = shape[along]
+        along %= len(x.shape)
+        n = x.shape[along]
         by = by % n if n else 0
         if by:
             x = t.join([x.slice(along, n - by, n), x.slice(along, 0, n - by)], along)
@@ -309,18 +309,18 @@ _MOST_TERMS = 64  # maximum number of terms of an unrolled contraction
 _SMALL = 64  # maximum size of an operand that isn't a field
 
 
-def _einsum(t: _Translation, shape: Shape, dtype: np.dtype, subscripts: Any, *operands: Any, optimize: Any = None) -> Value:
+def _einsum(t: _Translation, subscripts: Any, *operands: Any, optimize: Any = None) -> Value:
     if not isinstance(subscripts, str):
         raise Unsupported
     inputs, out = letters_of(subscripts, [len(_value(x).shape) for x in operands])
-    return _Contraction(t, dtype, operands, inputs, list(out)).made()
+    return _Contraction(t, operands, inputs, list(out)).made()
 
 
-def _matmul(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> Value:
+def _matmul(t: _Translation, x: Any, y: Any) -> Value:
     labels = [_of_matrix(_value(x), "ik"), _of_matrix(_value(y), "kj" if len(_value(y).shape) > 1 else "jk")]
     batch = range(2 - max(2, len(x.shape), len(y.shape)), 0)
     out = [*batch, *[label for found, label in zip(labels, "ij") if label in found]]
-    return _Contraction(t, dtype, (x, y), labels, out).made()
+    return _Contraction(t, (x, y), labels, out).made()
 
 
 def _of_matrix(x: Value, last: str) -> list[Hashable]:
@@ -330,16 +330,16 @@ def _of_matrix(x: Value, last: str) -> list[Hashable]:
     return [*range(2 - ndim, 0), *last] if ndim > 1 else [last[1]]
 
 
-def _dot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> Value:
+def _dot(t: _Translation, x: Any, y: Any) -> Value:
     ndim = len(_value(y).shape)
-    return _tensordot(t, shape, dtype, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
+    return _tensordot(t, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
 
 
-def _inner(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> Value:
-    return _tensordot(t, shape, dtype, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
+def _inner(t: _Translation, x: Any, y: Any) -> Value:
+    return _tensordot(t, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
 
 
-def _tensordot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, axes: Any = 2) -> Value:
+def _tensordot(t: _Translation, x: Any, y: Any, axes: Any = 2) -> Value:
     m, n = len(_value(x).shape), len(_value(y).shape)
     axes = _numbers(t, axes)
     pair = (range(m - axes, m), range(axes)) if isinstance(axes, int) else axes
@@ -349,7 +349,7 @@ def _tensordot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, a
     for k, j in zip(of_x, of_y, strict=True):
         second[j] = first[k]
     out = [label for label in (*first, *second) if (label in first) != (label in second)]
-    return _Contraction(t, dtype, (x, y), [first, second], out).made()
+    return _Contraction(t, (x, y), [first, second], out).made()
 
 
 def _numbers(t: _Translation, x: Any) -> Any:
@@ -371,9 +371,9 @@ def _value(x: Any) -> Value:
 class _Contraction:
     """A contraction in Einstein notation; `labels`: for each operand the labels of its axes; `out`: those of the result."""
 
-    def __init__(self, t: _Translation, dtype: np.dtype, operands: Sequence[Value], labels: Any, out: list[Hashable]):
-        self.t, self.dtype, self.labels, self.out = t, dtype, labels, out
-        self.operands = [t.of(x, dtype) for x in operands]
+    def __init__(self, t: _Translation, operands: Sequence[Value], labels: Any, out: list[Hashable]):
+        self.t, self.labels, self.out = t, labels, out
+        self.operands = [t.of(x, t.dtype) for x in operands]
         self.lengths: dict[Hashable, int] = {}
         for x, found in zip(self.operands, labels):
             for label, n in zip(found, x.shape):
@@ -415,14 +415,14 @@ class _Contraction:
         labels = [label for label in self.lengths if label in self.unrolled and label not in self.out]
         places = product(*[range(self.lengths[label]) for label in labels])
         terms = [self._product(at | dict(zip(labels, place))) for place in places]
-        total = reduce(partial(self._combined, np.add), terms)
-        left, axes = total.shape[: len(self.out)], tuple(range(len(self.out), len(total.shape)))
-        return self.t.reduce("add", left, total, axes) if self.folded else total
+        total = reduce(partial(self.t.computed, np.add), terms)
+        axes = tuple(range(len(self.out), len(total.shape)))
+        return self.t.reduce("add", total, axes) if self.folded else total
 
     def _product(self, at: dict[Hashable, int]) -> Value:
         """Return the product of the operands at the given indices."""
         factors = [self._part(x, labels, at) for x, labels in zip(self.operands, self.labels)]
-        return reduce(partial(self._combined, np.multiply), factors)
+        return reduce(partial(self.t.computed, np.multiply), factors)
 
     def _part(self, x: Value, labels: Sequence[Hashable], at: dict[Hashable, int]) -> Value:
         """Return an operand at the given indices, with the axes of the result followed by the axes that loops sum over."""
@@ -437,92 +437,59 @@ class _Contraction:
                 map.append(Axis(place, 1, 0))
         return x.view(tuple(map), tuple(shape))
 
-    def _combined(self, ufunc: np.ufunc, x: Value, y: Value) -> Value:
-        return self.t.computed(ufunc, [x, y], np.broadcast_shapes(x.shape, y.shape), self.dtype)
-
 
 def _product(of_more_axes: Rule | None = None) -> Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> Value:
+    def rule(t: _Translation, x: Any, y: Any) -> Value:
         if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
             raise Unsupported
         if not len(x.shape) == len(y.shape) == 1:
             if of_more_axes is None:
                 raise Unsupported
-            return of_more_axes(t, shape, dtype, x, y)
-        return t.reduce("add", shape, t.computed(np.multiply, [x, y], x.shape, dtype))
+            return of_more_axes(t, x, y)
+        return t.reduce("add", t.computed(np.multiply, x, y))
 
     return rule
 
 
-def _reshape(t: _Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any, order: Any = "C", **_: Any) -> Value:
+def _reshape(t: _Translation, x: Value, *args: Any, order: Any = "C", **_: Any) -> Value:
     if order not in ("C", None) or any(isinstance(arg, str) and arg != "C" for arg in args):
         raise Unsupported
-    return x.reshape(shape)
+    return x.reshape(t.shape)
 
 
-def _permuted(function: Callable) -> Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> Value:
-        ndim = len(x.shape)
-        # In this array the stride of each axis is its number, so the strides of the result are its axes' former numbers.
-        order = function(as_strided(np.empty(1), (1,) * ndim, range(ndim)), *args, **kwargs).strides
-        return x.view(tuple([Axis(order.index(k), 1, 0) for k in range(ndim)]), shape)
-
-    return rule
-
-
-def _flip(along: int | None = None) -> Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = along) -> Value:
-        ndim = len(shape)
-        flipped = set(range(ndim)) if axis is None else axes_of(axis, ndim)
-        return x.view(
-            tuple([Axis(k, -1, shape[k] - 1) if k in flipped else own for k, own in enumerate(identity(ndim))]), shape
-        )
-
-    return rule
-
-
-def _same(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> Value:
-    if not isinstance(x, Value) or x.shape != shape or x.dtype != dtype:
+def _same(t: _Translation, x: Any, *_: Any, **__: Any) -> Value:
+    if _value(x).dtype != t.dtype:
         raise Unsupported
     return x
 
 
-def _diff(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axis: int = -1) -> Value:
+def _diff(t: _Translation, x: Any, n: int = 1, axis: int = -1) -> Value:
     for _ in range(n):
         axis %= len(x.shape)
         length = x.shape[axis]
-        ends = [x.slice(axis, min(1, length), length), x.slice(axis, 0, max(length - 1, 0))]
-        x = t.computed(np.subtract, ends, ends[0].shape, dtype)
+        x = t.computed(np.subtract, x.slice(axis, min(1, length), length), x.slice(axis, 0, max(length - 1, 0)))
     return x
 
 
-def _split(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, sections: Any, axis: int = 0) -> list[Value]:
-    axis %= len(x.shape)
-    split = np.array_split if isinstance(sections, (int, np.integer)) else np.split
-    lengths = map(len, split(np.arange(x.shape[axis]), sections))
-    return [x.slice(axis, *ends) for ends in pairwise(accumulate(lengths, initial=0))]
-
-
-def _imag(t: _Translation, shape: Shape, dtype: np.dtype, x: Any) -> Value:
+def _imag(t: _Translation, x: Any) -> Value:
     if _value(x).dtype not in FLOATS:
         raise Unsupported
-    return t.full(shape, 0.0, dtype)
+    return t.full(0.0)
 
 
 SPLITTING = frozenset({np.split, np.array_split})
-
+_VIEWING = (
+    np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.flip, np.flipud, np.fliplr, np.rot90, np.split, np.array_split
+)  # fmt: skip
+_RESHAPING = (
+    np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np.atleast_2d, np.atleast_3d
+)  # fmt: skip
 
 _RULES: dict[Any, Rule] = {
-    take: _take, cast: _cast, with_entries: _with_entries,
-    array_of: lambda t, shape, dtype, x, *_, **__: t.array(x, dtype).reshape(shape),
+    **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
+    take: _take, cast: _cast, with_entries: _with_entries, array_of: lambda t, x, *_, **__: t.array(x),
     np.dot: _product(_dot), np.vdot: _product(), np.inner: _product(_inner), np.matmul: _product(_matmul),
-    np.einsum: _einsum, np.tensordot: _tensordot,
-    np.reshape: _reshape, np.ravel: _reshape, np.squeeze: _reshape, np.expand_dims: _reshape, np.atleast_1d: _reshape,
-    np.atleast_2d: _reshape, np.atleast_3d: _reshape,
-    **{function: _permuted(function) for function in (np.transpose, np.swapaxes, np.moveaxis)},
-    np.flip: _flip(), np.flipud: _flip(0), np.fliplr: _flip(1),
-    np.copy: _same, np.real: _same, np.imag: _imag,
-    np.broadcast_to: lambda t, shape, dtype, x, *_: t.of(x, dtype).broadcast_to(shape),
-    np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad, np.roll: _roll,
-    np.diff: _diff, np.split: _split, np.array_split: _split,
+    np.einsum: _einsum, np.tensordot: _tensordot, np.copy: _same, np.real: _same, np.imag: _imag,
+    np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
+    np.roll: _roll, np.diff: _diff,
 }  # fmt: skip
