@@ -18,7 +18,6 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array, Axis, Index, Shape
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of
-from mpiad.compiling.program import Refusal
 from mpiad.compiling.symbols import Symbol, number_of
 from mpiad.programs.recorder import reason_against
 from mpiad.programs.steps import Traced, mapped, plain
@@ -53,12 +52,32 @@ class ScalarRecorder:
     def require_open(self) -> None:
         """Do nothing: the arrays have no values that could be used after the trace."""
 
-    def weaken(self, made: Any) -> Any:
-        """Return a result unchanged: a program has one precision."""
-        return made
+    # The methods of `ProgramRecorder` that a function reaches: it runs traced in functions of this library, too.
+    ended = True
 
-    def input(self, symbols: Sequence[Symbol], shape: Shape) -> TracedArray:
-        """Return a traced array of symbols, in C order; it is read-only, as in calls with numbers."""
+    def looked_up(self, call: str) -> NoReturn:
+        """Refuse a communication."""
+        self.refuse(f"it calls {call}, which communicates: only computations on one rank can be compiled")
+
+    def communicate(self, operation: Any, x: Any, params: Any) -> NoReturn:
+        """Refuse a communication."""
+        self.looked_up(operation.__name__)
+
+    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of `mpiad.extend`."""
+        return operator.body(args, kwargs)
+
+    def entered_body(self) -> None:
+        """Do nothing at the beginning of an operator's body."""
+
+    def input(self, group: str, places: range, shape: Shape, in_pairs: bool = False) -> TracedArray:
+        """Return inputs of a group, in C order, as an array; it is read-only, as in calls with numbers.
+
+        `in_pairs`: whether two consecutive inputs are the real and the imaginary part of a complex entry.
+        """
+        symbols = [Symbol(self.builder, self.builder.input(group, place)) for place in places]
+        if in_pairs:
+            symbols = [real.plus_i(imag) for real, imag in zip(symbols[::2], symbols[1::2])]
         array, value = _as_array(symbols, shape), np.ones(shape, self._dtype_of(symbols))
         array.flags.writeable = value.flags.writeable = False
         return TracedArray(self, array, value)
@@ -116,10 +135,8 @@ class ScalarRecorder:
             return TracedArray(self, _as_array([*map(_OF_KIND[made.dtype.kind], found)], made.shape), made)
         except Unsupported as error:
             self.refuse(f"it calls {name} with {error}")
-        except TypeError as error:
-            if not kwargs or isinstance(error, Refusal):
-                raise
-            self.refuse(f"it calls {name} with {', '.join(kwargs)}=")
+        except TypeError as error:  # the rule doesn't have a parameter, and Python's message names it
+            self.refuse(f"it calls {name}, whose rule {str(error).partition('() ')[2] or error}")
 
     def _wrapped(self, found: Any, made: Any) -> Any:
         if isinstance(found, (list, tuple)):
@@ -177,10 +194,7 @@ class ScalarRecorder:
 
 
 def _as_array(symbols: Sequence[Symbol], shape: Shape) -> Array:
-    # Filled in one dimension; otherwise NumPy would treat symbols as possible sequences.
-    result = np.empty(len(symbols), object)
-    result[:] = symbols
-    return result.reshape(shape)
+    return np.fromiter(symbols, object, len(symbols)).reshape(shape)
 
 
 def _entries(x: Any) -> Any:
@@ -201,7 +215,6 @@ _OF_KIND: dict[str, Callable[[Symbol], Symbol]] = {
 _RULES: dict[Callable, Rule] = {
     cast: _cast,
     np.real: lambda t, x: t.elementwise("real", lambda z: z.real, x),
-    np.imag: lambda t, x: t.elementwise("imag", lambda z: z.imag, x),
 }
 
 # Functions that move entries, or add and multiply them.

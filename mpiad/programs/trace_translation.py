@@ -82,14 +82,12 @@ class _Translation:
 
     def _translated_by_rule(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
         # Loops don't compute complex or integer arrays.
-        if any(dtype not in COMPUTED for _, dtype in specs):
+        if step.kind != "call" or any(dtype not in COMPUTED for _, dtype in specs):
             raise Unsupported
-        if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
-            raise Unsupported
-        self.shape, self.dtype = specs[0]
-        rule = _RULES.get(step.fun) or rule_of(step.fun)
+        rule = (_RULES.get(step.fun) or rule_of(step.fun)) if len(specs) == 1 or step.fun in SPLITTING else None
         if rule is None:
             raise Unsupported
+        self.shape, self.dtype = specs[0]
         try:
             made = rule(self, *args, **kwargs)
         except TypeError as error:  # arguments that the rule doesn't support
@@ -471,12 +469,6 @@ def _diff(t: _Translation, x: Any, n: int = 1, axis: int = -1) -> Value:
     return x
 
 
-def _imag(t: _Translation, x: Any) -> Value:
-    if _value(x).dtype not in FLOATS:
-        raise Unsupported
-    return t.full(0.0)
-
-
 SPLITTING = frozenset({np.split, np.array_split})
 _VIEWING = (
     np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.flip, np.flipud, np.fliplr, np.rot90, np.split, np.array_split
@@ -489,7 +481,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
     take: _take, cast: _cast, with_entries: _with_entries, array_of: lambda t, x, *_, **__: t.array(x),
     np.dot: _product(_dot), np.vdot: _product(), np.inner: _product(_inner), np.matmul: _product(_matmul),
-    np.einsum: _einsum, np.tensordot: _tensordot, np.copy: _same, np.real: _same, np.imag: _imag,
+    np.einsum: _einsum, np.tensordot: _tensordot, np.copy: _same, np.real: _same,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
     np.roll: _roll, np.diff: _diff,
 }  # fmt: skip

@@ -25,6 +25,7 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED
 from mpiad.programs.scalar_recorder import ScalarRecorder
 from mpiad.pytrees import is_variable
+from mpiad.transport.core.tracing import restoring_state, tracing
 
 # There are three kinds of leaves of the parameters: leaves that differ between trajectories, leaves shared by all, and
 # shared leaves that can't be differentiated (integers, booleans, strings, functions). The leaves of the third kind are
@@ -163,46 +164,31 @@ def identity_of(fun: Function) -> Any:
 
 def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None) -> Program:
     recorder, in_pairs, packing = ScalarRecorder(real_dtype(dtype)), is_complex(dtype), packing_of(p)
-    builder = recorder.builder
+    builder, leaves = recorder.builder, list(p.leaves)
     groups = {"state": math.prod(shape) * (2 if in_pairs else 1), "parameter": packing.size, "time": 1}
+    # If states are matrices, f is called for one trajectory at a time; otherwise for a batch with one column.
+    column = () if len(shape) > 1 else (1,)
+    for part in packing.parts:
+        own = (*part.shape, *column) if part.varies else part.shape
+        leaves[part.place] = recorder.input("parameter", part.scalars, own, part.complex)
+    u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
     try:
-        value = f(*_inputs(recorder, shape, p, packing, in_pairs))
+        with restoring_state():
+            around, tracing.recorder = tracing.recorder, recorder
+            value = f(u, p.build(leaves), recorder.input("time", range(1), column))
+            tracing.recorder = around
         components = _components(recorder, value, shape if result is None else result)
         if in_pairs and result is None:
-            outputs = [part.number for x in components for part in (x.real, x.imag)]
+            components = [part for x in components for part in (x.real, x.imag)]
         elif any(x.is_complex for x in components):
             recorder.refuse("it returned a complex number where a real one was expected")
-        else:
-            outputs = [x.real.number for x in components]
     except Exception as error:
         # The first refusal is the reason, even if NumPy or the function has replaced the exception by another one.
         reason = builder.refused or f"{type(error).__name__}: {error}"
         raise Untraceable(reason, where_raised(error.__traceback__, f)) from error
     if builder.refused:  # the function has caught the Refusal
         raise Untraceable(builder.refused, place_of(f))
-    return builder.program(groups, outputs)
-
-
-def _inputs(
-    recorder: ScalarRecorder, shape: Shape, p: Parameters, packing: ParameterPacking, in_pairs: bool
-) -> tuple[Any, Any, Any]:
-    """Return u, p and t as traced arrays with one column."""
-
-    def array(group: str, places: range, shape: Shape, in_pairs: bool) -> Any:
-        symbols = [Symbol(recorder.builder, recorder.builder.input(group, place)) for place in places]
-        if in_pairs:
-            symbols = [real.plus_i(imag) for real, imag in zip(symbols[::2], symbols[1::2])]
-        return recorder.input(symbols, shape)
-
-    # If states are matrices, f is called for one trajectory at a time.
-    column = () if len(shape) > 1 else (1,)
-    leaves = list(p.leaves)
-    for part in packing.parts:
-        own = (*part.shape, *column) if part.varies else part.shape
-        leaves[part.place] = array("parameter", part.scalars, own, part.complex)
-    places = range(math.prod(shape) * (2 if in_pairs else 1))
-    u = array("state", places, (*shape, *column), in_pairs)
-    return u, p.build(leaves), array("time", range(1), column, False)
+    return builder.program(groups, [x.as_number().number for x in components])
 
 
 def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symbol]:
