@@ -426,7 +426,7 @@ class Recorder:
             return target
         references = self.referenced(tuple(args))
         self._check_writing(target)
-        if fun(*[np.zeros((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
+        if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
         self._written_into(fun, plain(tuple(args)), target.value)
         number = self._number(target.value)

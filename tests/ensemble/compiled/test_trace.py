@@ -11,6 +11,7 @@ import pytest
 import scipy.special
 from traced_right_hand_sides import MATRIX, SYSTEMS
 
+import mpiad
 from mpiad.compiling import builder
 from mpiad.compiling.program import Untraceable, evaluated
 from mpiad.ensemble.batch import Parameters
@@ -179,6 +180,16 @@ def swallows(u, p, t):
         return [u[0]]
 
 
+def writes_at_a_mask(u, p, t):
+    du = np.zeros_like(u)
+    du[u > 0] = 1.0
+    return du
+
+
+def communicates(u, p, t):
+    return mpiad.mpi_allreduce(u)
+
+
 @pytest.mark.parametrize("f, offset, reason", [
     (branches, 2, "np.where"),
     (calls_scipy, 1, "jv"),
@@ -195,6 +206,9 @@ def swallows(u, p, t):
     (interpolates, 1, "a table of 100 entries"),
     (compares_an_array, 2, "np.concatenate"),
     (swallows, 0, "float"),
+    (writes_at_a_mask, 2, "traced values as an index: write np.where"),
+    (communicates, 1, "it calls mpi_allreduce, which communicates"),
+    (lambda u, p, t: np.std(u), 0, "numpy.std, which isn't among the functions"),
     (lambda u, p, t: np.where(u > 0)[0], 0, "give np.where three arguments"),
     (lambda u, p, t: np.sum(u, axis=0, initial=True), 0, "numpy.sum, whose rule got an unexpected keyword"),
     (lambda u, p, t: np.max(u[1:], axis=0), 0, "zero-size array to reduction operation maximum"),
