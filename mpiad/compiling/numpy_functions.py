@@ -226,14 +226,10 @@ def _interpolated(
     return t.elementwise("interp", one, x)
 
 
-def _horner(result: Symbol, x: Symbol, coefficient: Symbol) -> Symbol:
-    return result * x + coefficient
-
-
 def _polynomial(t: Translator, coefficients: Any, x: Any) -> Any:
     result = t.elementwise("multiply", _multiply, x, 0.0)
     for coefficient in coefficients:
-        result = t.elementwise("horner", _horner, result, x, coefficient)
+        result = t.elementwise("horner", lambda y, x, c: y * x + c, result, x, coefficient)
     return result
 
 

@@ -28,14 +28,6 @@ _LARGEST_EXPONENT = 100
 _FLAT = 22.0
 
 
-def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
-    """Return the value of an operation with a complex argument; raise a Refusal if it can't be compiled."""
-    rule = _RULES.get(operation)
-    if rule is None:
-        arguments[0].builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
-    return rule(*arguments)
-
-
 # ---- arithmetic
 
 
@@ -46,14 +38,6 @@ def _is_zero(x: Symbol) -> bool:
 def _times(x: Symbol, y: Symbol) -> Symbol:
     """Return the product of real values; 0 if a factor is a constant zero, even if the other is infinite or NaN."""
     return x if _is_zero(x) else y if _is_zero(y) else x * y
-
-
-def _add(x: Symbol, y: Symbol) -> Symbol:
-    return (x.real + y.real).plus_i(x.imag + y.imag)
-
-
-def _subtract(x: Symbol, y: Symbol) -> Symbol:
-    return (x.real - y.real).plus_i(x.imag - y.imag)
 
 
 def _multiply(x: Symbol, y: Symbol) -> Symbol:
@@ -166,8 +150,8 @@ def _tan(z: Symbol) -> Symbol:
 
 
 _RULES: dict[str, Callable[..., Symbol]] = {
-    "add": _add,
-    "subtract": _subtract,
+    "add": lambda x, y: (x.real + y.real).plus_i(x.imag + y.imag),
+    "subtract": lambda x, y: (x.real - y.real).plus_i(x.imag - y.imag),
     "multiply": _multiply,
     "divide": _divide,
     "negative": lambda z: (-z.real).plus_i(-z.imag),
@@ -257,7 +241,9 @@ class Symbol:
         arguments = [self, *(self._as_symbol(other) for other in others)]
         arguments = [x.truth() if operation.startswith("logical") else x.as_number() for x in arguments]
         if any(x.is_complex for x in arguments):
-            return complex_value(operation, arguments)
+            if operation not in _RULES:
+                self.builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
+            return _RULES[operation](*arguments)
         return Symbol(self.builder, self.builder.call(operation, *(x.number for x in arguments)))
 
     def _as_symbol(self, other: object) -> Symbol:

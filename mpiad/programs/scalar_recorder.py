@@ -21,7 +21,7 @@ from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of
 from mpiad.compiling.symbols import Symbol, number_of
 from mpiad.programs.recorder import reason_against
 from mpiad.programs.steps import Traced, mapped, plain
-from mpiad.programs.traced_array import TracedArray, added_at, array_of, cast, take
+from mpiad.programs.traced_array import TracedArray, array_of, cast, take
 
 _OF_MANY = {"maximum": "largest", "minimum": "smallest"}
 
@@ -219,7 +219,7 @@ _RULES: dict[Callable, Rule] = {
 
 # Functions that move entries, or add and multiply them.
 _ON_ENTRIES = frozenset({
-    take, array_of, added_at, np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis,
+    take, array_of, np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis,
     np.swapaxes, np.roll, np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.broadcast_arrays,
     np.take, np.delete, np.split, np.array_split, np.atleast_1d, np.atleast_2d, np.atleast_3d, np.diagonal, np.resize,
     np.copy, np.append, np.concatenate, np.stack, np.vstack, np.hstack, np.dstack, np.column_stack, np.dot, np.vdot,

@@ -61,6 +61,10 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
     return method
 
 
+def _of_value(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._required_value(), name)(*args)
+
+
 class TracedArray(Traced):
     """An array in a function that is being traced; `value` is a NumPy array or scalar."""
 
@@ -155,31 +159,13 @@ class TracedArray(Traced):
             self.recorder.ask(self, reason)
         return self.value
 
-    def __bool__(self) -> bool:
-        return bool(self._required_value())
-
-    def __float__(self) -> float:
-        return float(self._required_value())
-
-    def __int__(self) -> int:
-        return int(self._required_value())
-
-    def __index__(self) -> int:
-        return self._required_value().__index__()
-
-    def __complex__(self) -> complex:
-        return complex(self._required_value())
+    __bool__, __float__, __int__, __index__, __complex__ = map(
+        _of_value, ("__bool__", "__float__", "__int__", "__index__", "__complex__")
+    )
+    item, tolist = _of_value("item"), _of_value("tolist")
 
     def __format__(self, spec: str) -> str:
         return format(self._required_value("it formats a traced value as text"), spec) if spec else repr(self)
-
-    def item(self, *args: Any) -> Any:
-        """Return an entry as a Python number."""
-        return self._required_value().item(*args)
-
-    def tolist(self) -> Any:
-        """Return the values as nested lists."""
-        return self._required_value().tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         # numpy.array and numpy.asarray call this method, and their results can't be traced arrays.
