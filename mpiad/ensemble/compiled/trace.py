@@ -174,7 +174,8 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: 
     u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
     try:
         with restoring_state():
-            around, tracing.recorder = tracing.recorder, recorder
+            # The missing methods are called after `looked_up` only.
+            around, tracing.recorder = tracing.recorder, recorder  # type: ignore[assignment]
             value = f(u, p.build(leaves), recorder.input("time", range(1), column))
             tracing.recorder = around
         components = _components(recorder, value, shape if result is None else result)
