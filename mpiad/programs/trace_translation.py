@@ -55,6 +55,8 @@ class _Translation:
     def outputs(self, outputs: Sequence[Any]) -> list[int]:
         program, found = self.program, []
         for x in outputs:
+            if isinstance(x, Traced) and x.stale is not None:
+                raise TypeError("it returns an array whose memory has been changed in place through another name (a view)")
             number = self.nodes[x.number] if isinstance(x, Traced) else program.constant(np.asarray(x))
             node = program.nodes[number]
             if not program.is_float(number) and (node.kind in ("input", "constant") or number in found):

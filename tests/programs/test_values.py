@@ -160,6 +160,22 @@ def test_views_are_changed_in_place():
 
 
 @pytest.mark.serial
+def test_an_array_that_is_changed_through_a_view_and_returned(caplog):
+    def fun(x):
+        y = x + 0.0
+        v = y[1:]
+        v *= 0.3
+        return y
+
+    jitted = mpiad.jit(fun)
+    for x in (X, Y, X):
+        assert_same(jitted(x), fun(x))
+    assert "changed in place through another name" in caplog.text
+    with pytest.raises(TypeError, match="changed in place through another name"):
+        mpiad.jit(fun, strict=True)(X)
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("x", [np.array(1.3), 0.7, np.float64(-0.4), np.zeros(0), np.zeros((0, 4))], ids=str)
 def test_numbers_and_empty_blocks(x):
     def fun(x):
