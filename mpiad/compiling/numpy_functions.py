@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Axis, Shape
 from mpiad.compiling.operations import OPERATIONS
@@ -33,15 +34,15 @@ class Translator(Protocol):
     shape: Shape
     dtype: np.dtype
 
-    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Any) -> Any:
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Array) -> Array:
         """Append an elementwise function of values and numbers, which are broadcast; its dtype is that of the call."""
 
     def reduce(
-        self, name: str, x: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False
-    ) -> Any:
+        self, name: str, x: Array, axis: Axis = None, dtype: DTypeLike = None, out: None = None, keepdims: bool = False
+    ) -> Array:
         """Append a reduction by a ufunc, given by its name, from the first entry to the last; no axes are kept."""
 
-    def full(self, value: Any) -> Any:
+    def full(self, value: Array) -> Array:
         """Append an array of the call's shape and dtype, whose entries are a number or a value, which is broadcast."""
 
 
@@ -134,11 +135,11 @@ def _reduced(name: str, along: int | None = None) -> Rule:
     return lambda t, x, axis=along, *args, **kwargs: t.reduce(name, x, axis, *args, **kwargs)
 
 
-def _where(t: Translator, condition: Any, x: Any, y: Any) -> Any:
+def _where(t: Translator, condition: Array, x: Array, y: Array) -> Array:
     return t.elementwise("where", choose, condition, x, y)
 
 
-def _select(t: Translator, conditions: Sequence[Any], choices: Sequence[Any], default: Any = 0) -> Any:
+def _select(t: Translator, conditions: Sequence[Array], choices: Sequence[Array], default: Array = 0) -> Array:
     # Backwards: the first true condition is applied last, so it decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
         default = _where(t, condition, choice, default)
@@ -154,7 +155,7 @@ def _at_most(x: Symbol, y: Symbol) -> Symbol:
     return choose(x >= y, y, x)
 
 
-def _clip(t: Translator, x: Any, a_min: Any = None, a_max: Any = None, **bounds: Any) -> Any:
+def _clip(t: Translator, x: Array, a_min: Array = None, a_max: Array = None, **bounds: Array) -> Array:
     lower, upper = bounds.pop("min", a_min), bounds.pop("max", a_max)
     if bounds:
         raise Unsupported(f"{', '.join(bounds)}=")
@@ -162,7 +163,7 @@ def _clip(t: Translator, x: Any, a_min: Any = None, a_max: Any = None, **bounds:
     return x if upper is None else t.elementwise("at_most", _at_most, x, upper)
 
 
-def _mean(t: Translator, x: Any, axis: Axis = None, keepdims: Any = False) -> Any:
+def _mean(t: Translator, x: Array, axis: Axis = None, keepdims: bool = False) -> Array:
     total, count = t.reduce("add", x, axis), math.prod(x.shape) // max(math.prod(t.shape), 1)
     if not count:
         raise Unsupported("an array without entries")
@@ -173,7 +174,7 @@ def _square_of_modulus(z: Symbol) -> Symbol:
     return (z * z.conjugate()).real
 
 
-def _norm(t: Translator, x: Any, ord: int | None = None, axis: Axis = None, keepdims: Any = False) -> Any:  # noqa: A002
+def _norm(t: Translator, x: Array, ord: int | None = None, axis: Axis = None, keepdims: bool = False) -> Array:  # noqa: A002
     if ord not in (None, 2) or ord == 2 and not isinstance(axis, int) and len(x.shape) > 1:
         raise Unsupported(f"ord={ord!r}")
     squares = t.elementwise("square", _square_of_modulus, x)
@@ -184,7 +185,7 @@ def _argument(z: Symbol) -> Symbol:
     return z.imag.arctan2(z.real)
 
 
-def _angle(t: Translator, z: Any, deg: bool = False) -> Any:
+def _angle(t: Translator, z: Array, deg: bool = False) -> Array:
     angle = t.elementwise("angle", _argument, z)
     return t.elementwise("degrees", _UFUNCS[np.degrees], angle) if deg else angle
 
@@ -195,15 +196,15 @@ def _sinc(x: Symbol) -> Symbol:
     return y.sin() / y
 
 
-def _rounded(t: Translator, x: Any, decimals: int = 0) -> Any:
+def _rounded(t: Translator, x: Array, decimals: int = 0) -> Array:
     if decimals:
         raise Unsupported(f"decimals={decimals}")
     return t.elementwise("rint", _UFUNCS[np.rint], x)
 
 
 def _interpolated(
-    t: Translator, x: Any, xp: Array, fp: Array, left: Any = None, right: Any = None, period: Any = None
-) -> Any:
+    t: Translator, x: Array, xp: Array, fp: Array, left: Array = None, right: Array = None, period: float | None = None
+) -> Array:
     """Return `numpy.interp`, computed by one comparison per interval, for short tables of constants."""
     traced = any(isinstance(part, t.kind) for part in (xp, fp, left, right, period))
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
@@ -213,7 +214,8 @@ def _interpolated(
         )
     places, values = np.asarray(xp, float), np.asarray(fp, complex if np.iscomplexobj(fp) else float)
     low, high = (values[end] if given is None else given for end, given in ((0, left), (-1, right)))
-    slopes = np.diff(values) / np.diff(places)
+    with np.errstate(all="ignore"):  # the slope of an interval of length 0 isn't used
+        slopes = np.diff(values) / np.diff(places)
 
     def one(x: Symbol) -> Symbol:
         result = choose(x < places[0], low, values[0])
@@ -226,7 +228,7 @@ def _interpolated(
     return t.elementwise("interp", one, x)
 
 
-def _polynomial(t: Translator, coefficients: Any, x: Any) -> Any:
+def _polynomial(t: Translator, coefficients: Array, x: Array) -> Array:
     result = t.elementwise("multiply", _multiply, x, 0.0)
     for coefficient in coefficients:
         result = t.elementwise("horner", lambda y, x, c: y * x + c, result, x, coefficient)

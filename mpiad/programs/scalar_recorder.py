@@ -82,7 +82,7 @@ class ScalarRecorder:
         array.flags.writeable = value.flags.writeable = False
         return TracedArray(self, array, value)
 
-    def symbols(self, x: Any) -> Array:
+    def symbols(self, x: Array) -> Array:
         """Return the entries of an array of symbols or constants; raise a Refusal for anything else."""
         if isinstance(x, Traced):
             return x.number
@@ -143,14 +143,14 @@ class ScalarRecorder:
             return [self._wrapped(*pair) for pair in zip(found, made)]
         return TracedArray(self, self.symbols(found), made)
 
-    def write(self, target: TracedArray, fun: Callable, args: Sequence[Any]) -> TracedArray:
+    def write(self, target: TracedArray, fun: Callable, args: Sequence[Array]) -> TracedArray:
         """Call a function that writes into an array, and into its views."""
         made = self.call(fun, args, {})
         np.copyto(target.value, made.value, casting="same_kind")
         target.number[...] = made.number
         return target
 
-    def set_entries(self, target: TracedArray, key: Index, value: Any) -> None:
+    def set_entries(self, target: TracedArray, key: Index, value: Array) -> None:
         """Set entries of an array and of its views."""
         value = mapped(value, self._traced)
         self._check_index(key)
@@ -162,7 +162,7 @@ class ScalarRecorder:
         if any(isinstance(part, Traced) for part in (key if isinstance(key, tuple) else (key,))):
             self.refuse("it uses traced values as an index: write np.where(u > 0, ...) instead")
 
-    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Any) -> TracedArray:
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Array) -> TracedArray:
         """Apply a function of symbols to each entry of arrays, which are broadcast."""
         arrays = [self.symbols(x) for x in args]
         if any(array.shape != arrays[0].shape for array in arrays):
@@ -170,7 +170,7 @@ class ScalarRecorder:
         return self._value([function(*entries) for entries in zip(*[x.ravel().tolist() for x in arrays])], arrays[0].shape)
 
     def reduce(
-        self, name: str, x: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False
+        self, name: str, x: Array, axis: Axis = None, dtype: DTypeLike = None, out: None = None, keepdims: bool = False
     ) -> TracedArray:
         """Reduce an array along axes by a binary function, from the first entry to the last."""
         entries = self.symbols(x)
@@ -185,7 +185,7 @@ class ScalarRecorder:
         found = [row[0].call(of_many, *row[1:]) if of_many else reduce(lambda x, y: x.call(name, y), row) for row in rows]
         return self._value(found, shape)
 
-    def full(self, value: Any) -> TracedArray:
+    def full(self, value: Array) -> TracedArray:
         """Return an array with the entries of `value`, which is broadcast."""
         return self._value(np.broadcast_to(self.symbols(value), self.shape).ravel().tolist(), self.shape)
 

@@ -14,8 +14,9 @@ from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpiad._typing import Index, Shape
+from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
 from mpiad.compiling.symbols import Symbol
 from mpiad.differentiation.rules.einsum import letters_of
@@ -150,7 +151,7 @@ class _Translation:
         """Return a node as a value."""
         return Value(self.program, number)
 
-    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Any) -> Value:
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Array) -> Value:
         """Append an elementwise function of arguments, which are broadcast."""
         if self.dtype not in COMPUTED:
             raise Unsupported
@@ -159,13 +160,13 @@ class _Translation:
         shape = np.broadcast_shapes(*[x.shape for x in given])
         return self.value(self.program.elementwise([x.number for x in given], shape, self.dtype, (name, function)))
 
-    def computed(self, ufunc: np.ufunc, *args: Any) -> Value:
+    def computed(self, ufunc: np.ufunc, *args: Array) -> Value:
         """Append a ufunc."""
         function: Any = scalar_function(ufunc)
         return self.elementwise(ufunc.__name__, function, *args)
 
     def reduce(
-        self, name: str, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False
+        self, name: str, x: Array, axis: Any = None, dtype: DTypeLike = None, out: None = None, keepdims: bool = False
     ) -> Value:
         """Append a reduction; no axes are kept."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
@@ -194,7 +195,7 @@ class _Translation:
         total = reduce(partial(self.computed, getattr(np, name)), parts)
         return total.reshape(left) if axes == (node.data,) else self._folded(name, total, axes)
 
-    def full(self, value: Any) -> Value:
+    def full(self, value: Array) -> Value:
         """Append an array of equal entries, or a broadcast value."""
         if isinstance(value, Value):
             return self.array(value).broadcast_to(self.shape)
@@ -202,7 +203,7 @@ class _Translation:
             raise Unsupported
         return self.value(self.program.number(value, self.shape, self.dtype))
 
-    def array(self, x: Any) -> Value:
+    def array(self, x: Array) -> Value:
         """Return nested lists of values and numbers as a value with the dtype of the call."""
         if isinstance(x, (list, tuple)):
             return _stack(self, x)
@@ -213,7 +214,7 @@ class _Translation:
         return self.value(self.program.join([x.number for x in parts], axis))
 
 
-def _take(t: _Translation, x: Any, key: Index) -> Value:
+def _take(t: _Translation, x: Array, key: Index) -> Value:
     return _value(x).view(*_of_key(x, key))
 
 
@@ -231,7 +232,7 @@ def _of_key(x: Value, key: Index) -> tuple[IndexMap, Shape]:
 
 
 def _viewed(function: Callable) -> Rule:
-    def rule(t: _Translation, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def rule(t: _Translation, x: Array, *args: Any, **kwargs: Any) -> Any:
         whole = without_memory(_value(x).shape)
         made = function(whole, *args, **kwargs)
         views = [x.view(of_view(whole, part), part.shape) for part in (made if isinstance(made, list) else [made])]
@@ -240,7 +241,7 @@ def _viewed(function: Callable) -> Rule:
     return rule
 
 
-def _cast(t: _Translation, x: Any, dtype: np.dtype) -> Value:
+def _cast(t: _Translation, x: Array, dtype: np.dtype) -> Value:
     if not t.program.is_float(_value(x).number):
         raise Unsupported
     name, function = ("truth", Symbol.truth) if dtype == BOOLEAN else ("cast", Symbol.as_number)
@@ -261,7 +262,7 @@ def _stack(t: _Translation, arrays: Any, axis: int = 0) -> Value:
     return t.join([x.reshape((*shape[:axis], 1, *shape[axis:])) for x in parts], axis)
 
 
-def _with_entries(t: _Translation, x: Any, key: Index, value: Any) -> Value:
+def _with_entries(t: _Translation, x: Array, key: Index, value: Any) -> Value:
     if not t.program.is_float(x.number):
         raise Unsupported
     map, made = _of_key(x, key)
@@ -278,7 +279,7 @@ def _with_entries(t: _Translation, x: Any, key: Index, value: Any) -> Value:
     return t.value(t.program.update(x.number, block.number, [axis.offset for axis in map]))
 
 
-def _pad(t: _Translation, x: Any, widths: Any, mode: str = "constant", constant_values: Any = 0) -> Value:
+def _pad(t: _Translation, x: Array, widths: Any, mode: str = "constant", constant_values: Any = 0) -> Value:
     if mode != "constant" or isinstance(constant_values, (list, tuple, Value)):
         raise Unsupported
     before = np.broadcast_to(np.asarray(widths), (len(_value(x).shape), 2))[:, 0].tolist()
@@ -316,7 +317,7 @@ def _einsum(t: _Translation, subscripts: Any, *operands: Any, optimize: Any = No
     return _Contraction(t, operands, inputs, list(out)).made()
 
 
-def _matmul(t: _Translation, x: Any, y: Any) -> Value:
+def _matmul(t: _Translation, x: Array, y: Array) -> Value:
     labels = [_of_matrix(_value(x), "ik"), _of_matrix(_value(y), "kj" if len(_value(y).shape) > 1 else "jk")]
     batch = range(2 - max(2, len(x.shape), len(y.shape)), 0)
     out = [*batch, *[label for found, label in zip(labels, "ij") if label in found]]
@@ -330,16 +331,16 @@ def _of_matrix(x: Value, last: str) -> list[Hashable]:
     return [*range(2 - ndim, 0), *last] if ndim > 1 else [last[1]]
 
 
-def _dot(t: _Translation, x: Any, y: Any) -> Value:
+def _dot(t: _Translation, x: Array, y: Array) -> Value:
     ndim = len(_value(y).shape)
     return _tensordot(t, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
 
 
-def _inner(t: _Translation, x: Any, y: Any) -> Value:
+def _inner(t: _Translation, x: Array, y: Array) -> Value:
     return _tensordot(t, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
 
 
-def _tensordot(t: _Translation, x: Any, y: Any, axes: Any = 2) -> Value:
+def _tensordot(t: _Translation, x: Array, y: Array, axes: Any = 2) -> Value:
     m, n = len(_value(x).shape), len(_value(y).shape)
     axes = _numbers(t, axes)
     pair = (range(m - axes, m), range(axes)) if isinstance(axes, int) else axes
@@ -352,7 +353,7 @@ def _tensordot(t: _Translation, x: Any, y: Any, axes: Any = 2) -> Value:
     return _Contraction(t, (x, y), [first, second], out).made()
 
 
-def _numbers(t: _Translation, x: Any) -> Any:
+def _numbers(t: _Translation, x: Array) -> Any:
     """Return Python integers, in nested lists, for integers given as numbers, arrays or lists."""
     if isinstance(x, Value):
         node = t.program.nodes[x.number]
@@ -439,7 +440,7 @@ class _Contraction:
 
 
 def _product(of_more_axes: Rule | None = None) -> Rule:
-    def rule(t: _Translation, x: Any, y: Any) -> Value:
+    def rule(t: _Translation, x: Array, y: Array) -> Value:
         if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
             raise Unsupported
         if not len(x.shape) == len(y.shape) == 1:
@@ -457,13 +458,13 @@ def _reshape(t: _Translation, x: Value, *args: Any, order: Any = "C", **_: Any) 
     return x.reshape(t.shape)
 
 
-def _same(t: _Translation, x: Any, *_: Any, **__: Any) -> Value:
+def _same(t: _Translation, x: Array, *_: Any, **__: Any) -> Value:
     if _value(x).dtype != t.dtype:
         raise Unsupported
     return x
 
 
-def _diff(t: _Translation, x: Any, n: int = 1, axis: int = -1) -> Value:
+def _diff(t: _Translation, x: Array, n: int = 1, axis: int = -1) -> Value:
     for _ in range(n):
         axis %= len(x.shape)
         length = x.shape[axis]
