@@ -29,13 +29,13 @@ _OF_MANY = {"maximum": "largest", "minimum": "smallest"}
 class ScalarRecorder:
     """A trace in progress: the receiver of the calls of `TracedArray`, and the `Translator` of rules.
 
-    `builder`: the program under construction. `dtype`: the real dtype of the program.
+    `builder`: the program under construction. `real`: the dtype of the program's real numbers.
     """
 
     kind = TracedArray
 
-    def __init__(self, dtype: DTypeLike):
-        self.builder, self._dtype = Builder(), np.dtype(dtype)
+    def __init__(self, real: DTypeLike):
+        self.builder, self._real = Builder(), np.dtype(real)
 
     def refuse(self, reason: str) -> NoReturn:
         """Store the reason why the function can't be compiled, and raise a Refusal."""
@@ -111,7 +111,7 @@ class ScalarRecorder:
     def _dtype_of(self, symbols: Sequence[Symbol]) -> np.dtype:
         if symbols and all(x.is_boolean for x in symbols):
             return np.dtype(bool)
-        return np.result_type(self._dtype, np.complex64) if any(x.is_complex for x in symbols) else self._dtype
+        return np.result_type(self._real, np.complex64) if any(x.is_complex for x in symbols) else self._real
 
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Translate the call of a NumPy function."""

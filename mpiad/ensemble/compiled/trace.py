@@ -124,7 +124,6 @@ _COLUMNS = 5  # number of trajectories in the comparison of a program with f
 # Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
 _TOLERANCE = 1e4
 
-
 # For each function, the programs confirmed by a second trace. The number of programs is limited, since constants may vary.
 _MAX_REPEATED = 16
 _repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
