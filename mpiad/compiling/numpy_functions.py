@@ -38,7 +38,13 @@ class Translator(Protocol):
         """Append an elementwise function of values and numbers, which are broadcast; its dtype is that of the call."""
 
     def reduce(
-        self, name: str, x: Array, axis: Axis = None, dtype: DTypeLike = None, out: None = None, keepdims: bool = False
+        self,
+        name: str,
+        x: Array,
+        axis: Axis = None,
+        dtype: DTypeLike | None = None,
+        out: None = None,
+        keepdims: bool = False,
     ) -> Array:
         """Append a reduction by a ufunc, given by its name, from the first entry to the last; no axes are kept."""
 

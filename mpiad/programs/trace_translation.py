@@ -166,7 +166,13 @@ class _Translation:
         return self.elementwise(ufunc.__name__, function, *args)
 
     def reduce(
-        self, name: str, x: Array, axis: Any = None, dtype: DTypeLike = None, out: None = None, keepdims: bool = False
+        self,
+        name: str,
+        x: Array,
+        axis: Any = None,
+        dtype: DTypeLike | None = None,
+        out: None = None,
+        keepdims: bool = False,
     ) -> Value:
         """Append a reduction; no axes are kept."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
