@@ -9,6 +9,8 @@ import numpy as np
 import ode_systems
 from autograd.scipy.special import erf, expit, logit
 
+import mpiad
+
 MATRIX = np.array([[-1.0, 2.0, 0.0], [0.5, -0.3, 1.0], [0.0, -0.7, 0.2]])
 
 
@@ -75,6 +77,31 @@ def in_place(u, p, t):
     return du
 
 
+def views(u, p, t):
+    du = np.zeros_like(u)
+    position, velocity = du[:2], du[2:]
+    position[:] = u[2:]
+    velocity[:] = [-p[0] * u[0], -u[1]]
+    velocity *= 2.0
+    du.T[..., 3] += np.array([u[0] ** 2, 0 * u[1]])[0]
+    velocity %= 3.0
+    return du
+
+
+def counting(u, p, t):
+    several = np.sum(u > 0, axis=0) + np.sum(u[:1] > -9, axis=0) + np.sum(u[1:2] > -9, axis=0)
+    return np.where(np.all(u > -9, axis=0) & np.any(u > 0, axis=0), u * several, p[0]) + u.astype(bool) * u
+
+
+@mpiad.jit
+def scaled(u, factor):
+    return anp.sin(u) * factor
+
+
+def with_jitted(u, p, t):
+    return scaled(u, p[0]) + np.tril(MATRIX) @ u
+
+
 def neighbours(u, p, t):
     left, right = anp.roll(u, 1, axis=0), u[[1, 2, 3, 4, 0]]
     mean = anp.mean(u, axis=0)
@@ -137,6 +164,9 @@ SYSTEMS = {
     "elementary": System(elementary, 3, [0.6]),
     "powers": System(powers, 2, [2.3]),
     "in_place": System(in_place, 4, [1.7]),
+    "views": System(views, 4, [1.7]),
+    "counting": System(counting, 3, [0.2]),
+    "with_jitted": System(with_jitted, 3, [0.2]),
     "neighbours": System(neighbours, 5, 0.4),
     "network": System(
         network, 3, {"layers": (np.linspace(-1, 1, 12).reshape(4, 3), np.linspace(0, 1, 4)), "out": np.ones((3, 4)) / 3}
@@ -149,4 +179,4 @@ SYSTEMS = {
     "arranged": System(arranged, 4, [0.4]),
 }
 # autograd differentiates neither writing into arrays nor some of NumPy's functions.
-FOR_AUTOGRAD = sorted(set(SYSTEMS) - {"in_place", "remainders", "limits", "curves", "arranged"})
+FOR_AUTOGRAD = sorted(set(SYSTEMS) - {"in_place", "views", "counting", "remainders", "limits", "curves", "arranged"})

@@ -28,14 +28,6 @@ _LARGEST_EXPONENT = 100
 _FLAT = 22.0
 
 
-def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
-    """Return the value of an operation with a complex argument; raise a Refusal if it can't be compiled."""
-    rule = _RULES.get(operation)
-    if rule is None:
-        arguments[0].builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
-    return rule(*arguments)
-
-
 # ---- arithmetic
 
 
@@ -46,14 +38,6 @@ def _is_zero(x: Symbol) -> bool:
 def _times(x: Symbol, y: Symbol) -> Symbol:
     """Return the product of real values; 0 if a factor is a constant zero, even if the other is infinite or NaN."""
     return x if _is_zero(x) else y if _is_zero(y) else x * y
-
-
-def _add(x: Symbol, y: Symbol) -> Symbol:
-    return (x.real + y.real).plus_i(x.imag + y.imag)
-
-
-def _subtract(x: Symbol, y: Symbol) -> Symbol:
-    return (x.real - y.real).plus_i(x.imag - y.imag)
 
 
 def _multiply(x: Symbol, y: Symbol) -> Symbol:
@@ -166,8 +150,8 @@ def _tan(z: Symbol) -> Symbol:
 
 
 _RULES: dict[str, Callable[..., Symbol]] = {
-    "add": _add,
-    "subtract": _subtract,
+    "add": lambda x, y: (x.real + y.real).plus_i(x.imag + y.imag),
+    "subtract": lambda x, y: (x.real - y.real).plus_i(x.imag - y.imag),
     "multiply": _multiply,
     "divide": _divide,
     "negative": lambda z: (-z.real).plus_i(-z.imag),
@@ -188,7 +172,6 @@ _RULES: dict[str, Callable[..., Symbol]] = {
     "tanh": _tanh,
 }
 
-BRANCHES = "control flow depends on a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
 _OBJECTS = (
     "it compares, rounds or branches on an array that np.array or autograd's np.stack made of traced values, or takes its "
     "sign, maximum or minimum: do this with the components, or join them by np.concatenate"
@@ -258,7 +241,9 @@ class Symbol:
         arguments = [self, *(self._as_symbol(other) for other in others)]
         arguments = [x.truth() if operation.startswith("logical") else x.as_number() for x in arguments]
         if any(x.is_complex for x in arguments):
-            return complex_value(operation, arguments)
+            if operation not in _RULES:
+                self.builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
+            return _RULES[operation](*arguments)
         return Symbol(self.builder, self.builder.call(operation, *(x.number for x in arguments)))
 
     def _as_symbol(self, other: object) -> Symbol:
@@ -331,17 +316,6 @@ def number_of(builder: Builder, value: object) -> int:
     if isinstance(value, (complex, np.complexfloating)):
         return builder.pair(*(builder.constant(float(part)) for part in (value.real, value.imag)))
     builder.refuse(f"it computes with {type(value).__name__} {value!r:.60}, which isn't a number")
-
-
-def numbers_of(builder: Builder, value: object) -> Array:
-    """Return the value numbers of an array of symbols or constants; raise a Refusal for anything else."""
-    numbers = getattr(value, "numbers", None)  # if it is a SymbolicArray
-    if numbers is not None:
-        return numbers
-    # Other containers of symbols are lists and object arrays.
-    array = np.asarray(value)
-    flat = array.ravel().tolist() if array.dtype.kind in "fiubc" else list(array.ravel())
-    return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)
 
 
 def choose(condition: Any, x: Array, y: Array) -> Symbol:

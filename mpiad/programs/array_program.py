@@ -280,18 +280,30 @@ class ArrayProgram:
         return self.nodes[x].dtype in COMPUTED
 
 
-class Opaque(Exception):
-    """Raised if a call can't be translated to nodes that loops compute; the call then remains a call of NumPy."""
-
-
 class Value:
     """A node among the arguments of a call that is translated to a program."""
 
-    __slots__ = ("dtype", "number", "shape")
+    __slots__ = ("dtype", "number", "program", "shape")
 
     def __init__(self, program: ArrayProgram, number: int):
         node = program.nodes[number]
-        self.number, self.shape, self.dtype = number, node.shape, node.dtype
+        self.program, self.number, self.shape, self.dtype = program, number, node.shape, node.dtype
+
+    def view(self, map: IndexMap, shape: Shape) -> Value:
+        """Append a view; see `ArrayProgram.view`."""
+        return Value(self.program, self.program.view(self.number, map, shape))
+
+    def broadcast_to(self, shape: Shape) -> Value:
+        """Append the array broadcast to a shape."""
+        return self.view(broadcast(self.shape, shape), shape)
+
+    def slice(self, axis: int, start: int, stop: int) -> Value:
+        """Append the entries from `start` to `stop` along an axis."""
+        return Value(self.program, self.program.slice(self.number, axis, start, stop))
+
+    def reshape(self, shape: Shape) -> Value:
+        """Append the array in another shape."""
+        return Value(self.program, self.program.reshape(self.number, shape))
 
 
 def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from mpiad._typing import Shape
 
@@ -55,20 +59,22 @@ def broadcast(shape: Shape, made: Shape) -> IndexMap:
     return tuple([Axis(None, 0, 0) if n == 1 != length else Axis(k, 1, 0) for k, (n, length) in pairs])
 
 
-def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, Shape]:
-    """Return the map of a basic index, and the shape of the result; `key` has an entry for each axis, and no Ellipsis."""
-    axes: list[Axis] = []
-    made: list[int] = []
-    for part in key:
-        if part is None:
-            made.append(1)
-        elif isinstance(part, slice):
-            start, stop, step = part.indices(shape[len(axes)])
-            axes.append(Axis(len(made), step, start))
-            made.append(len(range(start, stop, step)))
-        else:
-            axes.append(Axis(None, 0, part % shape[len(axes)] if part < 0 else part))
-    return tuple(axes), tuple(made)
+def without_memory(shape: Shape) -> np.ndarray:
+    """Return an array for `of_view`, whose entries mustn't be read: it has the memory of one entry."""
+    strides = [math.prod([max(n, 1) for n in shape[k + 1 :]]) for k in range(len(shape))]
+    return as_strided(np.empty(1, np.int8), shape, strides)
+
+
+def of_view(whole: np.ndarray, part: np.ndarray) -> IndexMap:
+    """Return the map of a view of an array returned by `without_memory`, from its strides and its first entry."""
+    offset = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    axes = []
+    for n, stride in zip(whole.shape, whole.strides):
+        ends = enumerate(zip(part.shape, part.strides))
+        source = next((k for k, (length, by) in ends if length > 1 and stride <= abs(by) < n * stride), None)
+        axes.append(Axis(source, 0 if source is None else part.strides[source] // stride, offset // stride))
+        offset %= stride
+    return tuple(axes)
 
 
 def axes_of(axis: Any, ndim: int) -> set[int]:

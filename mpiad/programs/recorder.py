@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad import primitives
 from mpiad._typing import Array, Index, Shape
@@ -23,7 +24,7 @@ from mpiad.programs.closure import is_writable, same_bits
 from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
-from mpiad.programs.traced_array import TracedArray, with_entries
+from mpiad.programs.traced_array import CONTROL_FLOW, TracedArray, with_entries
 from mpiad.transport import channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
@@ -49,12 +50,13 @@ _SHAPED_BY_VALUES = frozenset(
 _WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
 
 
-def _reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the reason why a call can't be recorded, as a relative clause; "" if the call can be recorded."""
     further = *args[1:], *kwargs.values()
     repeats = fun is np.repeat and any(isinstance(x, Traced) for x in further)
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
-        return "whose result has a shape that depends on traced values"
+        advice = ": give np.where three arguments" if fun is np.where else ""
+        return f"whose result has a shape that depends on traced values{advice}"
     place = _place_of_out(fun)
     has_out = kwargs.get("out") is not None or place is not None and len(args) > place and args[place] is not None
     if has_out or kwargs.get("copy") is False or getattr(fun, "__name__", "") in _WRITING:
@@ -121,7 +123,14 @@ class Recorder:
         """End the trace in failure, since the function needs the value of x; if x is an integer, `asked` is set."""
         if x.value.dtype.kind in "iu" and not x.value.ndim:
             self.asked = x.number
-        self.refuse(reason)
+        self.refuse(f"{reason}, or leave this part out of the jitted function" if reason is CONTROL_FLOW else reason)
+
+    def plain_array(self, x: Any, dtype: DTypeLike | None) -> Array:
+        """Return a traced array as a plain array; in a trace, raise Abandoned."""
+        if self.is_noting():
+            reason = "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by"
+            self.ask(x, f"{reason} np.concatenate or np.stack of autograd.numpy")
+        return np.asarray(x.value, dtype)
 
     def close(self) -> None:
         """End the trace; from now on, computations with its arrays are errors."""
@@ -221,7 +230,7 @@ class Recorder:
         """Call a NumPy function, and record it."""
         if not self.is_noting():
             return fun(*plain(tuple(args)), **plain(kwargs))
-        reason = _reason_against(fun, args, kwargs)
+        reason = reason_against(fun, args, kwargs)
         if reason:
             self.refuse(f"it calls {fun.__name__}, {reason}")
         references = self.referenced(tuple(args)), self.referenced(kwargs)
@@ -417,7 +426,7 @@ class Recorder:
             return target
         references = self.referenced(tuple(args))
         self._check_writing(target)
-        if fun(*[np.zeros((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
+        if fun(*[np.ones((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
         self._written_into(fun, plain(tuple(args)), target.value)
         number = self._number(target.value)

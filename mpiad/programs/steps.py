@@ -51,11 +51,14 @@ class Abandoned(BaseException):
 
 
 class Traced:
-    """The data of a traced array; see the subclass `TracedArray`."""
+    """The data of a traced array; see the subclass `TracedArray`.
+
+    `number`: its number in the trace; in a trace of scalars (`ScalarRecorder`), the array of its symbols.
+    """
 
     __slots__ = ("number", "recorder", "stale", "value", "weak")
 
-    def __init__(self, recorder: Any, number: int, value: Any):
+    def __init__(self, recorder: Any, number: Any, value: Any):
         self.recorder, self.number, self.value = recorder, number, value
         self.stale: Any = None  # the array through which its memory was overwritten, if any
         self.weak = False  # whether it is a Python number, which takes the precision of the other operand

@@ -1,7 +1,7 @@
 """Translation of the steps of a trace to a program of arrays.
 
-A `_Translation` appends the nodes of each step to the program. `RULES` has a rule for each NumPy function that compiled
-loops can compute; a rule returns the number of a node. Other functions, and arguments that a rule doesn't support, become
+A `_Translation` appends the nodes of each step to the program. `_RULES` and `compiling.numpy_functions` have a rule for
+each NumPy function that compiled loops can compute. Other functions, and arguments that a rule doesn't support, become
 calls of NumPy on whole arrays.
 """
 
@@ -10,24 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial, reduce
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
+from numpy.typing import DTypeLike
 
-from mpiad._typing import Index, Shape
-from mpiad.compiling.symbolic_arrays import scalar_function
-from mpiad.compiling.symbols import choose
+from mpiad._typing import Array, Index, Shape
+from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
+from mpiad.compiling.symbols import Symbol
 from mpiad.differentiation.rules.einsum import letters_of
-from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, SHORT, ArrayProgram, Call, Opaque, Slot, Value
-from mpiad.programs.index_maps import Axis, axes_of, broadcast, identity, of_key
+from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, SHORT, ArrayProgram, Call, Slot, Value
+from mpiad.programs.index_maps import Axis, IndexMap, axes_of, of_view, without_memory
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 from mpiad.programs.traced_array import array_of, cast, take, with_entries
 
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
-_NAMED: dict[str, Callable] = {}
 
 
 def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgram:
@@ -41,7 +40,9 @@ def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgr
 
 
 class _Translation:
-    """A program that is built from a trace, step by step; the rules append nodes to it."""
+    """A program that is built from a trace, step by step: the `Translator` of rules, which append nodes to it."""
+
+    kind = Value
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.program = recorder, ArrayProgram()
@@ -55,6 +56,8 @@ class _Translation:
     def outputs(self, outputs: Sequence[Any]) -> list[int]:
         program, found = self.program, []
         for x in outputs:
+            if isinstance(x, Traced) and x.stale is not None:
+                raise TypeError("it returns an array whose memory has been changed in place through another name (a view)")
             number = self.nodes[x.number] if isinstance(x, Traced) else program.constant(np.asarray(x))
             node = program.nodes[number]
             if not program.is_float(number) and (node.kind in ("input", "constant") or number in found):
@@ -70,7 +73,7 @@ class _Translation:
         specs = [self.recorder.specs[out] for out in step.outs]
         try:
             made = self._translated_by_rule(step, args, kwargs, specs)
-        except Opaque:
+        except Unsupported:
             made = self._called(step, args, kwargs, specs)
         for out, number, (shape, dtype) in zip(step.outs, made, specs, strict=True):
             node = program.nodes[number]
@@ -82,28 +85,17 @@ class _Translation:
 
     def _translated_by_rule(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
         # Loops don't compute complex or integer arrays.
-        if any(dtype not in COMPUTED for _, dtype in specs):
-            raise Opaque
-        if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
-            raise Opaque
-        shape, dtype = specs[0]
-        if isinstance(step.fun, np.ufunc) and scalar_function(step.fun) is not None and not kwargs:
-            return [self.computed(step.fun, args, shape, dtype)]
-        owner = getattr(step.fun, "__self__", None)
-        if isinstance(owner, np.ufunc) and owner in REDUCED and step.fun.__name__ == "reduce":
-            given = dict(zip(("x", "axis", "dtype", "out", "keepdims"), args)) | kwargs
-            if given.get("dtype") is not None or given.get("out") is not None or "initial" in given or "where" in given:
-                raise Opaque
-            # By default ufunc.reduce reduces along the first axis.
-            return [self.reduce(REDUCED[owner], shape, given["x"], given.get("axis", 0))]
-        rule = RULES.get(step.fun)
+        if step.kind != "call" or any(dtype not in COMPUTED for _, dtype in specs):
+            raise Unsupported
+        rule = (_RULES.get(step.fun) or rule_of(step.fun)) if len(specs) == 1 or step.fun in SPLITTING else None
         if rule is None:
-            raise Opaque
+            raise Unsupported
+        self.shape, self.dtype = specs[0]
         try:
-            made = rule(self, shape, dtype, *args, **kwargs)
+            made = rule(self, *args, **kwargs)
         except TypeError as error:  # arguments that the rule doesn't support
-            raise Opaque from error
-        return list(made) if isinstance(made, list) else [made]
+            raise Unsupported from error
+        return [x.number for x in made] if isinstance(made, list) else [made.reshape(self.shape).number]
 
     def _called(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
         program, found = self.program, []
@@ -126,9 +118,9 @@ class _Translation:
 
     def _value(self, x: Any) -> Any:
         if type(x) is Ref:
-            return Value(self.program, self.nodes[x.number])
+            return self.value(self.nodes[x.number])
         if type(x) is Constant:
-            return Value(self.program, self.program.constant(self.recorder.constants[x.number]))
+            return self.value(self.program.constant(self.recorder.constants[x.number]))
         return x
 
     def of(self, x: Any, dtype: np.dtype) -> Value:
@@ -138,166 +130,178 @@ class _Translation:
             if node.dtype.kind in "iu" and node.kind == "constant":
                 whole = self.program.constants[node.data]
                 if np.abs(whole, dtype=float).max(initial=0) > _MOST_NUMBERS:
-                    raise Opaque
-                return Value(self.program, self.program.constant(whole.astype(np.float64)))
+                    raise Unsupported
+                return self.value(self.program.constant(whole.astype(np.float64)))
             if node.dtype.kind in "iu" and node.kind == "number":
-                return Value(self.program, self.program.number(node.data, node.shape, np.float64))
+                return self.value(self.program.number(node.data, node.shape, np.float64))
             # An integer argument is read as a float.
             integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
             if not integer and not self.program.is_float(x.number):
-                raise Opaque
+                raise Unsupported
             return x
         if isinstance(x, (bool, np.bool_)):
-            return Value(self.program, self.program.number(bool(x), (), bool))
+            return self.value(self.program.number(bool(x), (), bool))
         if isinstance(x, (int, float, np.integer, np.floating)) and abs(x) < math.inf or isinstance(x, float):
             # A Python number takes the precision of the other operand.
             kind = x.dtype if isinstance(x, np.floating) else dtype if dtype in FLOATS else np.dtype(np.float64)
-            return Value(self.program, self.program.number(float(x), (), kind))
-        raise Opaque
+            return self.value(self.program.number(float(x), (), kind))
+        raise Unsupported
 
-    def elementwise(self, name: str, function: Callable, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> int:
-        if dtype not in COMPUTED:
-            raise Opaque
-        wide = dtype if dtype in FLOATS else np.result_type(*[x.dtype for x in args if isinstance(x, Value)], np.float32)
-        given = [self.of(x, wide) for x in args]
-        return self.program.elementwise([x.number for x in given], shape, dtype, (name, function))
+    def value(self, number: int) -> Value:
+        """Return a node as a value."""
+        return Value(self.program, number)
 
-    def computed(self, ufunc: np.ufunc, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> int:
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Array) -> Value:
+        """Append an elementwise function of arguments, which are broadcast."""
+        if self.dtype not in COMPUTED:
+            raise Unsupported
+        dtypes = [self.dtype] if self.dtype in FLOATS else [x.dtype for x in args if isinstance(x, Value)]
+        given = [self.of(x, np.result_type(*dtypes, np.float32)) for x in args]
+        shape = np.broadcast_shapes(*[x.shape for x in given])
+        return self.value(self.program.elementwise([x.number for x in given], shape, self.dtype, (name, function)))
+
+    def computed(self, ufunc: np.ufunc, *args: Array) -> Value:
+        """Append a ufunc."""
         function: Any = scalar_function(ufunc)
-        return self.elementwise(ufunc.__name__, function, args, shape, dtype)
+        return self.elementwise(ufunc.__name__, function, *args)
 
     def reduce(
-        self, name: str, shape: Shape, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False
-    ) -> int:
+        self,
+        name: str,
+        x: Array,
+        axis: Any = None,
+        dtype: DTypeLike | None = None,
+        out: None = None,
+        keepdims: bool = False,
+    ) -> Value:
+        """Append a reduction; no axes are kept."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
-            raise Opaque
+            raise Unsupported
         ndim = len(x.shape)
         axes = tuple(range(ndim)) if axis is None else tuple(sorted(axes_of(axis, ndim)))
+        if name.startswith("logical") or name not in ("add", "multiply") and not math.prod(x.shape):
+            raise Unsupported
         if not axes:
-            return x.number
+            return x
         if not math.prod(x.shape):
-            if name not in ("add", "multiply"):
-                raise Opaque
-            return self.program.number(float(name == "multiply"), shape, x.dtype)
-        return self.program.reshape(self._folded(name, x.number, axes), shape)
+            return self.full(float(name == "multiply"))
+        return self._folded(name, x, axes)
 
-    def _folded(self, name: str, x: int, axes: tuple[int, ...]) -> int:
-        program, node = self.program, self.program.nodes[x]
+    def _folded(self, name: str, x: Value, axes: tuple[int, ...]) -> Value:
+        program, node = self.program, self.program.nodes[x.number]
         left = tuple([n for k, n in enumerate(node.shape) if k not in axes])
-        if x not in program.componentwise or node.kind != "join" or len(node.inputs) != node.shape[node.data]:
-            return program.add("reduce", (x,), left, node.dtype, (name, axes))
+        if x.number not in program.componentwise or node.kind != "join" or len(node.inputs) != node.shape[node.data]:
+            return self.value(program.add("reduce", (x.number,), left, node.dtype, (name, axes)))
+        parts = [self.value(part) for part in node.inputs]
         if node.data not in axes:
             place = node.data - sum(k < node.data for k in axes)
-            parts = [program.reshape(self._folded(name, part, axes), _one(left, place)) for part in node.inputs]
-            return program.components(parts, place)
-        total, *others = node.inputs
-        for part in others:
-            both = [Value(program, total), Value(program, part)]
-            total = self.computed(getattr(np, name), both, program.nodes[part].shape, node.dtype)
-        return program.reshape(total, left) if axes == (node.data,) else self._folded(name, total, axes)
+            unit = (*left[:place], 1, *left[place + 1 :])
+            folded = [self._folded(name, part, axes).reshape(unit).number for part in parts]
+            return self.value(program.components(folded, place))
+        total = reduce(partial(self.computed, getattr(np, name)), parts)
+        return total.reshape(left) if axes == (node.data,) else self._folded(name, total, axes)
 
-    def take(self, shape: Shape, dtype: np.dtype, x: Any, key: Index) -> int:
-        if not isinstance(x, Value):
-            raise Opaque
-        map, made = of_key(x.shape, _in_full(key, len(x.shape)))
-        return self.program.view(x.number, map, made)
-
-    def broadcast_to(self, x: Value, shape: Shape) -> int:
-        return self.program.view(x.number, broadcast(x.shape, shape), shape)
-
-    def cast(self, shape: Shape, dtype: np.dtype, x: Any, *_: Any) -> int:
-        if not isinstance(x, Value) or not self.program.is_float(x.number):
-            raise Opaque
-        if x.dtype == dtype:
-            return x.number
-        name, function = ("truth", lambda s: s.truth()) if dtype == BOOLEAN else ("cast", lambda s: s.as_number())
-        return self.elementwise(name, _NAMED.setdefault(name, function), [x], shape, dtype)
-
-    def join(self, shape: Shape, dtype: np.dtype, arrays: Any, axis: int | None = 0) -> int:
-        parts = [self._array(x, dtype) for x in arrays]
-        if axis is None:
-            parts, axis = [Value(self.program, self.program.reshape(x.number, (math.prod(x.shape),))) for x in parts], 0
-        return self.program.join([x.number for x in parts], axis % len(shape))
-
-    def _array(self, x: Any, dtype: np.dtype) -> Value:
-        if not isinstance(x, Value):
-            if isinstance(x, (list, tuple)):
-                parts = [self._array(part, dtype) for part in x]
-                shape = (len(parts), *parts[0].shape)
-                return Value(self.program, self.stack(shape, dtype, parts))
-            x = self.of(x, dtype)
-        if x.dtype != dtype:
-            return Value(self.program, self.cast(x.shape, dtype, x))
-        return x
-
-    def stack(self, shape: Shape, dtype: np.dtype, arrays: Any, axis: int = 0) -> int:
-        axis %= len(shape)
-        parts = [self._array(x, dtype) for x in arrays]
-        unit = _one(shape, axis)
-        return self.program.join([self.program.reshape(x.number, unit) for x in parts], axis)
-
-    def full(self, shape: Shape, value: Any, dtype: np.dtype) -> int:
+    def full(self, value: Array) -> Value:
+        """Append an array of equal entries, or a broadcast value."""
         if isinstance(value, Value):
-            return self.broadcast_to(self._array(value, np.dtype(dtype)), shape)
-        if np.dtype(dtype) not in COMPUTED:
-            raise Opaque
-        return self.program.number(value, shape, dtype)
+            return self.array(value).broadcast_to(self.shape)
+        if self.dtype not in COMPUTED:
+            raise Unsupported
+        return self.value(self.program.number(value, self.shape, self.dtype))
 
-    def with_entries(self, shape: Shape, dtype: np.dtype, x: Any, key: Index, value: Any) -> int:
-        program = self.program
-        if not self.program.is_float(x.number):
-            raise Opaque
-        map, made = of_key(x.shape, _in_full(key, len(x.shape)))
-        if any(axis.source is not None and axis.stride != 1 and made[axis.source] > 1 for axis in map):
-            raise Opaque
-        # As in NumPy, leading axes of length 1 of the value are dropped, and the value is broadcast.
-        value = self._array(value, x.dtype)
-        while len(value.shape) > len(made) and value.shape[0] == 1:
-            value = Value(program, program.reshape(value.number, value.shape[1:]))
-        block = self.broadcast_to(value, made)
-        unit = tuple([1 if axis.source is None else made[axis.source] for axis in map])
-        return program.update(x.number, program.reshape(block, unit), [axis.offset for axis in map])
+    def array(self, x: Array) -> Value:
+        """Return nested lists of values and numbers as a value with the dtype of the call."""
+        if isinstance(x, (list, tuple)):
+            return _stack(self, x)
+        return _cast(self, self.of(x, self.dtype), self.dtype)
 
-    def pad(
-        self, shape: Shape, dtype: np.dtype, x: Value, widths: Any, mode: str = "constant", constant_values: Any = 0
-    ) -> int:
-        if mode != "constant" or isinstance(constant_values, (list, tuple, Value)) or not isinstance(x, Value):
-            raise Opaque
-        before = np.broadcast_to(np.asarray(widths), (len(x.shape), 2))[:, 0].tolist()
-        return self.program.update(self.full(shape, constant_values, dtype), x.number, before)
-
-    def roll(self, shape: Shape, dtype: np.dtype, x: Value, shift: Any, axis: Any = None) -> int:
-        if axis is None:
-            flat = Value(self.program, self.program.reshape(x.number, (math.prod(x.shape),)))
-            return self.program.reshape(self.roll(flat.shape, dtype, flat, shift, 0), shape)
-        pairs = np.broadcast(np.asarray(shift), np.asarray(axis))
-        for by, along in [(int(a), int(b)) for a, b in pairs]:
-            along %= len(shape)
-            n = shape[along]
-            by = by % n if n else 0
-            if by:
-                ends = [self.program.slice(x.number, along, *pair) for pair in ((n - by, n), (0, n - by))]
-                x = Value(self.program, self.program.join(ends, along))
-        return x.number
+    def join(self, parts: Iterable[Value], axis: int) -> Value:
+        """Append the concatenation of arrays along an axis."""
+        return self.value(self.program.join([x.number for x in parts], axis))
 
 
-def _one(shape: Shape, axis: int) -> Shape:
-    return (*shape[:axis], 1, *shape[axis + 1 :])
+def _take(t: _Translation, x: Array, key: Index) -> Value:
+    return _value(x).view(*_of_key(x, key))
 
 
-def _in_full(key: Index, ndim: int) -> list[Any]:
-    """Return a basic index with an entry for each axis; raise Opaque for another kind of index."""
-    parts: list[Any] = list(key) if type(key) is tuple else [key]
+def _of_key(x: Value, key: Index) -> tuple[IndexMap, Shape]:
+    """Return the map of a basic index, and the shape of the result; raise Unsupported for another kind of index."""
+    parts: tuple[Any, ...] = key if type(key) is tuple else (key,)
     numbers: list[Any] = []
     for part in parts:
         numbers += [part.start, part.stop, part.step] if isinstance(part, slice) else [None if part is Ellipsis else part]
-    if not all(isinstance(x, (int, np.integer, type(None))) for x in numbers) or any(isinstance(x, bool) for x in parts):
-        raise Opaque
-    if not any(part is Ellipsis for part in parts):
-        parts.append(Ellipsis)
-    place = next(k for k, part in enumerate(parts) if part is Ellipsis)
-    missing = ndim - sum(part is not None for part in parts) + 1
-    return [*parts[:place], *[slice(None)] * missing, *parts[place + 1 :]]
+    if not all(isinstance(k, (int, np.integer, type(None))) and not isinstance(k, bool) for k in numbers):
+        raise Unsupported
+    whole = without_memory(x.shape)
+    part = whole[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
+    return of_view(whole, part), part.shape
+
+
+def _viewed(function: Callable) -> Rule:
+    def rule(t: _Translation, x: Array, *args: Any, **kwargs: Any) -> Any:
+        whole = without_memory(_value(x).shape)
+        made = function(whole, *args, **kwargs)
+        views = [x.view(of_view(whole, part), part.shape) for part in (made if isinstance(made, list) else [made])]
+        return views if isinstance(made, list) else views[0]
+
+    return rule
+
+
+def _cast(t: _Translation, x: Array, dtype: np.dtype) -> Value:
+    if not t.program.is_float(_value(x).number):
+        raise Unsupported
+    name, function = ("truth", Symbol.truth) if dtype == BOOLEAN else ("cast", Symbol.as_number)
+    return x if x.dtype == dtype else t.elementwise(name, function, x)
+
+
+def _concatenate(t: _Translation, arrays: Any, axis: int | None = 0) -> Value:
+    parts = [t.array(x) for x in arrays]
+    if axis is None:
+        parts, axis = [x.reshape((math.prod(x.shape),)) for x in parts], 0
+    return t.join(parts, axis % len(parts[0].shape))
+
+
+def _stack(t: _Translation, arrays: Any, axis: int = 0) -> Value:
+    parts = [t.array(x) for x in arrays]
+    shape = parts[0].shape
+    axis %= len(shape) + 1
+    return t.join([x.reshape((*shape[:axis], 1, *shape[axis:])) for x in parts], axis)
+
+
+def _with_entries(t: _Translation, x: Array, key: Index, value: Any) -> Value:
+    if not t.program.is_float(x.number):
+        raise Unsupported
+    map, made = _of_key(x, key)
+    if any(axis.source is not None and axis.stride != 1 for axis in map):
+        raise Unsupported
+    if not math.prod(made):
+        return x
+    # As in NumPy, leading axes of length 1 of the value are dropped, and the value is broadcast.
+    value = t.array(value)
+    while len(value.shape) > len(made) and value.shape[0] == 1:
+        value = value.reshape(value.shape[1:])
+    unit = tuple([1 if axis.source is None else made[axis.source] for axis in map])
+    block = value.broadcast_to(made).reshape(unit)
+    return t.value(t.program.update(x.number, block.number, [axis.offset for axis in map]))
+
+
+def _pad(t: _Translation, x: Array, widths: Any, mode: str = "constant", constant_values: Any = 0) -> Value:
+    if mode != "constant" or isinstance(constant_values, (list, tuple, Value)):
+        raise Unsupported
+    before = np.broadcast_to(np.asarray(widths), (len(_value(x).shape), 2))[:, 0].tolist()
+    return t.value(t.program.update(t.full(constant_values).number, x.number, before))
+
+
+def _roll(t: _Translation, x: Value, shift: Any, axis: Any = None) -> Value:
+    if axis is None:
+        return _roll(t, x.reshape((math.prod(x.shape),)), shift, 0)
+    for by, along in [(int(a), int(b)) for a, b in np.broadcast(np.asarray(shift), np.asarray(axis))]:
+        along %= len(x.shape)
+        n = x.shape[along]
+        by = by % n if n else 0
+        if by:
+            x = t.join([x.slice(along, n - by, n), x.slice(along, 0, n - by)], along)
+    return x
 
 
 # Contractions over a few components, such as a 3 x 3 matrix times the components of a field at each point.
@@ -312,37 +316,37 @@ _MOST_TERMS = 64  # maximum number of terms of an unrolled contraction
 _SMALL = 64  # maximum size of an operand that isn't a field
 
 
-def _einsum(t: _Translation, shape: Shape, dtype: np.dtype, subscripts: Any, *operands: Any, optimize: Any = None) -> int:
+def _einsum(t: _Translation, subscripts: Any, *operands: Any, optimize: Any = None) -> Value:
     if not isinstance(subscripts, str):
-        raise Opaque
+        raise Unsupported
     inputs, out = letters_of(subscripts, [len(_value(x).shape) for x in operands])
-    return _Contraction(t, dtype, operands, inputs, list(out)).made()
+    return _Contraction(t, operands, inputs, list(out)).made()
 
 
-def _matmul(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
+def _matmul(t: _Translation, x: Array, y: Array) -> Value:
     labels = [_of_matrix(_value(x), "ik"), _of_matrix(_value(y), "kj" if len(_value(y).shape) > 1 else "jk")]
     batch = range(2 - max(2, len(x.shape), len(y.shape)), 0)
     out = [*batch, *[label for found, label in zip(labels, "ij") if label in found]]
-    return _Contraction(t, dtype, (x, y), labels, out).made()
+    return _Contraction(t, (x, y), labels, out).made()
 
 
 def _of_matrix(x: Value, last: str) -> list[Hashable]:
     ndim = len(x.shape)
     if not ndim:
-        raise Opaque
+        raise Unsupported
     return [*range(2 - ndim, 0), *last] if ndim > 1 else [last[1]]
 
 
-def _dot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
+def _dot(t: _Translation, x: Array, y: Array) -> Value:
     ndim = len(_value(y).shape)
-    return _tensordot(t, shape, dtype, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
+    return _tensordot(t, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
 
 
-def _inner(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
-    return _tensordot(t, shape, dtype, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
+def _inner(t: _Translation, x: Array, y: Array) -> Value:
+    return _tensordot(t, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
 
 
-def _tensordot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, axes: Any = 2) -> int:
+def _tensordot(t: _Translation, x: Array, y: Array, axes: Any = 2) -> Value:
     m, n = len(_value(x).shape), len(_value(y).shape)
     axes = _numbers(t, axes)
     pair = (range(m - axes, m), range(axes)) if isinstance(axes, int) else axes
@@ -352,31 +356,31 @@ def _tensordot(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, a
     for k, j in zip(of_x, of_y, strict=True):
         second[j] = first[k]
     out = [label for label in (*first, *second) if (label in first) != (label in second)]
-    return _Contraction(t, dtype, (x, y), [first, second], out).made()
+    return _Contraction(t, (x, y), [first, second], out).made()
 
 
-def _numbers(t: _Translation, x: Any) -> Any:
+def _numbers(t: _Translation, x: Array) -> Any:
     """Return Python integers, in nested lists, for integers given as numbers, arrays or lists."""
     if isinstance(x, Value):
         node = t.program.nodes[x.number]
         if node.kind != "constant":
-            raise Opaque
+            raise Unsupported
         return t.program.constants[node.data].tolist()
     return [_numbers(t, part) for part in x] if isinstance(x, Iterable) else int(x)
 
 
 def _value(x: Any) -> Value:
     if not isinstance(x, Value):
-        raise Opaque
+        raise Unsupported
     return x
 
 
 class _Contraction:
     """A contraction in Einstein notation; `labels`: for each operand the labels of its axes; `out`: those of the result."""
 
-    def __init__(self, t: _Translation, dtype: np.dtype, operands: Sequence[Value], labels: Any, out: list[Hashable]):
-        self.t, self.dtype, self.labels, self.out = t, dtype, labels, out
-        self.operands = [t.of(x, dtype) for x in operands]
+    def __init__(self, t: _Translation, operands: Sequence[Value], labels: Any, out: list[Hashable]):
+        self.t, self.labels, self.out = t, labels, out
+        self.operands = [t.of(x, t.dtype) for x in operands]
         self.lengths: dict[Hashable, int] = {}
         for x, found in zip(self.operands, labels):
             for label, n in zip(found, x.shape):
@@ -396,36 +400,36 @@ class _Contraction:
         unrolled = lengths.keys() - loops - set(folded)
         terms = [lengths[label] for label in unrolled]
         if folded and loops or 0 in sizes or max(terms, default=0) > SHORT or math.prod(terms) > _MOST_TERMS:
-            raise Opaque
+            raise Unsupported
         return unrolled, folded
 
-    def made(self) -> int:
+    def made(self) -> Value:
         self.t.program.contracts = True
         return self._assembled(0, {})
 
-    def _assembled(self, axis: int, at: dict[Hashable, int]) -> int:
+    def _assembled(self, axis: int, at: dict[Hashable, int]) -> Value:
         """Return the part of the result at given indices of the unrolled axes before `axis`."""
         if axis == len(self.out):
             return self._summed(at)
         label = self.out[axis]
         if label not in self.unrolled:
             return self._assembled(axis + 1, at)
-        parts = [self._assembled(axis + 1, {**at, label: k}) for k in range(self.lengths[label])]
-        return self.t.program.components(parts, axis)
+        parts = [self._assembled(axis + 1, {**at, label: k}).number for k in range(self.lengths[label])]
+        return self.t.value(self.t.program.components(parts, axis))
 
-    def _summed(self, at: dict[Hashable, int]) -> int:
+    def _summed(self, at: dict[Hashable, int]) -> Value:
         """Return the sum of products at given indices of the unrolled axes of the result."""
         labels = [label for label in self.lengths if label in self.unrolled and label not in self.out]
         places = product(*[range(self.lengths[label]) for label in labels])
         terms = [self._product(at | dict(zip(labels, place))) for place in places]
-        total = reduce(partial(self._combined, np.add), terms)
-        left, axes = total.shape[: len(self.out)], tuple(range(len(self.out), len(total.shape)))
-        return self.t.reduce("add", left, total, axes) if self.folded else total.number
+        total = reduce(partial(self.t.computed, np.add), terms)
+        axes = tuple(range(len(self.out), len(total.shape)))
+        return self.t.reduce("add", total, axes) if self.folded else total
 
     def _product(self, at: dict[Hashable, int]) -> Value:
         """Return the product of the operands at the given indices."""
         factors = [self._part(x, labels, at) for x, labels in zip(self.operands, self.labels)]
-        return reduce(partial(self._combined, np.multiply), factors)
+        return reduce(partial(self.t.computed, np.multiply), factors)
 
     def _part(self, x: Value, labels: Sequence[Hashable], at: dict[Hashable, int]) -> Value:
         """Return an operand at the given indices, with the axes of the result followed by the axes that loops sum over."""
@@ -438,159 +442,55 @@ class _Contraction:
                 place = axes.index(label)
                 shape[place] = n
                 map.append(Axis(place, 1, 0))
-        return Value(self.t.program, self.t.program.view(x.number, tuple(map), tuple(shape)))
-
-    def _combined(self, ufunc: np.ufunc, x: Value, y: Value) -> Value:
-        shape = np.broadcast_shapes(x.shape, y.shape)
-        return Value(self.t.program, self.t.computed(ufunc, [x, y], shape, self.dtype))
+        return x.view(tuple(map), tuple(shape))
 
 
-_Rule = Callable[..., Any]
-
-
-def _where(t: _Translation, shape: Shape, dtype: np.dtype, condition: Any, x: Any, y: Any) -> int:
-    return t.elementwise("where", choose, [condition, x, y], shape, dtype)
-
-
-def _clip(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, a_min: Any = None, a_max: Any = None) -> int:
-    for name, function, bound in (("at_least", _at_least, a_min), ("at_most", _at_most, a_max)):
-        if bound is not None:
-            x = Value(t.program, t.elementwise(name, function, [x, bound], shape, dtype))
-    return x.number
-
-
-def _at_least(x: Any, y: Any) -> Any:
-    return choose(x <= y, y, x)
-
-
-def _at_most(x: Any, y: Any) -> Any:
-    return choose(x >= y, y, x)
-
-
-def _reduced(name: str) -> _Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
-        return t.reduce(name, shape, x, *args, **kwargs)
-
-    return rule
-
-
-def _mean(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = None, keepdims: Any = False) -> int:
-    total = Value(t.program, t.reduce("add", shape, x, axis))
-    count = math.prod(x.shape) // max(math.prod(shape), 1)
-    if not count:
-        raise Opaque
-    return t.computed(np.divide, [total, float(count)], shape, dtype)
-
-
-def _product(of_more_axes: _Rule | None = None) -> _Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
+def _product(of_more_axes: Rule | None = None) -> Rule:
+    def rule(t: _Translation, x: Array, y: Array) -> Value:
         if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
-            raise Opaque
+            raise Unsupported
         if not len(x.shape) == len(y.shape) == 1:
             if of_more_axes is None:
-                raise Opaque
-            return of_more_axes(t, shape, dtype, x, y)
-        made = t.computed(np.multiply, [x, y], x.shape, dtype)
-        return t.reduce("add", shape, Value(t.program, made))
+                raise Unsupported
+            return of_more_axes(t, x, y)
+        return t.reduce("add", t.computed(np.multiply, x, y))
 
     return rule
 
 
-def _norm(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = None, axis: Any = None) -> int:  # noqa: A002
-    if ord is not None:
-        raise Opaque
-    square = Value(t.program, t.computed(np.multiply, [x, x], x.shape, dtype))
-    total = Value(t.program, t.reduce("add", shape, square, axis))
-    return t.computed(np.sqrt, [total], shape, dtype)
-
-
-def _reshape(t: _Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any, order: Any = "C", **_: Any) -> int:
+def _reshape(t: _Translation, x: Value, *args: Any, order: Any = "C", **_: Any) -> Value:
     if order not in ("C", None) or any(isinstance(arg, str) and arg != "C" for arg in args):
-        raise Opaque
-    return t.program.reshape(x.number, shape)
+        raise Unsupported
+    return x.reshape(t.shape)
 
 
-def _permuted(function: Callable) -> _Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
-        ndim = len(x.shape)
-        # In this array the stride of each axis is its number, so the strides of the result are its axes' former numbers.
-        order = function(as_strided(np.empty(1), (1,) * ndim, range(ndim)), *args, **kwargs).strides
-        return t.program.view(x.number, tuple([Axis(order.index(k), 1, 0) for k in range(ndim)]), shape)
-
-    return rule
+def _same(t: _Translation, x: Array, *_: Any, **__: Any) -> Value:
+    if _value(x).dtype != t.dtype:
+        raise Unsupported
+    return x
 
 
-def _flip(along: int | None = None) -> _Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = along) -> int:
-        ndim = len(shape)
-        flipped = set(range(ndim)) if axis is None else axes_of(axis, ndim)
-        map = tuple([Axis(k, -1, shape[k] - 1) if k in flipped else own for k, own in enumerate(identity(ndim))])
-        return t.program.view(x.number, map, shape)
-
-    return rule
-
-
-def _same(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> int:
-    if not isinstance(x, Value) or x.shape != shape or x.dtype != dtype:
-        raise Opaque
-    return x.number
-
-
-def _filled(value: float) -> _Rule:
-    def rule(t: _Translation, shape: Shape, dtype: np.dtype, *_: Any, **__: Any) -> int:
-        return t.full(shape, value, dtype)
-
-    return rule
-
-
-def _diff(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axis: int = -1) -> int:
+def _diff(t: _Translation, x: Array, n: int = 1, axis: int = -1) -> Value:
     for _ in range(n):
-        lead = (slice(None),) * (axis % len(x.shape))
-        ends = [Value(t.program, t.take(shape, dtype, x, (*lead, part))) for part in (slice(1, None), slice(None, -1))]
-        x = Value(t.program, t.computed(np.subtract, ends, ends[0].shape, dtype))
-    return x.number
-
-
-def _split(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, sections: Any, axis: int = 0) -> list[int]:
-    axis %= len(x.shape)
-    split = np.array_split if isinstance(sections, (int, np.integer)) else np.split
-    lengths = map(len, split(np.arange(x.shape[axis]), sections))
-    return [t.program.slice(x.number, axis, *ends) for ends in pairwise(accumulate(lengths, initial=0))]
-
-
-def _array_of(t: _Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: Any) -> int:
-    made = t._array(x, dtype)
-    return t.program.reshape(made.number, shape)
-
-
-def _imag(t: _Translation, shape: Shape, dtype: np.dtype, x: Any) -> int:
-    if not isinstance(x, Value) or x.dtype not in FLOATS:
-        raise Opaque
-    return t.full(shape, 0.0, dtype)
-
-
-REDUCED = {np.add: "add", np.multiply: "multiply", np.maximum: "maximum", np.minimum: "minimum"}
+        axis %= len(x.shape)
+        length = x.shape[axis]
+        x = t.computed(np.subtract, x.slice(axis, min(1, length), length), x.slice(axis, 0, max(length - 1, 0)))
+    return x
 
 
 SPLITTING = frozenset({np.split, np.array_split})
+_VIEWING = (
+    np.transpose, np.swapaxes, np.moveaxis, np.rollaxis, np.flip, np.flipud, np.fliplr, np.rot90, np.split, np.array_split
+)  # fmt: skip
+_RESHAPING = (
+    np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np.atleast_2d, np.atleast_3d
+)  # fmt: skip
 
-
-RULES: dict[Any, _Rule] = {
-    take: _Translation.take, cast: _Translation.cast, with_entries: _Translation.with_entries, array_of: _array_of,
-    np.where: _where, np.clip: _clip,
-    np.sum: _reduced("add"), np.prod: _reduced("multiply"), np.max: _reduced("maximum"), np.amax: _reduced("maximum"),
-    np.min: _reduced("minimum"), np.amin: _reduced("minimum"), np.mean: _mean, np.linalg.norm: _norm,
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
+    take: _take, cast: _cast, with_entries: _with_entries, array_of: lambda t, x, *_, **__: t.array(x),
     np.dot: _product(_dot), np.vdot: _product(), np.inner: _product(_inner), np.matmul: _product(_matmul),
-    np.einsum: _einsum, np.tensordot: _tensordot,
-    np.reshape: _reshape, np.ravel: _reshape, np.squeeze: _reshape, np.expand_dims: _reshape, np.atleast_1d: _reshape,
-    np.atleast_2d: _reshape, np.atleast_3d: _reshape,
-    **{function: _permuted(function) for function in (np.transpose, np.swapaxes, np.moveaxis)},
-    np.flip: _flip(), np.flipud: _flip(0), np.fliplr: _flip(1),
-    np.copy: _same, np.real: _same, np.imag: _imag,
-    np.broadcast_to: lambda t, shape, dtype, x, *_: t.broadcast_to(t.of(x, dtype), shape),
-    np.zeros_like: _filled(0.0), np.empty_like: _filled(0.0), np.ones_like: _filled(1.0),
-    np.full_like: lambda t, shape, dtype, x, value, *_, **__: t.full(shape, value, dtype),
-    np.full: lambda t, shape, dtype, given, value, to: t.full(shape, value, dtype),
-    np.concatenate: _Translation.join, np.stack: _Translation.stack, np.pad: _Translation.pad, np.roll: _Translation.roll,
-    np.diff: _diff, np.split: _split, np.array_split: _split,
+    np.einsum: _einsum, np.tensordot: _tensordot, np.copy: _same, np.real: _same,
+    np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
+    np.roll: _roll, np.diff: _diff,
 }  # fmt: skip

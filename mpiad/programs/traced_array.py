@@ -21,10 +21,8 @@ from mpiad.programs.steps import Traced, plain
 from mpiad.transport.devices.device_arrays import register_arrays
 
 _boxes = Box.types
-_CONTROL_FLOW = (
-    "control flow depends on a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or "
-    "leave this part out of the jitted function"
-)
+_NEEDED = "if, while, and, or, not, float, int, item, math.sin"
+CONTROL_FLOW = f"control flow depends on a traced value ({_NEEDED}): write np.where(x > 0, ...)"
 # Functions whose results depend on the shapes and dtypes of the arguments only.
 _STATIC = frozenset(
     {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
@@ -63,6 +61,10 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
     return method
 
 
+def _of_value(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._required_value(), name)(*args)
+
+
 class TracedArray(Traced):
     """An array in a function that is being traced; `value` is a NumPy array or scalar."""
 
@@ -92,6 +94,9 @@ class TracedArray(Traced):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(type(x) in _boxes for x in inputs):
             return NotImplemented
+        if method == "outer":
+            x, y = inputs
+            return ufunc(np.reshape(x, (*np.shape(x), *[1] * np.ndim(y))), y, **kwargs)
         out = kwargs.pop("out", None)
         fun = ufunc if method == "__call__" else getattr(ufunc, method)
         if out is None:
@@ -149,46 +154,22 @@ class TracedArray(Traced):
 
     # Operations that need the values, and therefore end the trace in failure.
 
-    def _required_value(self, reason: str = _CONTROL_FLOW) -> Any:
+    def _required_value(self, reason: str = CONTROL_FLOW) -> Any:
         if self.recorder.is_noting():
             self.recorder.ask(self, reason)
         return self.value
 
-    def __bool__(self) -> bool:
-        return bool(self._required_value())
-
-    def __float__(self) -> float:
-        return float(self._required_value())
-
-    def __int__(self) -> int:
-        return int(self._required_value())
-
-    def __index__(self) -> int:
-        return self._required_value().__index__()
-
-    def __complex__(self) -> complex:
-        return complex(self._required_value())
+    __bool__, __float__, __int__, __index__, __complex__ = map(
+        _of_value, ("__bool__", "__float__", "__int__", "__index__", "__complex__")
+    )
+    item, tolist = _of_value("item"), _of_value("tolist")
 
     def __format__(self, spec: str) -> str:
         return format(self._required_value("it formats a traced value as text"), spec) if spec else repr(self)
 
-    def item(self, *args: Any) -> Any:
-        """Return an entry as a Python number."""
-        return self._required_value().item(*args)
-
-    def tolist(self) -> Any:
-        """Return the values as nested lists."""
-        return self._required_value().tolist()
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         # numpy.array and numpy.asarray call this method, and their results can't be traced arrays.
-        return np.asarray(
-            self._required_value(
-                "it converts traced values to a plain NumPy array (numpy.array, numpy.asarray): join them by "
-                "np.concatenate or np.stack of autograd.numpy"
-            ),
-            dtype,
-        )
+        return self.recorder.plain_array(self, dtype)
 
     __add__, __radd__, __iadd__ = _binary(np.add), _binary(np.add, True), _in_place(np.add)
     __sub__, __rsub__, __isub__ = _binary(np.subtract), _binary(np.subtract, True), _in_place(np.subtract)
@@ -197,6 +178,8 @@ class TracedArray(Traced):
     __itruediv__ = _in_place(np.true_divide)
     __floordiv__, __rfloordiv__ = _binary(np.floor_divide), _binary(np.floor_divide, True)
     __mod__, __rmod__ = _binary(np.remainder), _binary(np.remainder, True)
+    __ifloordiv__, __imod__ = map(_in_place, (np.floor_divide, np.remainder))
+    __iand__, __ior__, __ixor__ = map(_in_place, (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
     __pow__, __rpow__, __ipow__ = _binary(np.power), _binary(np.power, True), _in_place(np.power)
     __matmul__, __rmatmul__ = _binary(np.matmul), _binary(np.matmul, True)
     __and__, __rand__ = _binary(np.bitwise_and), _binary(np.bitwise_and, True)

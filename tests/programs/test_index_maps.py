@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mpiad.programs.index_maps import broadcast, composed, identity, inverse, is_identity, of_key, shifted
+from mpiad.programs.index_maps import broadcast, composed, identity, inverse, is_identity, of_view, shifted, without_memory
 
 pytestmark = pytest.mark.serial
 
@@ -16,6 +16,13 @@ def read(whole, map, shape):
     for place in itertools.product(*map_ranges(shape)):
         made[place] = whole[tuple([a.offset + (a.stride * place[a.source] if a.source is not None else 0) for a in map])]
     return made
+
+
+def of_key(shape, key):
+    """Return the map of a basic index, and the shape of the result."""
+    whole = without_memory(tuple(shape))
+    part = whole[(*key, ...)]
+    return of_view(whole, part), part.shape
 
 
 def map_ranges(shape):

@@ -122,6 +122,60 @@ def test_functions_without_derivatives():
 
 
 @pytest.mark.serial
+def test_functions_of_the_common_table():
+    """Which kernels of ensembles compile, too."""
+
+    def fun(x, a):
+        chosen = np.select([x > 0.5, x < 0], [x * 2, x**2], default=3.0), np.select([a > 0], [a > 1], False) | (a < 0)
+        curves = np.interp(x, [-1.0, 0.0, 1.0], [1.0, 2.0, 0.0], left=-5.0), np.polyval([1.0, 2.0, x[0]], a)
+        rounded = (
+            np.round(a * 3),
+            np.round(a, 1),
+            np.sinc(x) + np.sinc(x * 0),
+            np.angle(x),
+            np.angle(x, deg=True),
+            np.imag(x),
+        )
+        clipped = np.clip(a, min=0.0), np.clip(a, None, x[:5]), np.clip(a, a_min=-0.1, a_max=0.1)
+        norms = np.linalg.norm(a, axis=1, keepdims=True), np.linalg.norm(x, 2), np.mean(a, axis=0, keepdims=True)
+        turned = np.rot90(a), np.rollaxis(a, 1), np.multiply.outer(x, x[:2]), np.hypot.outer(x[:3], a)
+        return [part * 2 for part in (*curves, *rounded, *clipped, *norms, *turned, chosen[0])] + [chosen[1]]
+
+    check_jit(fun, X, A, derivatives=False)
+
+
+@pytest.mark.serial
+def test_views_are_changed_in_place():
+    def fun(x):
+        y = x + 0.0
+        v = y[1:]
+        v %= 0.3
+        v //= 0.1
+        mask = v > 1
+        mask &= v < 3
+        mask |= v == 0
+        return v, mask
+
+    check_jit(fun, X, derivatives=False)
+
+
+@pytest.mark.serial
+def test_an_array_that_is_changed_through_a_view_and_returned(caplog):
+    def fun(x):
+        y = x + 0.0
+        v = y[1:]
+        v *= 0.3
+        return y
+
+    jitted = mpiad.jit(fun)
+    for x in (X, Y, X):
+        assert_same(jitted(x), fun(x))
+    assert "changed in place through another name" in caplog.text
+    with pytest.raises(TypeError, match="changed in place through another name"):
+        mpiad.jit(fun, strict=True)(X)
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("x", [np.array(1.3), 0.7, np.float64(-0.4), np.zeros(0), np.zeros((0, 4))], ids=str)
 def test_numbers_and_empty_blocks(x):
     def fun(x):

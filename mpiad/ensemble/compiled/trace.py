@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.arguments import argument, from_row_parts, is_complex, parts, real_dtype, row_parts
-from mpiad.compiling.builder import Builder
-from mpiad.compiling.program import Program, Untraceable, evaluated, place_of
-from mpiad.compiling.symbolic_arrays import SymbolicArray
-from mpiad.compiling.symbols import Symbol, numbers_of
-from mpiad.compiling.tracing import first_difference, input_array, output_numbers, trace_program
+from mpiad.compiling.function_fingerprint import fingerprint_of, without_floats
+from mpiad.compiling.program import Program, Untraceable, evaluated, place_of, where_raised
+from mpiad.compiling.symbols import Symbol
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED
+from mpiad.programs.scalar_recorder import ScalarRecorder
 from mpiad.pytrees import is_variable
+from mpiad.transport.core.tracing import restoring_state, tracing
 
 # There are three kinds of leaves of the parameters: leaves that differ between trajectories, leaves shared by all, and
 # shared leaves that can't be differentiated (integers, booleans, strings, functions). The leaves of the third kind are
@@ -119,6 +121,12 @@ def names_of(packing: ParameterPacking) -> tuple[str, ...]:
 Called: TypeAlias = Callable[[Array, Any, Array], Array]
 
 _COLUMNS = 5  # number of trajectories in the comparison of a program with f
+# Tolerance in units of machine epsilon, relative to one plus the largest number in the arguments and results.
+_TOLERANCE = 1e4
+
+# For each function, the programs confirmed by a second trace. The number of programs is limited, since constants may vary.
+_MAX_REPEATED = 16
+_repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
@@ -126,51 +134,82 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
 
     The program has one output per scalar of the result of f, in C order, and its parameters are numbered as in
     `packing_of`. `result`: shape of a real result; by default it is the derivative of a state.
+
+    Values that f closes over become constants of the program. To exclude values that change at each call, such as random
+    numbers, f is traced twice, and refused if the two programs differ. A function that has passed this check is traced once
+    in each later call.
     """
-    width = 2 if is_complex(dtype) else 1
-    groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
-
-    expected, in_pairs = (shape, width == 2) if result is None else (result, False)
-
-    def outputs(builder: Builder, value: object) -> list[int]:
-        return output_numbers(_components(builder, value, expected), in_pairs)
-
-    return trace_program(f, lambda builder: _inputs(builder, shape, p, dtype), outputs, groups)
-
-
-def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> tuple[Any, Any, Any]:
-    """Return u, p and t as arrays of symbols with one column."""
-    one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
-    leaves = list(p.leaves)
-    for part in packing_of(p).parts:
-        # If states are matrices, f is called for one trajectory at a time.
-        column = (1,) if part.varies and not one_by_one else ()
-        own = (*part.shape, *column)
-        leaves[part.place] = input_array(builder, "parameter", part.scalars, own, dtype, part.complex)
-    places = range(math.prod(shape) * (2 if in_pairs else 1))
-    u = input_array(builder, "state", places, shape if one_by_one else (*shape, 1), dtype, in_pairs)
-    time = np.array(builder.input("time")).reshape(() if one_by_one else (1,))
-    return u, p.build(leaves), SymbolicArray(builder, time, dtype)
+    with np.errstate(all="ignore"):
+        program = _traced(f, shape, p, dtype, result)
+        confirmed = _repeated.setdefault(identity_of(f), set())
+        # A program that differs only in the values of floats that the function reads needs no second trace.
+        reads = without_floats(fingerprint_of(f))
+        form = program if reads is None else (reads, program.structure)
+        if form not in confirmed:
+            if _traced(f, shape, p, dtype, result) != program:
+                raise Untraceable("it computed something else when it was called again", place_of(f))
+            if len(confirmed) >= _MAX_REPEATED:
+                confirmed.clear()
+            confirmed.add(form)
+    return program
 
 
-def _components(builder: Builder, value: Any, shape: Shape) -> list[Symbol]:
-    numbers: list[int] = []
+def identity_of(fun: Function) -> Any:
+    """Return the code object of a function without wrappers; functions defined by the same lines share the code."""
+    while isinstance(fun, partial) or hasattr(fun, "__wrapped__"):
+        fun = fun.func if isinstance(fun, partial) else fun.__wrapped__
+    return getattr(fun, "__code__", None) or type(fun)
+
+
+def _traced(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None) -> Program:
+    recorder, in_pairs, packing = ScalarRecorder(real_dtype(dtype)), is_complex(dtype), packing_of(p)
+    builder, leaves = recorder.builder, list(p.leaves)
+    groups = {"state": math.prod(shape) * (2 if in_pairs else 1), "parameter": packing.size, "time": 1}
+    # If states are matrices, f is called for one trajectory at a time; otherwise for a batch with one column.
+    column = () if len(shape) > 1 else (1,)
+    for part in packing.parts:
+        own = (*part.shape, *column) if part.varies else part.shape
+        leaves[part.place] = recorder.input("parameter", part.scalars, own, part.complex)
+    u = recorder.input("state", range(groups["state"]), (*shape, *column), in_pairs)
+    try:
+        with restoring_state():
+            # The missing methods are called after `looked_up` only.
+            around, tracing.recorder = tracing.recorder, recorder  # type: ignore[assignment]
+            value = f(u, p.build(leaves), recorder.input("time", range(1), column))
+            tracing.recorder = around
+        components = _components(recorder, value, shape if result is None else result)
+        if in_pairs and result is None:
+            components = [part for x in components for part in (x.real, x.imag)]
+        elif any(x.is_complex for x in components):
+            recorder.refuse("it returned a complex number where a real one was expected")
+    except Exception as error:
+        # The first refusal is the reason, even if NumPy or the function has replaced the exception by another one.
+        reason = builder.refused or f"{type(error).__name__}: {error}"
+        raise Untraceable(reason, where_raised(error.__traceback__, f)) from error
+    if builder.refused:  # the function has caught the Refusal
+        raise Untraceable(builder.refused, place_of(f))
+    return builder.program(groups, [x.as_number().number for x in components])
+
+
+def _components(recorder: ScalarRecorder, value: Any, shape: Shape) -> list[Symbol]:
+    found: list[Symbol] = []
     if shape and not (len(shape) == 1 and isinstance(value, (list, tuple))):
-        numbers += numbers_of(builder, value).ravel().tolist()
+        found += recorder.symbols(value).ravel().tolist()
     else:
         for part in value if shape else [value]:
-            found = numbers_of(builder, part)
-            if found.size != 1:
-                builder.refuse(f"it returned a component of shape {found.shape} for one column")
-            numbers.append(int(found.ravel()[0]))
-    if len(numbers) != math.prod(shape):
-        builder.refuse(f"it returned {len(numbers)} components for {math.prod(shape)}")
-    return [Symbol(builder, number) for number in numbers]
+            symbols = recorder.symbols(part)
+            if symbols.size != 1:
+                recorder.refuse(f"it returned a component of shape {symbols.shape} for one column")
+            found.append(symbols.item())
+    if len(found) != math.prod(shape):
+        recorder.refuse(f"it returned {len(found)} components for {math.prod(shape)}")
+    return found
 
 
 def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
     """Compare a program with f at the initial states of a few trajectories; raise Untraceable if they differ.
 
+    They differ if f checks the types of its arguments, and computes something else with traced arrays than with numbers.
     `fun`: the traced function of the user, if it isn't f; ``called(u, p, t)`` then returns its result, shape (rows, n).
     """
     if not batch.size:
@@ -188,9 +227,12 @@ def verify(program: Program, batch: Batch, fun: Function | None = None, called: 
     for row, value in zip(rows, evaluated(program, row_parts(u), parameters, [t])):
         row[:] = value
     found = from_row_parts(rows, expected.dtype)
-    place = first_difference(found, expected, u)
-    if place is not None:
-        i, j = place
+    if found.tobytes() == expected.tobytes():
+        return  # the usual case, for speed
+    largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, u))
+    allowed = _TOLERANCE * float(np.finfo(u.dtype).eps) * (1.0 + largest)
+    if not (close := np.isclose(found, expected, rtol=0, atol=allowed, equal_nan=True)).all():
+        i, j = np.argwhere(~close)[0]
         raise Untraceable(
             f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
             "it look at the types of its arguments, or at state that changes between calls?",

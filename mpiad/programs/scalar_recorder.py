@@ -1,0 +1,234 @@
+"""`ScalarRecorder`: a trace of a function that translates each operation to instructions of a scalar program at once.
+
+The `number` of a traced array is an array of symbols, one per entry. Its `value` is a placeholder, from which NumPy
+computes shapes, dtypes and errors of results. NumPy's functions that move entries, or add and multiply them, are applied to
+the arrays of symbols, whose views have the same memory. Other functions have rules (see `compiling.numpy_functions`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpiad._typing import Array, Axis, Index, Shape
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of
+from mpiad.compiling.symbols import Symbol, number_of
+from mpiad.programs.recorder import reason_against
+from mpiad.programs.steps import Traced, mapped, plain
+from mpiad.programs.traced_array import TracedArray, array_of, cast, take
+
+_OF_MANY = {"maximum": "largest", "minimum": "smallest"}
+
+
+class ScalarRecorder:
+    """A trace in progress: the receiver of the calls of `TracedArray`, and the `Translator` of rules.
+
+    `builder`: the program under construction. `real`: the dtype of the program's real numbers.
+    """
+
+    kind = TracedArray
+
+    def __init__(self, real: DTypeLike):
+        self.builder, self._real = Builder(), np.dtype(real)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Store the reason why the function can't be compiled, and raise a Refusal."""
+        self.builder.refuse(reason)
+
+    def ask(self, x: Traced, reason: str) -> NoReturn:
+        """Refuse an operation that needs the value of x."""
+        self.refuse(reason)
+
+    def is_noting(self) -> bool:
+        """Return True: every operation on traced arrays is translated."""
+        return True
+
+    def require_open(self) -> None:
+        """Do nothing: the arrays have no values that could be used after the trace."""
+
+    # The methods of `ProgramRecorder` that a function reaches: it runs traced in functions of this library, too.
+    ended = True
+
+    def looked_up(self, call: str) -> NoReturn:
+        """Refuse a communication."""
+        self.refuse(f"it calls {call}, which communicates: only computations on one rank can be compiled")
+
+    def communicate(self, operation: Any, x: Any, params: Any) -> NoReturn:
+        """Refuse a communication."""
+        self.looked_up(operation.__name__)
+
+    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of `mpiad.extend`."""
+        return operator.body(args, kwargs)
+
+    def entered_body(self) -> None:
+        """Do nothing at the beginning of an operator's body."""
+
+    def input(self, group: str, places: range, shape: Shape, in_pairs: bool = False) -> TracedArray:
+        """Return inputs of a group, in C order, as an array; it is read-only, as in calls with numbers.
+
+        `in_pairs`: whether two consecutive inputs are the real and the imaginary part of a complex entry.
+        """
+        symbols = [Symbol(self.builder, self.builder.input(group, place)) for place in places]
+        if in_pairs:
+            symbols = [real.plus_i(imag) for real, imag in zip(symbols[::2], symbols[1::2])]
+        array, value = _as_array(symbols, shape), np.ones(shape, self._dtype_of(symbols))
+        array.flags.writeable = value.flags.writeable = False
+        return TracedArray(self, array, value)
+
+    def symbols(self, x: Array) -> Array:
+        """Return the entries of an array of symbols or constants; raise a Refusal for anything else."""
+        if isinstance(x, Traced):
+            return x.number
+        array = np.asarray(x)
+        flat = list(array.ravel()) if array.dtype == object else array.ravel().tolist()
+        if array.dtype == object and all(type(entry) is Symbol for entry in flat):
+            return array
+        return _as_array([Symbol(self.builder, number_of(self.builder, entry)) for entry in flat], array.shape)
+
+    def plain_array(self, x: Traced, dtype: DTypeLike | None) -> Array:
+        """Return the entries: np.array([u[0], u[1]]) needs a plain array, and can't be intercepted differently."""
+        if dtype is not None and np.dtype(dtype) != object:
+            self.refuse(
+                f"it puts traced values into an array of {np.dtype(dtype)}: return a list of the components, or begin with "
+                "np.zeros_like(u)"
+            )
+        return x.number.copy()
+
+    def _traced(self, x: Any) -> Any:
+        # NumPy's conversions of traced arrays make object arrays of symbols.
+        if type(x) is not Symbol and not (isinstance(x, np.ndarray) and x.dtype == object):
+            return x
+        symbols = self.symbols(x)
+        return TracedArray(self, symbols, np.ones(symbols.shape, self._dtype_of(symbols.ravel().tolist())))
+
+    def _dtype_of(self, symbols: Sequence[Symbol]) -> np.dtype:
+        if symbols and all(x.is_boolean for x in symbols):
+            return np.dtype(bool)
+        return np.result_type(self._real, np.complex64) if any(x.is_complex for x in symbols) else self._real
+
+    def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Translate the call of a NumPy function."""
+        owner = getattr(fun, "__self__", None)
+        package = f"numpy.{owner.__name__}" if isinstance(owner, np.ufunc) else getattr(fun, "__module__", "numpy")
+        name, reason = f"{package}.{fun.__name__}", reason_against(fun, args, kwargs)
+        if reason:
+            self.refuse(f"it calls {name}, {reason}")
+        rule = _RULES.get(fun) or rule_of(fun)
+        if rule is None and fun not in _ON_ENTRIES:
+            self.refuse(f"it calls {name}, which isn't among the functions that can be compiled")
+        args, kwargs = mapped(tuple(args), self._traced), mapped(kwargs, self._traced)
+        made = fun(*plain(args), **plain(kwargs))
+        if rule is None:
+            if fun is take:
+                self._check_index(args[1])
+            return self._wrapped(fun(*mapped(args, _entries), **mapped(kwargs, _entries)), made)
+        try:
+            self.shape, self.dtype = made.shape, made.dtype
+            found = rule(self, *args, **kwargs).number.ravel().tolist()
+            return TracedArray(self, _as_array([*map(_OF_KIND[made.dtype.kind], found)], made.shape), made)
+        except Unsupported as error:
+            self.refuse(f"it calls {name} with {error}")
+        except TypeError as error:  # the rule doesn't have a parameter, and Python's message names it
+            self.refuse(f"it calls {name}, whose rule {str(error).partition('() ')[2] or error}")
+
+    def _wrapped(self, found: Any, made: Any) -> Any:
+        if isinstance(found, (list, tuple)):
+            return [self._wrapped(*pair) for pair in zip(found, made)]
+        return TracedArray(self, self.symbols(found), made)
+
+    def write(self, target: TracedArray, fun: Callable, args: Sequence[Array]) -> TracedArray:
+        """Call a function that writes into an array, and into its views."""
+        made = self.call(fun, args, {})
+        np.copyto(target.value, made.value, casting="same_kind")
+        target.number[...] = made.number
+        return target
+
+    def set_entries(self, target: TracedArray, key: Index, value: Array) -> None:
+        """Set entries of an array and of its views."""
+        value = mapped(value, self._traced)
+        self._check_index(key)
+        target.value[key] = plain(value)
+        symbols = self.symbols(value)
+        target.number[key] = symbols if symbols.shape else symbols.item()
+
+    def _check_index(self, key: Index) -> None:
+        if any(isinstance(part, Traced) for part in (key if isinstance(key, tuple) else (key,))):
+            self.refuse("it uses traced values as an index: write np.where(u > 0, ...) instead")
+
+    def elementwise(self, name: str, function: Callable[..., Symbol], *args: Array) -> TracedArray:
+        """Apply a function of symbols to each entry of arrays, which are broadcast."""
+        arrays = [self.symbols(x) for x in args]
+        if any(array.shape != arrays[0].shape for array in arrays):
+            arrays = np.broadcast_arrays(*arrays)
+        return self._value([function(*entries) for entries in zip(*[x.ravel().tolist() for x in arrays])], arrays[0].shape)
+
+    def reduce(
+        self,
+        name: str,
+        x: Array,
+        axis: Axis = None,
+        dtype: DTypeLike | None = None,
+        out: None = None,
+        keepdims: bool = False,
+    ) -> TracedArray:
+        """Reduce an array along axes by a binary function, from the first entry to the last."""
+        entries = self.symbols(x)
+        axes = range(entries.ndim) if axis is None else np.atleast_1d(axis) % max(entries.ndim, 1)
+        kept = [i for i in range(entries.ndim) if i not in axes]
+        shape = tuple([entries.shape[i] for i in kept])
+        rows = np.transpose(entries, [*kept, *axes]).reshape(math.prod(shape), -1)
+        if not rows.shape[1]:
+            raise Unsupported("an array without entries")
+        # If three or more entries are equal, their derivatives must be equal; pairwise maxima would give other derivatives.
+        of_many = _OF_MANY.get(name) if rows.shape[1] > 2 else None
+        found = [row[0].call(of_many, *row[1:]) if of_many else reduce(lambda x, y: x.call(name, y), row) for row in rows]
+        return self._value(found, shape)
+
+    def full(self, value: Array) -> TracedArray:
+        """Return an array with the entries of `value`, which is broadcast."""
+        return self._value(np.broadcast_to(self.symbols(value), self.shape).ravel().tolist(), self.shape)
+
+    def _value(self, symbols: Sequence[Symbol], shape: Shape) -> TracedArray:
+        return TracedArray(self, _as_array(symbols, shape), np.empty(shape, self.dtype))
+
+
+def _as_array(symbols: Sequence[Symbol], shape: Shape) -> Array:
+    return np.fromiter(symbols, object, len(symbols)).reshape(shape)
+
+
+def _entries(x: Any) -> Any:
+    return x.number if isinstance(x, Traced) else x
+
+
+def _cast(t: ScalarRecorder, x: TracedArray, dtype: np.dtype) -> TracedArray:
+    if dtype.kind not in "bfc" or (dtype.kind == "f" and x.dtype.kind == "c"):
+        t.refuse(f"it makes {dtype} of traced values{' that are complex' * (x.dtype.kind == 'c')}")
+    return x
+
+
+# The symbol of an entry of an array, by the kind of its dtype.
+_OF_KIND: dict[str, Callable[[Symbol], Symbol]] = {
+    "b": Symbol.truth, **dict.fromkeys("iuf", Symbol.as_number), "c": lambda x: x.real.plus_i(x.imag)
+}  # fmt: skip
+
+_RULES: dict[Callable, Rule] = {
+    cast: _cast,
+    np.real: lambda t, x: t.elementwise("real", lambda z: z.real, x),
+}
+
+# Functions that move entries, or add and multiply them.
+_ON_ENTRIES = frozenset({
+    take, array_of, np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis,
+    np.swapaxes, np.roll, np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.broadcast_arrays,
+    np.take, np.delete, np.split, np.array_split, np.atleast_1d, np.atleast_2d, np.atleast_3d, np.diagonal, np.resize,
+    np.copy, np.append, np.concatenate, np.stack, np.vstack, np.hstack, np.dstack, np.column_stack, np.dot, np.vdot,
+    np.inner, np.outer, np.matmul, np.tensordot, np.einsum, np.kron, np.cross, np.cumsum, np.cumprod, np.diff, np.trace,
+    np.convolve, np.ediff1d, np.diag, np.tril, np.triu,
+})  # fmt: skip
