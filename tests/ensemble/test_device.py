@@ -195,7 +195,7 @@ def _shared(u, p, t):
     [
         ({"events": Event(lambda u, p, t: u)}, ValueError, "one number for each column"),
         ({"events": Event(lambda u, p, t: u[0] - anp.sum(u))}, ValueError, "a condition of the events gives the first"),
-        ({"compile": True}, NotImplementedError, "compile=True makes machine code for the host"),
+        ({"compile": True}, NotImplementedError, "compile=True generates machine code for the host"),
         ({"f": _shared}, ValueError, "must not depend on each other"),
         ({"f": lambda u, p, t: [u[0]]}, ValueError, "returned shape"),
         ({"p": np.ones((_N, 3))}, TypeError, "u0 is on device 0 .* but part 0 of p is on the host"),

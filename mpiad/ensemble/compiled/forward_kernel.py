@@ -23,7 +23,7 @@ from typing import Any
 from mpiad.ensemble.compiled.jump_text import jump_lines
 from mpiad.ensemble.compiled.kernel_rows import U
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
+from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
 
@@ -75,7 +75,7 @@ if code >= 0:
     each j: each c: du_end[{j}, {c}, i] = $dnew[{j}, {c}] if was_accepted else $du[{j}, {c}]
     ids[l] = -1
     vacant_lanes += 1
-    # Until a new trajectory enters the lane, its steps have size zero.
+    # Until another trajectory starts in the lane, the lane's steps have size zero.
     $live = 0.0
     $end = tn
     $next = 0.0
@@ -184,7 +184,7 @@ def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
     for e in range(len(spec.events)):
         lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
         if spec.affects is not None:
-            # After a very short step near a root, rounding may determine the sign, so a change isn't counted.
+            # After a very short step near a root, rounding may determine the sign, so a sign change isn't counted.
             near_root = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
             lines += [f"crossed{e} = where({near_root}, 0.0, crossed{e})"]
         lines += [f"$crossed[{e}] = crossed{e}"]
@@ -196,7 +196,7 @@ def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in spec.sided:
         return steps.changed(e, *values)
-    # The sign must change from the side to which the condition left its last root.
+    # Only sign changes from the side to which the condition left its last root count.
     up, down = (steps.changed(e, *values, direction) for direction in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
@@ -249,7 +249,7 @@ def forward(
                     next_id += 1
                     vacant_lanes -= 1
                     @enter
-        # The output arrays may be too small for another turn.
+        # Return at the end, after the given number of turns, or if the output arrays may be too small for another turn.
         if vacant_lanes == {lanes} or turns == 0{full}:
             break
         turns -= 1
@@ -421,8 +421,7 @@ when inside: dk[{m}, {last+1}, {d}]
 when events: exact condition[{count}] condition_new[{count}] crossed[{count}] fraction[{count}]
 # `last_acted`: per event, the time at which it last acted, or the start. `last_root`: the time of the last root of any
 # condition. `short_count`: the number of successive short intervals between roots. `side`: per event that acts in both
-# directions, the sign with which its condition left the root. `limit`: an upper bound on the end of the next step, unless
-# this time has passed.
+# directions, the sign with which its condition left the root. `limit`: if in the future, a bound on the next step's end.
 when acts: exact last_acted[{count}] last_root short_count side[{count}] limit
 # In steps shorter than `unresolved`, rounding may determine the sign of a condition near its root.
 when affected: exact unresolved
@@ -432,19 +431,19 @@ when affected: exact unresolved
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
     """Return the layout of the kernel's buffers."""
-    return lanes_of(spec, _FIELDS)[0]
+    return layout_of(spec, _FIELDS)[0]
 
 
 def forward_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
-    fields, steps, names = lanes_of(spec, _FIELDS)
+    fields, steps, names = layout_of(spec, _FIELDS)
     full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
     full += f" or event_count + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
     names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": spec.sided}
     names["changed"] = "".join(f" + crossed{e}" for e in names["e"])
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
-    unit = [(j, c, kind == "u" and i == c) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
-    names["unit_tangents"] = [f"$du[{j}, {c}] = {1.0 if own else 0.0}" for j, c, own in unit]
+    unit = [(j, c, float(kind == "u" and i == c)) for j, (kind, i) in enumerate(spec.directions) for c in range(spec.d)]
+    names["unit_tangents"] = [f"$du[{j}, {c}] = {value}" for j, c, value in unit]
     names |= {"stages": _stages(spec, steps), "crossed": crossed(spec, steps)}
     names["conditions"] = steps.conditions("condition", "u", "t")
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
@@ -457,7 +456,7 @@ def forward_source(spec: KernelSpec, wide: bool) -> str:
 
 def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
     components = range(spec.d)
-    lines = steps.stages(kept=bool(spec.directions))
+    lines = steps.stages(separate=bool(spec.directions))
     for j in range(len(spec.directions)):
         lines += _tangent(spec, steps, j)
     lines += steps.error()

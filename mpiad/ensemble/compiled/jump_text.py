@@ -1,8 +1,4 @@
-"""Kernel lines for events that change the state, in the forward and the reverse kernel.
-
-The function by which an event changes the state is its affect: `affect0`, `affect1`, ... The adjoints of the affects are
-`back0`, `back1`, ...
-"""
+"""Kernel lines for events that change the state, by their affects `affect0`, ..., with the adjoints `back0`, ..."""
 
 from __future__ import annotations
 
@@ -52,18 +48,18 @@ when not acts:
 if code < 0 and was_accepted and tn == $end and given_times[slots[i], time_column] == t:
     acted = True
     @state
-    turn = slots[i]
+    slot = slots[i]
     # Events at the same time act one after the other.
-    while code < 0 and given_times[turn, time_column] == t:
-        kind = kinds[turn, time_column]
+    while code < 0 and given_times[slot, time_column] == t:
+        kind = kinds[slot, time_column]
         when record:
-            jump_number[i, turn] = np.int64($number) + 1
-            each c: jump_before[i, turn, {c}] = u_{c}
+            jump_number[i, slot] = np.int64($number) + 1
+            each c: jump_before[i, slot, {c}] = u_{c}
         @affects
         @adopt
-    slots[i] = turn
+    slots[i] = slot
     goal = end[0 if one_span else i]
-    goal = given_times[turn, time_column] if sign * given_times[turn, time_column] <= sign * goal else goal
+    goal = given_times[slot, time_column] if sign * given_times[slot, time_column] <= sign * goal else goal
     $end = sign * goal
     @least
 if acted and code < 0 and tn != $end:
@@ -78,8 +74,8 @@ if acted and code < 0 and tn != $end:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition after affects. If it is still near zero, rounding determines its computed sign. Then these
-# lines set the sign: after the condition's event to the sign beyond the root, after a very short step to the earlier sign.
+# The value of a condition after affects. If it is so near zero that rounding determines its sign, the sign is set: after
+# the condition's event to the opposite of the earlier sign, after a very short step to the earlier sign.
 _RESUME = """
 {value}
 value_before = $condition[{e}]
@@ -117,17 +113,16 @@ if $fraction[{e}] <= first:
     when acting:
         if code < 0:
             {condition_before}
-            when record: each c: crossings[event_row, {behind+c}] = u_{c}
+            when record: each c: crossings[event_row, {state_column+c}] = u_{c}
             {affect}
             @adopt
     when ends: stopped = True
     event_row += 1
 """
 
-# How a condition leaves its root after an affect, as in `jumps.departure`. `condition_before`: its value before the
-# affect. These lines set `left`, the side to which the condition leaves; they shorten the next step if the condition will
-# soon vanish again, and set `code` if its roots would accumulate. `linear`, `second`: first- and second-order terms of its
-# change.
+# The departure of a condition from its root after an affect, as in `jumps.departure`. `condition_before`: its value before
+# the affect. These lines set `left`, the sign with which the condition leaves the root; they shorten the next step if the
+# condition will soon vanish again, and set `code` if its roots would accumulate. `linear`, `second`: terms of its change.
 _DEPARTURE = """
 elapsed = tn - $last_acted[{e}]
 $last_acted[{e}] = tn
@@ -164,22 +159,22 @@ _CONSTANTS |= {"least_ahead": LEAST_AHEAD, "most_short": MOST_SHORT, "short": SH
 def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel; `names`: the values of the placeholders."""
     finite = " and ".join(f"np.isfinite(w_{c})" for c in range(spec.d))
-    names = names | _CONSTANTS | {"state": filled(_STATE, names), "behind": U + spec.d, "finite": finite}
+    names = names | _CONSTANTS | {"state": filled(_STATE, names), "state_column": U + spec.d, "finite": finite}
     names["conditions_after"], at_conditions, affects = [], [], []
     for e in range(len(spec.events)):
-        own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "both_directions": e in spec.sided}
-        names["conditions_after"] += filled(_RESUME, names | own)
+        event = {"e": e, "value": steps.condition(e, "value", "u", "t"), "both_directions": e in spec.sided}
+        names["conditions_after"] += filled(_RESUME, names | event)
     for e, acts in enumerate(spec.acting):
-        own = {"e": e, "acting": acts >= 0, "ends": acts in spec.ending if acts >= 0 else spec.events[e][0]}
+        event = {"e": e, "acting": acts >= 0, "ends": acts in spec.ending if acts >= 0 else spec.events[e][0]}
         if acts >= 0:
             adopted = filled(_ADOPT, names | {"following": _departure(spec, steps, e, names)})
             before = steps.condition(e, "condition_before", "u", "t")
-            own |= {"adopt": adopted, "condition_before": before, "affect": _affect(steps, acts)}
-        at_conditions += filled(_AT_CONDITION, names | own)
+            event |= {"adopt": adopted, "condition_before": before, "affect": _affect(steps, acts)}
+        at_conditions += filled(_AT_CONDITION, names | event)
     given = spec.affects or ()
     for k, e in enumerate(given):
         affects += [f"{'el' if k else ''}if kind == {e}:", f"    {_affect(steps, e)}"]
-    following, ending = ["turn += 1"], [f"kind == {e}" for e in spec.ending if e in given]
+    following, ending = ["slot += 1"], [f"kind == {e}" for e in spec.ending if e in given]
     if ending:
         following += [f"if {' or '.join(ending)}:", f"    code = {names['Terminated']}"]
     adopted = filled(_ADOPT, names | {"following": following})
@@ -200,10 +195,10 @@ def _departure(spec: KernelSpec, steps: Steps, e: int, names: dict[str, Any]) ->
     return filled(_DEPARTURE, names | {"rate_later": steps.called(steps.state("k1"), "f", "y", "later")})
 
 
-# Propagates cotangents back over the jumps (events that acted) after the step that comes next in the backward sweep.
+# Propagates cotangents through the jumps (events that acted) after the step that comes next in the backward sweep.
 # `jump[l]` is the index of the next jump in the backward sweep, `last_jump` the index of the last processed jump.
 _JUMP_BACK = """
-if {followed} == step[l] + 1:
+if {jump_step} == step[l] + 1:
     each p: p{p} = $p[{p}]
     while jump[l] >= jump_first[i] and jump_number[jump[l]] == step[l] + 1:
         j = jump[l]
@@ -211,8 +206,8 @@ if {followed} == step[l] + 1:
         each c: u_{c} = jump_state[j, {c}]
         @affects
         each c: $cotangent[{c}] = y_{c}
-        each own: $own[{own}] += e{own}
-        each common: $common[{common}] += e{wanted_varying+common}
+        each wanted_p: $p_bar[{wanted_p}] += e{wanted_p}
+        each wanted_s: $s_bar[{wanted_s}] += e{wanted_varying+wanted_s}
         when timed:
             time_bar = $t_bar - $h_bar + te
             drift = 0.0
@@ -241,10 +236,10 @@ else:
     jump_time_bar[{last_jump}] += $h_bar
 """
 
-# Propagates cotangents from the root of a condition that ended a step: the state at the root is interpolated in the full
-# step, at a fraction that depends on the inputs as in `KernelStops`.
+# Propagates cotangents through the root of a condition that ended a step: the state at the root is interpolated in the
+# full step, at a fraction whose derivatives are those in `KernelStops`.
 _STOP_BACK = """
-if {stopped} == step[l]:
+if {stop_step} == step[l]:
     stop = {stop}
     time_bar = $t_bar + stop_time_bar[stop]
     factor = -({quotient})
@@ -254,9 +249,9 @@ if {stopped} == step[l]:
     $tn = $t + $h
     $has_arrivals = 1.0
     x = stop_row[stop, 0]
-    @parts
+    @weights
     each c:
-        value = $cotangent[{c}] + stop_row[stop, {behind+c}] * factor
+        value = $cotangent[{c}] + stop_row[stop, {gradient+c}] * factor
         $cotangent[{c}] = 0.0
         $value[{c}] += value
         each used: $arrival[{used}, {c}] += w{used} * value
@@ -270,13 +265,13 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
 
     The array `jump` holds five rows with an entry per lane: the index of the next jump in the backward sweep, the index of
     the last processed jump, the index of the next stop (a root that ended a step), and the numbers of steps before the next
-    jump and the next stop; -1 if there is none.
+    jump and before the next stop; -1 if none exists.
     """
     components = range(spec.d)
-    last_jump, stop, followed, stopped = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))
-    names = names | {"jumping": spec.jumps is not None, "followed": followed, "stopped": stopped}
-    names["next_jump"] = f"{followed} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
-    names["next_stop"] = f"{stopped} = stop_number[{stop}] if {stop} >= stop_first[i] else -1"
+    last_jump, stop, jump_step, stop_step = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))
+    names = names | {"jumping": spec.jumps is not None, "jump_step": jump_step, "stop_step": stop_step}
+    names["next_jump"] = f"{jump_step} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
+    names["next_stop"] = f"{stop_step} = stop_number[{stop}] if {stop} >= stop_first[i] else -1"
     names |= {"stop": stop, "last_jump": last_jump, "add_size_cotangent": filled(_SIZE_COTANGENT, {"last_jump": last_jump})}
     time, affects = steps.rounded("jump_time[j]"), []
     back = [*steps.state("y"), *numbered("e", spec.wanted_varying + spec.wanted_shared), *(["te"] if spec.timed else [])]
@@ -286,6 +281,6 @@ def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[st
     drift = " + ".join(f"k0_{c} * $cotangent[{c}]" for c in components)
     jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
     terms = ["stop_row[stop, 1] * time_bar", *(f"stop_row[stop, {3 + c}] * $cotangent[{c}]" for c in components)]
-    stop_names = {"quotient": " + ".join(terms), "parts": steps.weights(), "behind": 3 + spec.d}
+    stop_names = {"quotient": " + ".join(terms), "weights": steps.weights(), "gradient": 3 + spec.d}
     names["jump_back"] = filled(_JUMP_BACK, names | jump)
     return names | {"stop_back": filled(_STOP_BACK, names | stop_names)}

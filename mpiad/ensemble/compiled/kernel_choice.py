@@ -18,7 +18,7 @@ from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.resources import cores
 
-# The solve of fewer trajectories takes less time than loading or compiling a kernel.
+# Solving fewer trajectories takes less time than loading or compiling a kernel.
 LEAST_TRAJECTORIES = 1000
 
 
@@ -27,7 +27,7 @@ def refuse_mass_on_device(settings: Settings) -> None:
     if settings.alg.tableau.implicit and settings.mass is not None:
         raise NotImplementedError(
             f"solve: {type(settings.alg).__name__} supports a mass matrix on the host only, but this solve runs on a "
-            "device. Bring u0 and p to the host with mpiad.device.to_host, and take EnsembleVectorized()."
+            "device. Copy u0 and p to the host with mpiad.device.to_host, and use EnsembleVectorized()."
         )
 
 
@@ -35,7 +35,7 @@ class Compiler:
     """The kernels that one call of `solve` compiles; `kernels`: their texts, by the names "forward" and "reverse".
 
     `count`: the number of trajectories of the whole ensemble; 0 for a single problem. `together`: whether several ranks
-    solve the ensemble: then warnings about f are stored until one rank is chosen to log them.
+    solve the ensemble; if so, warnings about f are stored until `log_warnings` is called.
     """
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
@@ -58,7 +58,7 @@ class Compiler:
         return Solver(self.kernels, plan, batch, settings, threads).solved(given)
 
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
-        """Check f and the events by a first call; return the traced problem if a kernel on the host will solve it.
+        """Check f and the events by a first call; return the traced problem if a CPU kernel will solve the batch.
 
         `given` is the batch with autograd's traced values, `batch` the same batch with plain values.
         """
@@ -94,18 +94,18 @@ class Compiler:
     def _check_on_device(self, batch: Batch, settings: Settings) -> None:
         if self.compile is True:
             raise NotImplementedError(
-                "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
-                "Leave compile out, or bring the arrays to the host with mpiad.device.to_host."
+                "solve: compile=True generates machine code for the host, but u0 or p contains device arrays. "
+                "Leave compile out, or copy the arrays to the host with mpiad.device.to_host."
             )
         refuse_mass_on_device(settings)
         # For mixed host and device arrays f itself would raise a less helpful error.
         check_place(batch)
 
     def warn(self, f: Function, text: str) -> None:
-        """Log a warning about f, immediately or by `log_warnings`."""
+        """Log a warning about f, or if `together` store it for `log_warnings`."""
         if not self.together:
             warn_once(f, text)
-        # Several batches may warn about the same f.
+        # Several batches may cause the same warning.
         elif (f, text) not in self._pending:
             self._pending.append((f, text))
 

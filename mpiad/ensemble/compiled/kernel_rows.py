@@ -1,4 +1,4 @@
-"""Accepted steps and events as CPU kernels write them: one row each, in the order in which they were computed.
+"""The tables of accepted steps and events that CPU kernels write, with one row each, in the order of computation.
 
 The memory of a record is reused by the next solve: a training loop records the same ensemble repeatedly, and the operating
 system provides new memory page by page, which takes longer than the solve.
@@ -19,36 +19,36 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Acting
 
-# The row of an event holds the trajectory, the event, the step (from 0), the fraction of the step at which the event lies,
+# The row of an event has the trajectory, the event, the step (from 0), the fraction of the step at which the event lies,
 # and its time; then the time before the step (column T), the signed size of the step (H), and the real components of the
 # state before the step (from U on). If events act in a recorded solve, the components of the state at the event follow.
 T, H, U = 5, 6, 7
 
 
 class Tape(NamedTuple):
-    """The steps of some trajectories; each refers to the previous step of its trajectory."""
+    """The steps of some trajectories; each row refers to the previous row of the same trajectory."""
 
     # `first`, `stop`: the range of trajectories.
     first: int
     stop: int
     rows: Array  # shape (m, 2 + d); time before the step, signed size, and real components of the state before the step
-    previous: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
+    previous: Array  # int, shape (m,); the row of the trajectory's previous step, or -1
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
-        """Return the steps, sorted into sweeps; `last`, for the whole batch: the rows of last steps, or negative."""
+        """Return the steps, sorted into sweeps; `last`, `counts`, shape (N,): rows of the last steps, numbers of steps."""
         d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
         steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
         for s, width in enumerate(steps.widths):
             row = row[:width]  # trajectories with this many steps come first in the order
-            ids, found = steps.order[:width], self.rows[row]
-            steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], from_parts(found[:, 2:], dtype).T)
+            ids, values = steps.order[:width], self.rows[row]
+            steps.fill(ids, steps.counts[ids] - 1 - s, values[:, 0], values[:, 1], from_parts(values[:, 2:], dtype).T)
             row = self.previous[row]
         return steps
 
 
 def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
-    """Sort the events of all tables and store them in `outcome`; return states at events, (m, d), or (m, 0) if unknown."""
+    """Store the sorted events in `outcome`; return the states at events, shape (m, d), or (m, 0) if not recorded."""
     rows = np.concatenate(tables)
     rows = rows[in_order(rows.T)]
     outcome.crossings, outcome.event_table = rows[:, : U + d], rows[:, :5].T
@@ -60,9 +60,8 @@ def jumps_of(
 ) -> list[Jump]:
     """Return the jumps of a recorded solve. The record contains the states after jumps, so `Jump.after` isn't needed.
 
-    `numbers`, shape (N, slots): the number of steps before each given time, or -1 if it wasn't reached. `before`, shape
-    (N, slots, d): the states at given times before events acted. `at_conditions`, shape (m, d): the states at roots before
-    events acted.
+    `numbers`, shape (N, slots): the number of steps before each given time, or -1 if the time wasn't reached. `before`,
+    shape (N, slots, d), `at_conditions`, shape (m, d): the states at given times and at roots, before events acted.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
     rows = slice(None) if (numbers >= 0).all() else np.flatnonzero(numbers >= 0)
@@ -74,16 +73,16 @@ def jumps_of(
         acts = np.array([acting.events[e].acts for e in acting.found])[outcome.event_table[1].astype(int)]
         ids, event, number = outcome.event_table[:3, acts].astype(int)
         states = from_parts(at_conditions[acts], dtype).T
-        found, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
-        own = Jump(ids, number + 1, np.array(acting.found)[event], found, time, states, states)
+        slots, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
+        at_roots = Jump(ids, number + 1, np.array(acting.found)[event], slots, time, states, states)
         # The jumps after the same step are sorted: those at roots of conditions come before those at given times.
-        joined = [np.concatenate(parts, axis=-1) for parts in zip(own, jumps[0])]
+        joined = [np.concatenate(parts, axis=-1) for parts in zip(at_roots, jumps[0])]
         order = np.lexsort((joined[1], joined[0]))
         jumps = [Jump(*(part[..., order] for part in joined))]
     return jumps
 
 
-# Maximum number of entries of all arrays that are kept for reuse: 128 MiB.
+# Maximum number of entries of all arrays that are stored for reuse: 128 MiB.
 _MOST = 1 << 24
 
 _lock = threading.Lock()
@@ -100,7 +99,7 @@ def allocate(size: int) -> Array:
 
 
 def release(arrays: list[Array]) -> None:
-    """Keep arrays from `allocate` for reuse; no views of them may be in use."""
+    """Store arrays from `allocate` for reuse; no views of them may be in use."""
     with _lock:
         for array in arrays:
             if sum(map(len, _spare)) + len(array) <= _MOST:

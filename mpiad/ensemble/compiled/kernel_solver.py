@@ -27,13 +27,13 @@ from mpiad.ensemble.settings import Settings
 _STEPS = 48
 # Initial number of rows for events, in addition to those of one turn.
 _EVENT_ROWS = 1024
-# Number of trajectories that a thread takes at a time from the shared counter. At the end threads wait for the last block,
-# so it is small, but large enough that threads seldom write to the same cache lines.
+# Number of trajectories that a thread takes at a time from the shared counter. It is small, since threads wait for the last
+# block, but large enough that they seldom write to the same cache lines.
 _BLOCK = 64
 
 
 class Solver:
-    """A batch of plain arrays, and its kernels; `kernels` collects the texts of the used kernels, by name."""
+    """A batch of plain arrays, and its kernels; the texts of all used kernels are stored in `kernels`, by name."""
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
         # Kernel texts don't depend on the numbers in f.
@@ -50,7 +50,7 @@ class Solver:
     def solved(self, given: Batch) -> Outcome:
         """Solve, and record the data for derivatives with respect to the traced parts of `given`."""
         self.directions = self._directions(given) if given.traced and not self.saves_every_step else ()
-        # With checkpoints, the backward pass solves again and records steps, for some trajectories at a time.
+        # With checkpoints, the backward pass solves groups of trajectories again, and records their steps.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         outcome = self._run(self.spec._replace(directions=self.directions, record=record))
         if self.settings.record:
@@ -67,7 +67,7 @@ class Solver:
     # ---- derivatives
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
-        """Return the directions of tangents that the solve propagates; none if an adjoint will be used."""
+        """Return the directions of tangents that the forward kernel propagates; none if an adjoint will be used."""
         # With events the end times depend on all inputs.
         times_vary = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.acting is not None
         if times_vary or self.spec.tableau.implicit:
@@ -100,16 +100,16 @@ class Solver:
             yield rows, part
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel for cotangents of the `wanted` parameters, and its spec.
+        """Return the reverse kernel for cotangents of the `wanted` parameters (indices), and its spec.
 
         `jumps`: whether events can act. `stops`: whether roots of conditions have ended steps.
         """
         names = self.traced.names
-        own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
+        varying, shared = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
         spec = self.spec._replace(
-            wanted_varying=len(own),
-            wanted_shared=len(common),
+            wanted_varying=len(varying),
+            wanted_shared=len(shared),
             timed=timed,
             inside=inside,
             tolerances=False,
@@ -118,7 +118,7 @@ class Solver:
             jumps=tuple((e, e in (self.spec.affects or ())) for e in acts) if jumps else None,
             stops=stops,
         )
-        return self._function("reverse", reverse_text(self.traced, spec, (*own, *common))), spec
+        return self._function("reverse", reverse_text(self.traced, spec, (*varying, *shared))), spec
 
 
 def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> Outcome:
@@ -173,7 +173,7 @@ class _Launch:
         self.crossings: list[Array] = []
         # The counter that threads share: the number of trajectories that have been started, the total, and the block size.
         self.counter = np.array([0, 0, _BLOCK])
-        self.last = np.full(count if spec.record else 0, -1)  # row of the last step; negative without steps
+        self.last = np.full(count if spec.record else 0, -1)  # row of the last step, or -1
         real = spec.dtype
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if spec.inside else 0, count, n_saved, d), real)
@@ -182,7 +182,7 @@ class _Launch:
         if settings.acting is not None:
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
             slots = len(times) - 1 if spec.record else 0
-            # For given times of events: the numbers of steps before, and the states at these times.
+            # For given times of events: the numbers of steps before them, and the states before the events act.
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
             self._event_arrays += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
             self._event_arrays += self.at_given_times
@@ -192,8 +192,8 @@ class _Launch:
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
         inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
-        rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
-        self._inputs = (*inputs, solver.times, *rest)
+        options = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
+        self._inputs = (*inputs, solver.times, *options)
         ends = parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject
         self._outputs = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last
 
@@ -201,7 +201,7 @@ class _Launch:
         """Solve all trajectories, and return their recorded steps."""
         count, threads = self._solver.batch.size, self._solver.threads
         if self._spec.record or self._solver.settings.progress is not None:
-            # Shares limit the size of each record, and update the progress bar often.
+            # With shares, each record is small, and the progress bar is updated often.
             return each(self._share, shares_of(count, threads), threads)
         if threads == 1:
             return each(self._share, [(0, count)], 1)
@@ -239,7 +239,7 @@ class _Launch:
         return Tape(first, stop, rows[:row], previous[:row])
 
     def _report_progress(self, first: int, next_id: int, busy: int, reported: int) -> int:
-        """Add the newly ended trajectories of a share to the progress bar; return the number of all that have ended."""
+        """Add the newly ended trajectories of a share to the progress bar; return the number of all ended ones."""
         progress, batch = self._solver.settings.progress, self._solver.batch
         if progress is None:
             return 0

@@ -1,6 +1,6 @@
 """`KernelSpec`, the sizes and options of a kernel; `Fields`, the layout of its memory; templates of kernel sources.
 
-A CPU kernel solves several trajectories at a time; the memory of one of them is called a lane (see `forward_kernel`).
+A CPU kernel solves several trajectories at a time; the memory of each one is called a lane (see `forward_kernel`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KernelSpec(NamedTuple):
     """The sizes and options of one kernel."""
 
     d: int  # number of real components of a state; a complex number has two
-    # `varying`, `shared`: numbers of parameters per trajectory, and of shared parameters.
+    # Numbers of parameters per trajectory (p0, p1, ...) and of shared parameters (s0, s1, ...).
     varying: int
     shared: int
     tableau: Tableau
@@ -38,8 +38,7 @@ class KernelSpec(NamedTuple):
     inside: bool = False  # whether states inside steps are interpolated: at saved times, or to locate events
     record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
-    # Directions of tangents: ("u", i) for a component of the initial state, ("p", i) for a parameter per trajectory, ("s",
-    # i) for a shared parameter.
+    # Directions of tangents: ("u", i) for component i of the initial state; ("p", i), ("s", i) for parameters.
     directions: tuple[tuple[str, int], ...] = ()
     # Numbers of parameters, per trajectory and shared, with respect to which an adjoint differentiates.
     wanted_varying: int = 0
@@ -51,13 +50,13 @@ class KernelSpec(NamedTuple):
     slopes: tuple[int, ...] = ()  # for Rosenbrock methods: the components of f that depend explicitly on time
     # The nonzero entries of the mass matrix; None for the identity.
     mass: tuple[tuple[int, int, float], ...] | None = None
-    # An event *acts* if it has an affect. Indices below are those of the solve's list of all events.
+    # An event *acts* if it has an affect. The event indices below refer to the solve's list of all events.
     affects: tuple[int, ...] | None = None  # the events that act at given times; None if no event acts
     acting: tuple[int, ...] = ()  # for each of `events`: its index if it acts, otherwise -1
     ending: tuple[int, ...] = ()  # the events that act and end the trajectory
-    # In an adjoint of a solve in which events act: these events, and whether each occurs at given times.
+    # In the adjoint of a solve in which events act: these events, and whether each one occurs at given times.
     jumps: tuple[tuple[int, bool], ...] | None = None
-    stops: bool = False  # whether steps of the adjoint ended at roots of conditions
+    stops: bool = False  # whether an adjoint contains steps that ended at roots of conditions
 
     @property
     def dtype(self) -> np.dtype:
@@ -66,7 +65,7 @@ class KernelSpec(NamedTuple):
 
     @property
     def sided(self) -> list[int]:
-        """The `events` that act in both directions, for which kernels store the sign of the condition after a root."""
+        """Indices of the `events` that act in both directions; kernels store the sign of their conditions after a root."""
         return [e for e, acts in enumerate(self.acting) if acts >= 0 and not self.events[e][1]]
 
     @property
@@ -81,7 +80,7 @@ class KernelSpec(NamedTuple):
 
     @property
     def numbers(self) -> list[tuple[int, ...]]:
-        """For each number of the state: the indices of its component, or of its real and imaginary parts."""
+        """For each entry of the state: the index of its component, or the indices of its real and imaginary parts."""
         width = 2 if self.in_pairs else 1
         return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
 
@@ -125,7 +124,7 @@ def _at_ends(batch: Batch, saveat: Array | None) -> bool:
 
 
 class Fields:
-    """The layout of a kernel's buffers. A field is a variable with one number per lane.
+    """The layout of a kernel's buffers. A field is a variable with one number, or one array, per lane.
 
     All fields are at constant offsets in one buffer, so the compiler knows that they don't overlap. If states are float32,
     doubles such as times are in a second buffer, `exact`.
@@ -137,7 +136,7 @@ class Fields:
         self.counts = {"b": 0, "exact": 0}
 
     def add(self, lines: list[str]) -> None:
-        """Add fields, given as ``name``, or ``name[2, 3]`` for an array; those in lines with `exact` are double."""
+        """Add fields, written as ``name``, or ``name[2, 3]`` for an array; lines that begin with `exact` add doubles."""
         for line in lines:
             if line.startswith("#"):
                 continue
@@ -183,7 +182,7 @@ class Fields:
 # - ``@name``, alone on a line: the lines of this name.
 # - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}``: a sum or a difference of numbers.
 # - ``each name:``: repeat the rest of the line, or the indented lines below, for each value of `name`.
-# - ``when name:``, ``when not name:``: include the rest of the line, or the indented lines below, under this condition.
+# - ``when name:``, ``when not name:``: include the rest of the line, or the indented lines below, if `name` is (not) true.
 # - ``$name``, ``$name[0, 1]``: a field of a lane, replaced last, by `Fields.resolved`.
 _NAME = re.compile(r"\{(\w+)(?:([+-])(\w+))?\}")
 
@@ -212,7 +211,7 @@ def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
         elif word.startswith("@"):
             result += [" " * depth + one for one in names[word[1:]]]
         else:
-            result.append(_NAME.sub(lambda found: _value(found, names), line) if "{" in line else line)
+            result.append(_NAME.sub(lambda match: _value(match, names), line) if "{" in line else line)
     return result
 
 
@@ -220,8 +219,8 @@ def _depth(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _value(found: re.Match[str], names: Mapping[str, Any]) -> str:
-    value, sign, other = names[found[1]], found[2], found[3]
+def _value(match: re.Match[str], names: Mapping[str, Any]) -> str:
+    value, sign, other = names[match[1]], match[2], match[3]
     if sign:
         other = int(other) if other.isdigit() else names[other]
         value = value + other if sign == "+" else value - other

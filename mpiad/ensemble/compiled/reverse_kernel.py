@@ -1,9 +1,9 @@
 """The source of the CPU's reverse kernel: the adjoint of the accepted steps of several trajectories at a time.
 
 Lanes and turns are as in `forward_kernel`. In each turn every lane goes back one step: the stages are recomputed from the
-state before the step, and cotangents are propagated through them as in `transposed_step`. The contributions of states
-saved inside the step to the cotangents of its stages, called arrivals, are summed first, lane by lane. Trajectories are
-processed from the last to the first, since the end of the record is still in the caches.
+state before the step, and cotangents are propagated through them as in `transposed_step`. First the cotangents of states
+saved inside the step are summed lane by lane (`value`), and so are their contributions to the cotangents of stages, called
+arrivals. Trajectories are processed from the last to the first, since the end of the record is still in the caches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mpiad.compiling.source import number
 from mpiad.ensemble.compiled.jump_text import jumps_back
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
+from mpiad.ensemble.compiled.rosenbrock_text import layout_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
@@ -63,9 +63,9 @@ def reverse(
     state[1] = next_id
     state[2] = vacant_lanes
     state[3] = turns
-    when common:
+    when wanted_s:
         for l in range({lanes} if vacant_lanes == {lanes} else 0):
-            each common: s_bar[{common}] += $common[{common}]
+            each wanted_s: s_bar[{wanted_s}] += $s_bar[{wanted_s}]
 """
 
 _ENTER = """
@@ -78,7 +78,7 @@ while time_index[l] >= 0 and save_step[i, time_index[l]] < -1:
     time_index[l] -= 1
 each c: $cotangent[{c}] = end_bar[{c}, i]
 each p: $p[{p}] = p[{p}, i]
-each own: $own[{own}] = 0.0
+each wanted_p: $p_bar[{wanted_p}] = 0.0
 when timed:
     $t_bar = 0.0
     $h_bar = 0.0
@@ -136,7 +136,7 @@ while time_index[l] >= 0 and save_step[i, time_index[l]] == step[l]:
     when not inside: each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
     time_index[l] -= 1
 row[l] = previous[now]
-# Prefetch the step before; its row may begin in one cache line and end in the next.
+# Prefetch the previous step, whose row may begin in one cache line and end in the next.
 fetched(rows, row[l])
 fetched(rows, row[l] + 1)
 fetched(previous, row[l])
@@ -149,7 +149,7 @@ while time_index[l] >= 0:
     each c: $cotangent[{c}] += saved_bar[i, time_index[l], {c}]
     time_index[l] -= 1
 each c: u0_bar[{c}, i] = $cotangent[{c}]
-each own: p_bar[{own}, i] = $own[{own}]
+each wanted_p: p_bar[{wanted_p}, i] = $p_bar[{wanted_p}]
 when timed:
     # A shift of the start or end of tspan changes the size of the last step only, which ends at the end of tspan.
     when jumping: @add_size_cotangent
@@ -195,8 +195,8 @@ when timed:
 
 _PULLED = """
 @stage
-each own: $own[{own}] += e{own}
-each common: $common[{common}] += where(live > 0.0, e{wanted_varying+common}, 0.0)
+each wanted_p: $p_bar[{wanted_p}] += e{wanted_p}
+each wanted_s: $s_bar[{wanted_s}] += where(live > 0.0, e{wanted_varying+wanted_s}, 0.0)
 when timed:
     t_bar = t_bar + te
     when later: h_bar = fma({time}, te, h_bar)
@@ -209,7 +209,7 @@ _FIELDS = """
 cotangent[{d}] u[{d}] p[{varying}]
 exact t tn h live
 # Sums over many steps, or over trajectories, are double.
-exact own[{wanted_varying}] common[{wanted_shared}]
+exact p_bar[{wanted_varying}] s_bar[{wanted_shared}]
 # `size_moves`: 1 if the step ends at the end of tspan or at a given time of an event, which determines its size; else 0.
 when timed: exact t_bar h_bar size_moves
 when inside:
@@ -222,12 +222,12 @@ when inside:
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
     """Return the layout of the kernel's buffers."""
-    return lanes_of(spec, _FIELDS)[0]
+    return layout_of(spec, _FIELDS)[0]
 
 
 def reverse_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f` and its adjoint `g`."""
-    fields, steps, names = lanes_of(spec, _FIELDS)
+    fields, steps, names = layout_of(spec, _FIELDS)
     names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else ""}
     names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
     names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
@@ -247,5 +247,5 @@ def _back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
 def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:
     """Return lines that propagate the cotangent of stage i to its argument, the parameters and time."""
     time = spec.tableau.c[i]
-    own = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
-    return filled(_PULLED, names | own | {"i": i, "between": 0 < i < spec.stages})
+    stage = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
+    return filled(_PULLED, names | stage | {"i": i, "between": 0 < i < spec.stages})

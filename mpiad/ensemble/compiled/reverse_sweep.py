@@ -35,13 +35,13 @@ class KernelSeeds(NamedTuple):
     saved: Array | None  # shape (N, n_saved, d); of saved states
     save_step: Array  # int, shape (N, n_saved); the step that contains each saved state; states in no step come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
-    stop: Array  # shape (N,); end time of the last step, even if a terminal event cut this step short
+    stop: Array  # shape (N,); end time of the last step, or of the full step if a terminal event cut it short
     leaves: dict[int, Array]  # cotangents from events, by index of the parameters' leaf
     start: Array | float = 0.0  # shape (N,), or a number; cotangents of the start of tspan from terminal events
 
 
 class _Step(NamedTuple):
-    """The stages of the steps that contain events, as `pull_event` requires them."""
+    """The stages of steps that contain events, with the attributes that `pull_event` uses."""
 
     y: list[Array]
     k: list[Array]
@@ -57,7 +57,7 @@ def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) ->
 
 
 def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
-    """Return `plain`, with the cotangents of states at events inserted among the cotangents of saved states."""
+    """Return `plain` with the cotangents of states at events inserted among those of saved states."""
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
@@ -75,11 +75,11 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     nonterminal = np.flatnonzero(crossed)
     with np.errstate(all="ignore"):
         for number in np.unique(event[ending]):
-            own = ending[event[ending] == number]
-            value[own], start[ids[own]] = _pulled(run, places, table[own], leaves, end[:, ids[own]], reached[ids[own]])
+            rows = ending[event[ending] == number]
+            value[rows], start[ids[rows]] = _pulled(run, places, table[rows], leaves, end[:, ids[rows]], reached[ids[rows]])
         for number in np.unique(event[nonterminal]):
-            own = nonterminal[event[nonterminal] == number]
-            value[own], _ = _pulled(run, places, table[own], leaves, None, crossed[own])
+            rows = nonterminal[event[nonterminal] == number]
+            value[rows], _ = _pulled(run, places, table[rows], leaves, None, crossed[rows])
     end[:, ids[ending]] = 0
     chosen = np.concatenate([ending, nonterminal])
     return _merged(plain._replace(end=end, stop=stop, leaves=leaves, start=start), table[chosen], value[chosen])
@@ -90,27 +90,28 @@ def _pulled(
 ) -> tuple[Array, Array]:
     """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,); update `leaves`.
 
-    The kernel considers the times of states inside steps constant, but the time of an event moves with the start.
+    `end`, shape (d, m): cotangents of the final states, None for nonterminal events. `time`, shape (m,): cotangents of the
+    event's times, which depend on the start of tspan; the kernel considers the times of states inside steps constant.
     """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
     columns = two_at_least(count)
     step: Any = _step(run, rows[columns])
-    own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
+    found = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
     located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
-    totals = StepCotangents(step, own, varies, count, True)
+    totals = StepCotangents(step, found, varies, count, True)
     given = run.columns(run.batch.p.leaves, ids[columns])
     inside = pull_event(run, located, totals, given, end, time)
-    add_leaves(run, leaves, own, ids)
+    add_leaves(run, leaves, found, ids)
     rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, located.x), step.k))
     by_fraction = (inside.value * rate).real.sum(axis=0)
-    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # the kernel doesn't count this as inside the step
+    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel, this isn't inside the step
     return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, by_fraction)
 
 
 class KernelJumps:
     """The events that acted during a run, for the reverse kernel.
 
-    `time_bar`, shape (N,): cotangents of the times of jumps that no step follows. Entries that the kernel uses are cleared.
+    `time_bar`, shape (N,): cotangents of the times of jumps that no step follows. The entries used here are set to zero.
     """
 
     def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
@@ -129,9 +130,9 @@ class KernelJumps:
 
     @property
     def arguments(self) -> tuple[Array, ...]:
-        """The kernel's arguments. The kernel updates the last one, the cotangents of the events' times."""
-        jumps, whole = self._jumps, np.dtype(np.int64)
-        number, event, time = argument(jumps.number, whole), argument(jumps.event, whole), argument(jumps.time)
+        """The kernel's arguments; it updates the last one, `due`, the cotangents of the events' times."""
+        jumps, integer = self._jumps, np.dtype(np.int64)
+        number, event, time = argument(jumps.number, integer), argument(jumps.event, integer), argument(jumps.time)
         return self._first, number, event, time, self._state, self.due
 
     def add_due(self, due: Array) -> None:
@@ -147,7 +148,7 @@ class KernelStops:
     Let λ be the cotangent of the state U(x) at a root of the condition g, and σ that of the root's time. As in
     `pull_event`, g_u, g_t and g_p times -(h σ + λ·U') / (g_u·U' + g_t h) are added to the cotangents of the state, the time
     and the parameters. `bar`, shape (m,): cotangents of the root times, without contributions of later steps. `rows`, shape
-    (m, 3 + 2 d): x, h / denominator, g_t, h U' / denominator, g_u.
+    (m, 3 + 2 d): x, h / denominator, g_t, U' / denominator, g_u. `factors`, shape (m,): the factors above, from the kernel.
     """
 
     def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
@@ -161,30 +162,30 @@ class KernelStops:
             for event in np.flatnonzero(np.bincount(stops.event)).tolist():
                 self._linearize(event, np.flatnonzero(stops.event == event))
 
-    def _linearize(self, event: int, own: Array) -> None:
-        run, stops, count = self._run, self._run.stops, len(own)
-        table = run.outcome.crossings[run.stop_rows[own]]
+    def _linearize(self, event: int, indices: Array) -> None:
+        run, stops, count = self._run, self._run.stops, len(indices)
+        table = run.outcome.crossings[run.stop_rows[indices]]
         step = _step(run, table[two_at_least(count)])
-        h, stages, x = step.h[:count], [k[:, :count] for k in step.k], stops.x[own]
-        located = LocatedEvent(event, True, np.arange(count), x, stops.time[own], own)
-        leaves = run.columns(run.batch.p.leaves, stops.ids[own])
+        h, stages, x = step.h[:count], [k[:, :count] for k in step.k], stops.x[indices]
+        located = LocatedEvent(event, True, np.arange(count), x, stops.time[indices], indices)
+        leaves = run.columns(run.batch.p.leaves, stops.ids[indices])
         states = interpolate(run.coefficients, step.y[0][:, :count], h, stages, x)
         pull = transposed_condition(run, located, self._places, leaves, states)
         rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
         g_u, *_, g_t = pull(np.ones_like(x))
-        slope = (g_u * rate).sum(axis=0) + g_t * h
-        self.rows[own] = np.stack([x, h / slope, g_t, *(rate / slope), *g_u], axis=1)
-        self._conditions.append((own, pull))
+        denominator = (g_u * rate).sum(axis=0) + g_t * h
+        self.rows[indices] = np.stack([x, h / denominator, g_t, *(rate / denominator), *g_u], axis=1)
+        self._conditions.append((indices, pull))
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add the contributions to the cotangents of the leaves, after the kernel has computed the factors."""
-        for own, pull in self._conditions:
-            _, *parts, _ = pull(self.factors[own])
-            add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
+        for indices, pull in self._conditions:
+            _, *parts, _ = pull(self.factors[indices])
+            add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[indices])
 
 
 def _step(run: Run, rows: Array) -> _Step:
-    """Recompute the stages of the steps in rows of the table of events."""
+    """Return the recomputed steps in rows of the table of events."""
     dtype = run.batch.u0.dtype
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
     k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
@@ -196,19 +197,19 @@ def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
     ids, (count, width) = rows[:, 0].astype(int), plain.save_step.shape
     order = np.argsort(ids, kind="stable")
     ids, rows, value = ids[order], rows[order], value[order]
-    turn = np.arange(len(ids)) - np.searchsorted(ids, ids)
-    more = int(turn.max(initial=-1)) + 1
-    saved = np.zeros((count, width + more, len(plain.end)), plain.end.dtype)
-    save_step = np.full((count, width + more), NOWHERE, np.int32)
-    times = np.zeros((count, width + more))
+    column = width + np.arange(len(ids)) - np.searchsorted(ids, ids)
+    total = int(column.max(initial=width - 1)) + 1
+    saved = np.zeros((count, total, len(plain.end)), plain.end.dtype)
+    save_step = np.full((count, total), NOWHERE, np.int32)
+    times = np.zeros((count, total))
     save_step[:, :width] = plain.save_step
     if plain.saved is not None:
         saved[:, :width], times[:, :width] = plain.saved, plain.times
-    saved[ids, width + turn], save_step[ids, width + turn], times[ids, width + turn] = value, rows[:, 2], rows[:, 4]
-    sorted_by = np.argsort(np.where(save_step < INITIAL, np.iinfo(np.int32).max, save_step), axis=1, kind="stable")
+    saved[ids, column], save_step[ids, column], times[ids, column] = value, rows[:, 2], rows[:, 4]
+    order = np.argsort(np.where(save_step < INITIAL, np.iinfo(np.int32).max, save_step), axis=1, kind="stable")
     return plain._replace(
-        saved=np.take_along_axis(saved, sorted_by[..., None], axis=1),
-        save_step=np.take_along_axis(save_step, sorted_by, axis=1), times=np.take_along_axis(times, sorted_by, axis=1),
+        saved=np.take_along_axis(saved, order[..., None], axis=1),
+        save_step=np.take_along_axis(save_step, order, axis=1), times=np.take_along_axis(times, order, axis=1),
     )  # fmt: skip
 
 
@@ -228,36 +229,37 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     prepared = kernel_seeds(run, seeds, places, solver.times)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(prepared.end, np.zeros(count), np.zeros(count), leaves)
-    acted, jumping = run.jumps, ()
-    if acted is not None:
+    jump_arguments = ()
+    if run.jumps is not None:
         note_ends(run, seeds, found, timed)
-        jumps, stops = KernelJumps(run, acted, found.start, real), _stops(run, seeds, places, found.start)
-        jumping = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
+        jumps, stops = KernelJumps(run, run.jumps, found.start, real), _stops(run, seeds, places, found.start)
+        jump_arguments = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
     inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
     wanted = [j for part in chosen for j in part.scalars]
-    function, spec = solver.reverse(wanted, timed, inside, acted is not None, stopped)
+    function, spec = solver.reverse(wanted, timed, inside, run.jumps is not None, stopped)
     saved = np.empty((0, 0, 0)) if prepared.saved is None else parts(np.ascontiguousarray(prepared.saved.conj()))
     end_bar = argument(row_parts(prepared.end.conj()), real)
     # The kernel writes nothing for trajectories without steps, whose final state is the initial state.
     u0_bar, p_bar = end_bar.copy(), np.zeros((spec.wanted_varying, count))
-    given = solver.p, solver.s, argument(prepared.times)
+    inputs = solver.p, solver.s, argument(prepared.times)
     ends = outcome.last, outcome.naccept, argument(prepared.stop), run.live, end_bar
     bars = argument(saved, real), argument(prepared.save_step, np.int32), u0_bar, p_bar
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
 
-    def back(tape: Tape, pause: Callable[[], None]) -> Array:
+    def pull_tape(tape: Tape, pause: Callable[[], None]) -> Array:
         s_bar = np.zeros(spec.wanted_shared)
-        numbers = (np.zeros(spec.lanes, np.int64) for _ in range(3))
+        zeros = (np.zeros(spec.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, spec.lanes, 0])
-        lane = *fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *numbers, state
-        more, call = (np.empty(5 * spec.lanes, np.int64), *jumping) if jumping else (), Paced(function, state)
+        lane = *fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *zeros, state
+        more = (np.empty(5 * spec.lanes, np.int64), *jump_arguments) if jump_arguments else ()
+        call = Paced(function, state)
         while True:
-            call(*lane, *given, tape.rows, tape.previous, *ends, *bars, s_bar, start_bar, stop_bar, *more)
+            call(*lane, *inputs, tape.rows, tape.previous, *ends, *bars, s_bar, start_bar, stop_bar, *more)
             if state[2] == spec.lanes:  # all lanes have finished
                 return s_bar
             pause()
 
-    s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
+    s_bar = np.sum(each(pull_tape, outcome.tapes, solver.threads), axis=0)
     initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
     _add_unstepped(run, seeds, initial)
     if timed and run.settings.events:
@@ -269,9 +271,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     unstepped = outcome.naccept == 0
     start_bar[unstepped] += found.start[unstepped]
     found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
-    if acted is not None:
+    if run.jumps is not None:
         stops.add_leaves(found.leaves)
-        to_start(found, LinearJumps(run, acted.before_steps(), places, timed))
+        to_start(found, LinearJumps(run, run.jumps.before_steps(), places, timed))
         if timed:
             jumps.add_due(found.due)
     return found
@@ -295,21 +297,21 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
     """Compute cotangents for one group of trajectories after the other, to limit the memory of recorded steps."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    nothing = np.empty((0, batch.size))
-    found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves, nothing)
+    due = np.empty((0, batch.size))
+    found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves, due)
     for rows, part in solver.parts():
         run = Run(whole.batch.share(rows), whole.settings.share(rows), part.record())
         share = seeds.share(rows)
         if seeds.crossed is not None:
             ids = whole.crossed_ids
             share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
-        own = pull_compiled(part, run, share, places, timed)
-        if len(own.due) > len(found.due):
-            found.due = np.concatenate([found.due, np.zeros((len(own.due) - len(found.due), batch.size))])
-        if own.due.size:
-            found.due[: len(own.due), rows] = own.due
-        found.u0[:, rows], found.start[rows], found.end[rows] = own.u0, own.start, own.end
-        for place, leaf in own.leaves.items():
+        bars = pull_compiled(part, run, share, places, timed)
+        if len(bars.due) > len(found.due):
+            found.due = np.concatenate([found.due, np.zeros((len(bars.due) - len(found.due), batch.size))])
+        if bars.due.size:
+            found.due[: len(bars.due), rows] = bars.due
+        found.u0[:, rows], found.start[rows], found.end[rows] = bars.u0, bars.start, bars.end
+        for place, leaf in bars.leaves.items():
             if batch.p.varies[place]:
                 leaves[place][..., rows] = leaf
             else:
@@ -340,18 +342,18 @@ def carried_tangents(
     """Return the tangents of final states, shape (m, d, N), and with `saving` also of saved states, (m, N, n_saved, d).
 
     The m directions are the components of initial states, if `by_u0`, and the entries of the leaves at `places`. Returns
-    None if the kernel hasn't propagated all of these tangents.
+    None if the forward kernel hasn't propagated all of these tangents.
     """
     if run.outcome.carried is None:
         return None
-    known = list(solver.directions)
+    carried = list(solver.directions)
     wanted = [("u", c) for c in range(solver.spec.d)] if by_u0 else []
     wanted += [direction for place in places for direction in solver.traced.directions_of(place)]
-    if not set(wanted) <= set(known):
+    if not set(wanted) <= set(carried):
         return None
     end, saved = run.outcome.carried
-    if wanted != known:
-        chosen = [known.index(direction) for direction in wanted]
+    if wanted != carried:
+        chosen = [carried.index(direction) for direction in wanted]
         end, saved = end[chosen], saved[chosen] if len(saved) else saved
     if not saving:
         return end, None
@@ -361,7 +363,7 @@ def carried_tangents(
 def _at_ends(solver: Solver, run: Run, directions: list[tuple[str, int]], end: Array) -> Array:
     """Return the tangents of saved states if all saved times are ends of tspan."""
     final = np.transpose(end, (0, 2, 1))[:, :, None]
-    unit = np.array([[float(kind == "u" and place == c) for c in range(solver.spec.d)] for kind, place in directions])
+    unit = np.array([[float(kind == "u" and i == c) for c in range(solver.spec.d)] for kind, i in directions])
     unit = from_parts(unit, run.batch.u0.dtype)
-    where = run.save_step[None, :, :, None]
-    return np.where(where == NOWHERE, 0.0, np.where(where == INITIAL, unit[:, None, None], final))
+    step = run.save_step[None, :, :, None]
+    return np.where(step == NOWHERE, 0.0, np.where(step == INITIAL, unit[:, None, None], final))

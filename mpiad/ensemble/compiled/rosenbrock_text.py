@@ -21,43 +21,43 @@ from mpiad.ensemble.tableaus import RosenbrockTableau
 # text would take minutes to compile. So larger matrices are factorized by loops over an array, which the lanes use one
 # after the other, and vector instructions operate along the columns of the matrix.
 class UnrolledLU:
-    """An unrolled factorization with scalars as factors; the diagonal holds reciprocals.
+    """An unrolled factorization whose factors are scalars; the diagonal contains the reciprocals of the pivots.
 
     Structural zeros aren't computed. To preserve them, the next unknown to be eliminated is always the one that takes the
     fewest operations. Rows are exchanged by selections, without branches: the pivot row is compared with each row below in
     which the entry may be nonzero. After an exchange the sparsity pattern of both rows is the union of both patterns.
 
-    `places`: (row, column) of the structural nonzeros and the diagonal.
+    `entries`: (row, column) of the structural nonzeros and of the diagonal.
     """
 
-    def __init__(self, d: int, places: Iterable[tuple[int, int]]):
+    def __init__(self, d: int, entries: Iterable[tuple[int, int]]):
         self._d = d
         self._rows: list[set[int]] = [set() for _ in range(d)]
-        for i, j in places:
+        for i, j in entries:
             self._rows[i].add(j)
         # Per column, the rows below the pivot in which the entry may be nonzero.
         self._compared: list[list[int]] = []
         self.factors: list[str] = []
-        self._left = set(range(d))
+        self._remaining = set(range(d))
         self._order: list[int] = []
-        while self._left:
-            k = min(sorted(self._left), key=self._cost)
+        while self._remaining:
+            k = min(sorted(self._remaining), key=self._cost)
             self._order.append(k)
             self._eliminate(k)
-            self._left.remove(k)
+            self._remaining.remove(k)
 
     def _below(self, k: int) -> list[int]:
-        return [i for i in sorted(self._left) if i != k and k in self._rows[i]]
+        return [i for i in sorted(self._remaining) if i != k and k in self._rows[i]]
 
     def _cost(self, k: int) -> int:
-        row, total = self._rows[k] & self._left, 0
+        row, total = self._rows[k] & self._remaining, 0
         for i in self._below(k):
-            row = row | (self._rows[i] & self._left)
+            row = row | (self._rows[i] & self._remaining)
             total += len(row)
         return total
 
     def _eliminate(self, k: int) -> None:
-        rows, lines, left = self._rows, self.factors, self._left
+        rows, lines, left = self._rows, self.factors, self._remaining
         below = self._below(k)
         self._compared.append(below)
         for i in below:
@@ -67,10 +67,10 @@ class UnrolledLU:
                 upper, lower = (f"w{n}_{j}" if j in rows[n] else "zero" for n in (k, i))
                 lines.append(f"v = {upper}")
                 lines += [f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"]
-            # The entries in earlier columns are factors, which stay in their rows.
-            both = (rows[k] | rows[i]) & left
-            rows[k] |= both
-            rows[i] |= both
+            # The entries in earlier columns are factors, which aren't exchanged.
+            pattern = (rows[k] | rows[i]) & left
+            rows[k] |= pattern
+            rows[i] |= pattern
         lines.append(f"w{k}_{k} = one / w{k}_{k} + (w{k}_{k} - w{k}_{k})")
         for i in below:
             lines.append(f"w{i}_{k} = w{i}_{k} * w{k}_{k}")
@@ -114,7 +114,7 @@ class UnrolledLU:
 _FACTORED = """
 for n_ in range({size}):
     {b}[{start} + n_] = zero
-@given
+@assigned
 for k_ in range({d}):
     top_ = abs($w[k_, k_])
     best_ = k_
@@ -186,21 +186,21 @@ each c: {x}_{c} = {b}[{rhs+c}]
 class LoopedLU:
     """A factorization by loops.
 
-    From the offset `start` on, a buffer contains the factors, column by column, a right-hand side, and the row exchanges.
+    From the offset `start` on, the buffer contains the factors, column by column, a right-hand side, and the row exchanges.
     """
 
-    def __init__(self, d: int, places: Iterable[tuple[int, int]], buffer: str, start: int):
+    def __init__(self, d: int, entries: Iterable[tuple[int, int]], buffer: str, start: int):
         self._names = {"b": buffer, "start": start, "d": d, "size": d * d, "c": range(d)}
         self._names |= {"rhs": start + d * d, "swaps": start + d * d + d}
-        self._names["given"] = [f"{buffer}[{start + j * d + i}] = w{i}_{j}" for i, j in places]
+        self._names["assigned"] = [f"{buffer}[{start + j * d + i}] = w{i}_{j}" for i, j in entries]
         self._names["exchanged"] = filled(_EXCHANGED, self._names)
         self.factors = self._lines(_FACTORED)
 
     def _lines(self, template: str, x: str = "") -> list[str]:
-        places = r"{b}[{start} + \2 * {d} + \1]", r"{b}[{rhs} + \1]", r"{b}[{swaps} + \1]"
+        elements = r"{b}[{start} + \2 * {d} + \1]", r"{b}[{rhs} + \1]", r"{b}[{swaps} + \1]"
         text = "\n".join(filled(template, self._names | {"x": x}))
-        for mark, place in zip((r"\$w\[(\w+), (\w+)\]", r"\$x\[(\w+)\]", r"\$swap\[(\w+)\]"), places):
-            text = re.sub(mark, filled(place, self._names)[0], text)
+        for mark, element in zip((r"\$w\[(\w+), (\w+)\]", r"\$x\[(\w+)\]", r"\$swap\[(\w+)\]"), elements):
+            text = re.sub(mark, filled(element, self._names)[0], text)
         return text.splitlines()
 
     def solved(self, x: str) -> list[str]:
@@ -215,7 +215,7 @@ class LoopedLU:
 LU: TypeAlias = "UnrolledLU | LoopedLU"
 
 
-# The maximum numbers of lines, and of structural nonzeros, of an unrolled factorization. The largest one compiles in ten
+# Maximum numbers of lines and of structural nonzeros in an unrolled factorization. The largest one is compiled in ten
 # seconds. Unrolled factorizations are several times as fast as loops.
 _MOST_LINES, _MOST_ENTRIES = 4000, 100
 
@@ -225,15 +225,14 @@ def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True)
     return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
 
 
-def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
+def placeholders_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the placeholders of all kernels: the fields of the spec, and the entries below."""
     return {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": spec.dtype.name,
-        # Indices of components, of parameters per trajectory and shared parameters, and of the parameters of
-        # both kinds with cotangents.
+        # Indices of components; of parameters per trajectory and shared ones; and of the cotangents of both kinds.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
-        "own": range(spec.wanted_varying), "common": range(spec.wanted_shared),
+        "wanted_p": range(spec.wanted_varying), "wanted_s": range(spec.wanted_shared),
         # Indices of tangents, events and stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "i": range(spec.stages + 1),
         "m": len(spec.directions), "count": len(spec.events), "last": spec.stages, "used": steps.used(),
@@ -243,11 +242,11 @@ def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lanes_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
-    """Return the layout of a CPU kernel, given the template of its fields; the lines of its steps; and its placeholders."""
+def layout_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
+    """Return the layout of a CPU kernel from the template `fields`, the lines of its steps, and its placeholders."""
     result = Fields(spec)
     steps = steps_of(spec, result)
-    names = names_of(spec, steps)
+    names = placeholders_of(spec, steps)
     result.add(filled(fields, names))
     return result, steps, names
 
@@ -259,39 +258,39 @@ class RosenbrockSteps(Steps):
         super().__init__(spec, fused)
         self._table: RosenbrockTableau = spec.tableau  # type: ignore[assignment]
         self._mass = spec.mass or tuple((i, i, 1.0) for i in range(spec.d))
-        places = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}
-        self._lu = self._factors(sorted(places), fields)
+        entries = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}
+        self._lu = self._factors(sorted(entries), fields)
 
-    def _factors(self, places: list[tuple[int, int]], fields: Fields | None) -> LU:
+    def _factors(self, entries: list[tuple[int, int]], fields: Fields | None) -> LU:
         d = self.spec.d
-        if len(places) <= _MOST_ENTRIES:
-            lu = UnrolledLU(d, places)
+        if len(entries) <= _MOST_ENTRIES:
+            lu = UnrolledLU(d, entries)
             if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
                 return lu
         size = d * d + 2 * d
         if fields is None:
             self.lu_length = size
-            return LoopedLU(d, places, "lu", 0)
-        return LoopedLU(d, places, "b", fields.reserve("lu", size))
+            return LoopedLU(d, entries, "lu", 0)
+        return LoopedLU(d, entries, "b", fields.reserve("lu", size))
 
     def matrix(self, u: str = "u") -> list[str]:
         """Return lines for the LU factors of W (see `RosenbrockTableau`) at a state, and for h ∂f/∂t."""
         spec, h = self.spec, self.h
         entries = [f"j{i}_{j}" for i, j in spec.jacobian] + [f"slope_{i}" for i in spec.slopes]
-        given = [*self.state(u), *self.parameters, self.time(0)]
-        lines = [f"{', '.join(entries)}, = jacobian({', '.join(given)})"] if entries else []
+        arguments = [*self.state(u), *self.parameters, self.time(0)]
+        lines = [f"{', '.join(entries)}, = jacobian({', '.join(arguments)})"] if entries else []
         lines += [f"zero = {self.number(0.0)}", f"one = {self.number(1.0)}"]
         lines += [f"w{i}_{j} = j{i}_{j} * -{h}" for i, j in spec.jacobian]
         for i, j, value in self._mass:
-            own = self.number(value / self._table.gamma)
-            lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in spec.jacobian else f"w{i}_{j} = {own}")
+            term = self.number(value / self._table.gamma)
+            lines.append(f"w{i}_{j} = w{i}_{j} + {term}" if (i, j) in spec.jacobian else f"w{i}_{j} = {term}")
         # The factorization also reads structurally zero entries on the diagonal, as pivots.
         zeros = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
         lines += [f"w{i}_{i} = zero" for i, _ in sorted(zeros)]
         lines += [f"time_term_{i} = slope_{i} * {h}" for i in spec.slopes]
         return [*lines, *self._lu.factors]
 
-    def stages(self, kept: bool = True) -> list[str]:
+    def stages(self, separate: bool = True) -> list[str]:
         """Return lines for all stages but the first, and for the new state."""
         table, last = self._table, self.spec.stages
         lines = self.matrix()
@@ -300,7 +299,7 @@ class RosenbrockSteps(Steps):
             if i == 1:
                 lines += [f"k1_{c} = k0_{c}" for c in range(self.spec.d)]
             else:
-                y = "new" if at_end else self.argument_of(i, kept)
+                y = "new" if at_end else self.argument_of(i, separate)
                 lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
             if at_end:
                 lines += [f"k{last}_{c} = k{i}_{c}" for c in range(self.spec.d)]
@@ -327,7 +326,7 @@ class RosenbrockSteps(Steps):
 
     @property
     def pulled_stages(self) -> range:
-        """The indices of the method's stages, without f at both ends of the step."""
+        """The indices of the method's stages; k0 and the last k are f at the ends of the step."""
         return range(1, self.spec.stages)
 
     moving_stages = pulled_stages
@@ -364,17 +363,17 @@ class RosenbrockSteps(Steps):
             # The coupling terms are multiplied by the mass matrix, so the cotangents are multiplied by its transpose.
             lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
             lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in spec.mass]
-        own = spec.wanted_varying + spec.wanted_shared
+        wanted = spec.wanted_varying + spec.wanted_shared
         time = [["te"], ["tj"]] if spec.timed else [[], []]
-        outputs = [*self.state(f"z{i}"), *numbered("e", own), *time[0]]
-        given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state(f"q{i}")]
-        lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
+        outputs = [*self.state(f"z{i}"), *numbered("e", wanted), *time[0]]
+        inputs = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state(f"q{i}")]
+        lines.append(f"{', '.join(outputs)}, = g({', '.join(inputs)})")
         # The derivatives of W and ∂f/∂t contain second derivatives of f at the state before the step.
-        along = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
-        outputs = [*self.state("x"), *numbered("b", own), *time[1]]
-        given = [*self.state("y0"), *self.parameters, self.time(0), *self.state(f"q{i}"), *along]
-        lines.append(f"{', '.join(outputs)}, = curvature({', '.join(given)})")
-        lines += [f"e{j} = e{j} + b{j}" for j in range(own)]
+        direction = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
+        outputs = [*self.state("x"), *numbered("b", wanted), *time[1]]
+        inputs = [*self.state("y0"), *self.parameters, self.time(0), *self.state(f"q{i}"), *direction]
+        lines.append(f"{', '.join(outputs)}, = curvature({', '.join(inputs)})")
+        lines += [f"e{j} = e{j} + b{j}" for j in range(wanted)]
         lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
         return lines + (self._size_cotangents(i) if spec.timed else [])
 

@@ -1,8 +1,8 @@
 """The lines of one Runge-Kutta step in the kernel language, a subset of Python, for CPU and GPU kernels.
 
 For GPUs the lines are translated to C++ (`mpiad.compiling.c_translation`). The variables are scalars: the components u_0,
-u_1, ... of the state before the step, new_0, ... of the state after it, k0_0, ... of the stages, and y1_0, ... of the
-arguments of f. The times `t` and `tn` of both ends of the step, and its signed size `h`, are in double precision.
+u_1, ... of the state before the step, new_0, ... of the state after the step, k0_0, ... of the stages, and y1_0, ... of
+the arguments of f. The times `t` and `tn` of both ends of the step, and its signed size `h`, are in double precision.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
 
 class Steps:
-    """The lines of one step; `fused`: whether sums of products in derivatives use `fma`."""
+    """The lines of one step; `fused`: whether sums in derivatives use `fma`, as in CPU kernels; False for GPU kernels."""
 
     lu_length = 0  # length of the array `lu` of a GPU kernel
 
@@ -43,7 +43,7 @@ class Steps:
         return f"np.float64({text})" if self.spec.single else f"({text})"
 
     def quotient(self, numerator: str, denominator: str) -> str:
-        """Return a quotient; for GPUs a product with the reciprocal, which takes fewer instructions and registers."""
+        """Return a quotient; for GPUs the product with the reciprocal, which takes fewer instructions and registers."""
         return f"{numerator} / {denominator}" if self.fused else f"{numerator} * ({self.number(1.0)} / {denominator})"
 
     def rounded_step(self) -> list[str]:
@@ -57,7 +57,7 @@ class Steps:
     # ---- stages
 
     def weighted(self, weights: Sequence[float], name: str, c: int, fused: bool = False) -> str:
-        """Return the weighted sum of component c of the stages, whose names are `name` and a number."""
+        """Return the weighted sum of component c of the stages; the name of a stage consists of `name` and its index."""
         terms = [(self.number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
         text = " * ".join(terms[0])
         for w, stage in terms[1:]:
@@ -65,7 +65,7 @@ class Steps:
         return text
 
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
-        """Return lines for the argument of stage i, u + h Σ a_ij k_j; `slope`: a name for the sums, or empty."""
+        """Return lines for the argument of stage i, u + h Σ a_ij k_j; `slope`: the name of the sums, or empty."""
         lines, fused = [], fused and self.fused
         for c in range(self.spec.d):
             total = self.weighted(self.spec.tableau.a[i - 1], k, c, fused)
@@ -89,15 +89,15 @@ class Steps:
         """Return a line that assigns ``function(state, parameters, time, more)`` to the names `out`."""
         return f"{', '.join(out)}, = {function}({', '.join([*self.state(state), *self.parameters, time, *more])})"
 
-    def argument_of(self, i: int, kept: bool = True) -> str:
-        """Return the name of the argument of stage i; unless `kept`, later arguments overwrite earlier ones."""
-        return "u" if i == 0 else "new" if i == self.spec.stages else f"y{i}" if kept else "y"
+    def argument_of(self, i: int, separate: bool = True) -> str:
+        """Return the name of the argument of stage i; unless `separate`, later arguments overwrite earlier ones."""
+        return "u" if i == 0 else "new" if i == self.spec.stages else f"y{i}" if separate else "y"
 
-    def stages(self, kept: bool = True) -> list[str]:
+    def stages(self, separate: bool = True) -> list[str]:
         """Return lines for all stages but the first, and for the new state."""
         lines = []
         for i in range(1, self.spec.stages + 1):
-            y = self.argument_of(i, kept)
+            y = self.argument_of(i, separate)
             lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
         return lines
 
@@ -108,7 +108,7 @@ class Steps:
         return f"atol{n}" if self.spec.tolerances else "atol0"
 
     def error(self) -> list[str]:
-        """Return lines for `q2`: the mean square of error over tolerance, or for fixed steps 0 (NaN if not all finite)."""
+        """Return lines for `q2`, the mean square of error over tolerance; for fixed steps 0, NaN if new isn't finite."""
         spec = self.spec
         if spec.tableau.error is None:
             # x - x is zero if x is finite, otherwise NaN.
@@ -190,7 +190,7 @@ class Steps:
             *self._norm("d2", "(k1_{0} - k0_{0})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
-            # The formula below divides by the derivative.
+            # The formula after `else` divides by `steepest`.
             "if d1 <= 1e-15 and d2 <= 1e-15:",
             "    h = max(1e-6, h0 * 1e-3)",
             "else:",
@@ -216,7 +216,7 @@ class Steps:
         return [i for i, row in enumerate(self.spec.tableau.dense) if row.any()]
 
     def weights(self, rates: bool = False) -> list[str]:
-        """Return lines for the weights w0, ... of stages at the fraction `x` of the step; `rates`: also for r0 = dw0/dx."""
+        """Return lines for the weights w0, ... of stages at the fraction `x`; `rates`: also for r0 = dw0/dx, ..."""
         lines = []
         for i in self.used():
             row = self.spec.tableau.dense[i]
@@ -254,16 +254,16 @@ class Steps:
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
         """Return lines that find the fraction of the step, `high`, at which a condition vanishes, as in `EventWatch`.
 
-        They use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: functions for the
-        names of components of stages and of the state before the step. `value`: lines for the condition at the state y.
+        The lines use `value_before` and `value_after`, the condition at both ends of the step. `stage`, `u`: functions for
+        names of components of stages and of the state before the step. `value`: lines that compute `value` at the state y.
         """
         inner = [
             "width = high - low",
             f"if width <= {RESOLUTION!r}:",
             "    break",
             "middle = 0.5 * (low + high)",
-            # The ITP method: the root of the secant is moved towards the middle of the bracket, and is at most as far from
-            # the middle as the worst case of bisection allows.
+            # The ITP method: the root of the secant is moved towards the middle of the bracket, and its distance from the
+            # middle is limited so that the search takes at most one more evaluation than bisection.
             "x = (value_high * low - value_low * high) / (value_high - value_low)",
             "offset = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
@@ -293,7 +293,7 @@ class Steps:
 
     @property
     def pulled_stages(self) -> range:
-        """The stages in the reverse sweep. The last stage affects only states inside the step."""
+        """The stages whose cotangents are propagated. The last stage affects only states inside the step."""
         return range(self.spec.stages + self.spec.inside)
 
     @property
@@ -331,8 +331,8 @@ class Steps:
             lines.append(f"q_{c} = {self.h} * m")
         outputs = self.state(f"z{i}") + numbered("e", spec.wanted_varying + spec.wanted_shared)
         outputs += ["te"] if spec.timed else []
-        given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state("q")]
-        lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
+        arguments = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state("q")]
+        lines.append(f"{', '.join(outputs)}, = g({', '.join(arguments)})")
         return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(spec.d)]
 
 

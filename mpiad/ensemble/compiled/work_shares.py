@@ -1,12 +1,12 @@
 """The division of the trajectories of a solve into shares for threads, and of the run of a kernel into short calls.
 
 While machine code runs, Python handles no signals: a Ctrl-C would wait until all trajectories have ended. So a kernel
-returns after a given number of turns (see `forward_kernel`), about ten times a second, and continues in the next call. It
-doesn't read the clock, which would slow it down: the number of turns is adapted from call to call.
+returns after a given number of turns (see `forward_kernel`), about ten times a second, and continues in the next call.
+Reading the clock would slow the kernel down; instead, the number of turns is adapted from call to call.
 
-An interrupt may be raised in this process's main thread between any two of its bytecodes. If it is raised between the
-acquisition of a lock and the statement that releases it, the lock is never released. So the threads share only objects
-whose operations are single calls in C (lists, deques, `SimpleQueue`), and neither futures nor events.
+An interrupt may be raised between any two bytecodes of the main thread. If it is raised between the acquisition of a lock
+and the statement that releases the lock, the lock is never released. So the threads share only objects whose operations
+are single calls in C (lists, deques, `SimpleQueue`), and neither futures nor events.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from weakref import WeakKeyDictionary
 
 from mpiad._typing import Array
 
-# Bounds on the size of a share. At the end of a share some lanes are idle; this wastes 2 % of the time for the least size.
+# Bounds on the size of a share. At the end of a share some lanes are idle; this wastes 2 % of the time at the lower bound.
 _LEAST, _MOST = 512, 16_384
-# A share has at most 1 / (_SHARES_PER_THREAD * threads) of the remaining trajectories.
+# Above the lower bound, a share has at most 1 / (_SHARES_PER_THREAD * threads) of the remaining trajectories.
 _SHARES_PER_THREAD = 2
 # Seconds for which a finished thread polls the others before it sleeps.
 _POLLING = 0.0005
-_SECONDS = 0.1  # between two returns of a kernel
-_FIRST = 64  # number of turns in the first call of a kernel; for the largest f they take a tenth of a second
-# Maximum change of the number of turns between calls, since the process may have been suspended.
+_SECONDS = 0.1  # intended time between two returns of a kernel
+_FIRST = 64  # number of turns in the first call of a kernel; for the largest f this call takes a tenth of a second
+# Maximum factor between the numbers of turns of two calls, since the process may have been suspended.
 _CHANGE = 64.0
 
-_queues: dict[int, SimpleQueue[Callable[[], None]]] = {}  # of calls, by the number of threads that run them
-_known: WeakKeyDictionary[Callable[..., None], int] = WeakKeyDictionary()
+_queues: dict[int, SimpleQueue[Callable[[], None]]] = {}  # calls to run, by the number of threads
+_turns_of: WeakKeyDictionary[Callable[..., None], int] = WeakKeyDictionary()
 
 Result = TypeVar("Result")
 
@@ -59,9 +59,9 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
     if threads == 1 or len(items) < 2:
         return [fun(item, lambda: None) for item in items]
     results: list[Any] = [None] * len(items)
-    left, count = deque(range(len(items))), min(threads, len(items)) - 1
+    remaining, count = deque(range(len(items))), min(threads, len(items)) - 1
     errors: list[BaseException] = []  # after the first one all threads end
-    # Each other thread takes a ticket when it starts. This thread takes back the remaining ones, up to the last, False.
+    # Each of the other threads takes a ticket when it starts. `wait` withdraws the unused tickets; False marks the end.
     tickets, returned, finished = deque([*[True] * count, False]), list[bool](), list[bool]()
     signals: SimpleQueue[None] = SimpleQueue()
 
@@ -73,7 +73,7 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
         try:
             while not errors:
                 try:
-                    i = left.popleft()
+                    i = remaining.popleft()
                 except IndexError:
                     return
                 results[i] = fun(items[i], pause)
@@ -109,15 +109,15 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
     try:
         for _ in range(count):
             _queue_for(threads - 1).put(work_in_another_thread)
-        # This thread works, too: if it waited for results, it would wake up for each result, on a core that others need.
+        # This thread works, too: if it waited for results, it would wake up for each one, on a core in use.
         work()
         wait()
-    except BaseException as error:  # an interrupt may also come at the first instruction of `wait`, before it handles any
+    except BaseException as error:  # an interrupt may also be raised in the first instruction of `wait`, before its `try`
         errors.append(error)
         wait()
         raise
     if errors:
-        raise min(errors, key=lambda error: isinstance(error, Exception))  # an interrupt, or else the first one
+        raise min(errors, key=lambda error: isinstance(error, Exception))  # an interrupt, otherwise the first error
     return results
 
 
@@ -126,9 +126,9 @@ class _Ended(Exception):  # noqa: N818 control flow, not an error
 
 
 def _queue_for(threads: int) -> SimpleQueue[Callable[[], None]]:
-    """Return the queue of calls that this number of threads run; they are started once and end with the process."""
-    # Threads are reused, since starting one takes as long as a thousand trajectories. Two callers at the same time start
-    # more threads than needed, and an interrupt may leave fewer: both do no harm.
+    """Return the queue whose calls are run by this number of threads; these are started once and end with the process."""
+    # Threads are reused, since starting one takes as long as solving a thousand trajectories. Two concurrent callers start
+    # more threads than needed, and an interrupt may leave fewer; neither does harm.
     queue = _queues.get(threads)
     if queue is None:
         queue = _queues.setdefault(threads, SimpleQueue())
@@ -152,14 +152,14 @@ class Paced:
 
     def __init__(self, function: Callable[..., None], state: Array):
         self._function, self._state = function, state
-        self._turns = _known.get(function, _FIRST)
+        self._turns = _turns_of.get(function, _FIRST)
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         """Call the kernel once, and adapt the number of turns."""
         self._state[-1] = self._turns
         started = time.perf_counter()
-        self._function(*given)
-        # If the kernel returned for another reason, the overhead of the call may dominate its time.
+        self._function(*arguments)
+        # If turns remain, the kernel returned early, and the overhead of the call may dominate its time.
         if not self._state[-1]:
-            fits = _SECONDS / max(time.perf_counter() - started, 1e-9)
-            self._turns = _known[self._function] = max(1, int(self._turns * min(max(fits, 1 / _CHANGE), _CHANGE)))
+            ratio = _SECONDS / max(time.perf_counter() - started, 1e-9)
+            self._turns = _turns_of[self._function] = max(1, int(self._turns * min(max(ratio, 1 / _CHANGE), _CHANGE)))

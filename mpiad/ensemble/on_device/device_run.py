@@ -27,7 +27,7 @@ def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
 
 
 class DeviceRun(Run):
-    """A solve on a device, and its record, after a call of `Record.close`. Arrays are on the device."""
+    """A solve on a device, and its closed record (see `Record.close`). Arrays are on the device."""
 
     few = 0  # gradients are computed by the adjoint, unless tangents are requested
     keeps_tangents = False
@@ -59,7 +59,7 @@ class DeviceRun(Run):
         return (RoundSweep(self, block, None if whole else self.record.every) for block in blocks if len(block.ids))
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Recompute the stages of a visit and the states after it."""
+        """Return the recomputed stages of a visit, and the states after the step."""
         batch, table = self.batch, self.coefficients
         derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
         first = derivative_at(derivative, visit.u, p, visit.t, None)
@@ -77,7 +77,7 @@ class DeviceRun(Run):
     # ---- saved states
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
-        """Return the cotangents of the results; cotangents of saved states have an additional slot of zeros."""
+        """Return the cotangents of the results; those of saved states have an additional slot of zeros."""
         padded = None
         if self.n_saved:
             padded = np.zeros_like(saved, shape=(saved.shape[0], self.slots, saved.shape[2]))
@@ -122,7 +122,7 @@ class Slots(Saved):
 
 
 class RoundSweep(StepSweep):
-    """The visits of a block of rounds; `every`: the number of rounds between stored states, None to recompute no states."""
+    """The visits of a block of rounds; `every`: the number of rounds between stored states, None if none are recomputed."""
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
         self._run, self._block, self._every = run, block, every
@@ -148,7 +148,7 @@ class RoundSweep(StepSweep):
         return Visit(number, t, h, u, round_, round_.accepted)
 
     def _advanced(self, visit: Visit) -> Array:
-        """Recompute the states after a round."""
+        """Return the recomputed states after a round."""
         u, table = visit.u, self._run.coefficients
         k, new = self._run.stages_again(self, visit)
         new = np.where(visit.made, new, u)  # type: ignore[arg-type, call-overload]
@@ -183,8 +183,8 @@ class RoundSweep(StepSweep):
 
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan."""
-        found = visit.made & (visit.about.t_new == self._run.ends[self.ids])
+        mask = visit.made & (visit.about.t_new == self._run.ends[self.ids])
         for located in visit.about.located:
             if located.terminal:  # the step ends before the end of tspan
-                found[located.columns] = False
-        return found
+                mask[located.columns] = False
+        return mask

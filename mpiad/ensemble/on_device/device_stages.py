@@ -34,14 +34,14 @@ class DeviceStages:
         table = self._table
         self.k, self._h = table.stages(u.shape, u), h.astype(table.real)
         self.k[0] = self.first
-        self._backwards = None if sign is None else sign.astype(table.real)
+        self._sign = None if sign is None else sign.astype(table.real)
 
     def _evaluate(self, out: Array, i: int, u: Array, p: Tree, t: Array) -> None:
         """Write f at the argument of stage i, and store the argument as `new`."""
         self.new = u + self._h * self._table.row(i, self.k, u, u)
         self._derivative.write(out, self.new, p, t)
-        if self._backwards is not None:
-            out *= self._backwards
+        if self._sign is not None:
+            out *= self._sign
 
     def error(self, u: Array, rtol: Array | float, atol: Array | float) -> Array:
         """Return the mean square of the error over its tolerance, shape (n,)."""
@@ -66,7 +66,7 @@ def stages_on_device(table: DeviceCoefficients, derivative: Derivative, first: A
 
 
 class DeviceRosenbrockStages(DeviceStages):
-    """`DeviceStages` for Rosenbrock methods: k[0] is f at the current state; k[1], k[2], ... are the method's stages."""
+    """`DeviceStages` for Rosenbrock methods: k[0] is f at the current states; k[1], k[2], ... are the method's stages."""
 
     def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch):
         super().__init__(table, derivative, first)
@@ -76,11 +76,11 @@ class DeviceRosenbrockStages(DeviceStages):
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new states: see `DeviceStages.compute`."""
         self._begin(u, h, sign)
-        table, tableau, backwards = self._table, self._tableau, self._backwards
+        table, tableau = self._table, self._tableau
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
         time_derivative = self._jacobian.write(jacobian, u, p, table.time(1, t, h, t_new, sign))
-        # Backwards in time f changes its sign, but ∂f/∂t doesn't.
-        matrices = jacobian * (-self._h if backwards is None else -self._h * backwards)
+        # If time is reversed, f changes its sign, but ∂f/∂t doesn't.
+        matrices = jacobian * (-self._h if self._sign is None else -self._h * self._sign)
         self._mass.add_to(matrices)
         lu, count = ColumnLU(matrices), len(tableau.coupling)
         for i in range(1, count + 1):

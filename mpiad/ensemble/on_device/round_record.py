@@ -1,4 +1,4 @@
-"""The record of a solve on a device for derivatives: the states before each round, and its steps."""
+"""The record of a solve on a device for derivatives: the states before each round, and the steps of the round."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Round(NamedTuple):
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
         if not self.located:
             return Round._make([*taken, self.most, []])
-        place = np.full_like(columns, -1, shape=self.t.shape)
-        place[columns] = arrays_of(columns).arange(len(columns))  # type: ignore[union-attr]
-        return Round._make([*taken, self.most, [_moved(part, place) for part in self.located]])
+        new_index = np.full_like(columns, -1, shape=self.t.shape)
+        new_index[columns] = arrays_of(columns).arange(len(columns))  # type: ignore[union-attr]
+        return Round._make([*taken, self.most, [_moved(part, new_index) for part in self.located]])
 
 
-def _moved(located: LocatedEvent, place: Array) -> LocatedEvent:
-    """Return an event without removed columns; `place`: the new index of each column, -1 for removed ones."""
-    columns = place[located.columns]
-    kept = np.flatnonzero(columns >= 0)
-    return located._replace(columns=columns[kept], x=located.x[kept], time=located.time[kept], row=located.row[kept])
+def _moved(located: LocatedEvent, new_index: Array) -> LocatedEvent:
+    """Return an event without removed columns; `new_index`: the new index of each column, -1 for removed ones."""
+    columns = new_index[located.columns]
+    rest = np.flatnonzero(columns >= 0)
+    return located._replace(columns=columns[rest], x=located.x[rest], time=located.time[rest], row=located.row[rest])
 
 
 class Events(NamedTuple):
@@ -55,7 +55,7 @@ class Events(NamedTuple):
 
 
 class Block:
-    """Rounds of the same columns. `ids`: the trajectories, shape (n,). `sign`: directions of time, (n,), or None."""
+    """Rounds of the same columns. `ids`: the trajectories, shape (n,). `sign`: 1 or -1, shape (n,); None if all are 1."""
 
     def __init__(self, ids: Array, sign: Array | None, leaves: list[Any]):
         self.ids, self.sign, self.leaves = ids, sign, leaves
@@ -72,7 +72,7 @@ class Record:
         self, batch: Batch, table: DeviceCoefficients, saves: SaveTimes | EveryStep | None, every: int | None = None
     ):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
-        # The factor of times: -1 for trajectories that are integrated backwards in time.
+        # Factors of times: -1 for trajectories that are integrated backwards in time.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.events: Events | None = None  # None without event conditions
@@ -88,7 +88,7 @@ class Record:
         rounds.append(round_._replace(u=None) if between else round_)
 
     def close(self, failed: np.ndarray) -> None:
-        """Remove failed trajectories: their steps may have led to states at which f isn't finite."""
+        """Remove failed trajectories, since f may not be finite at their states."""
         if not failed.any():
             return
         xp: Any = arrays_of(self.batch.u0)
@@ -97,7 +97,7 @@ class Record:
 
     def _survivors(self, block: Block, live: Array) -> Block:
         columns, varies = np.flatnonzero(live[block.ids]), self.batch.p.varies
-        leaves = [np.take(leaf, columns, axis=-1) if own else leaf for leaf, own in zip(block.leaves, varies)]
+        leaves = [np.take(leaf, columns, axis=-1) if v else leaf for leaf, v in zip(block.leaves, varies)]
         sign = None if block.sign is None else block.sign[columns]
         found = Block(block.ids[columns], sign, leaves)
         found.rounds = [round_.at(columns) for round_ in block.rounds]

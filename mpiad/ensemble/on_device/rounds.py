@@ -1,7 +1,6 @@
 """The vectorized solver on a device: each round attempts one step of all trajectories.
 
-Per round the host reads the number of active trajectories, the largest number of saved times in a step, and the number of
-columns with each event.
+Per round the host reads the numbers of active trajectories, of saved times (maximum), and of columns with each event.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 
 
 class DeviceWorkingSet(Turns):
-    """The working set of a solve: all trajectories, except ended ones that have been removed."""
+    """The working set of a solve: all trajectories that haven't been removed after their ends."""
 
     _one = 1.0
 
@@ -61,11 +60,11 @@ class DeviceWorkingSet(Turns):
         self._examines_steps = settings.saveat is not None and self._saves is not None and self._saves.examines_steps
         self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
-        # Results, written when trajectories are removed. All are doubles, so that one copy to the host is enough.
+        # Results, written when trajectories are removed. `_outcomes` is double, so that one copy to the host is enough.
         self._u_end, self._outcomes = self._xp.copy(u0), self._xp.full((4, batch.size), 0.0, float)
         self._saved: Array = None
         if settings.saveat is not None:
-            shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last slot is for values that aren't requested
+            shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last slot is for unneeded values
             self._saved = self._xp.full(shape, np.nan, u0.dtype)
 
     def run(self) -> None:
@@ -113,7 +112,7 @@ class DeviceWorkingSet(Turns):
         for name in per_column:
             array = getattr(self, name)
             setattr(self, name, None if array is None else np.take(array, keep, axis=-1))
-        self._leaves = [np.take(leaf, keep, axis=-1) if own else leaf for leaf, own in zip(self._leaves, varies)]
+        self._leaves = [np.take(leaf, keep, axis=-1) if v else leaf for leaf, v in zip(self._leaves, varies)]
         self._p = self._batch.p.of_columns(self._leaves, len(self._batch.shape) > 1)
         self._stages.first = np.take(self._stages.first, keep, axis=-1)
         self._begin()
@@ -125,7 +124,7 @@ class DeviceWorkingSet(Turns):
         if self._record is not None:
             self._record.begin(self.ids, self._sign, self._leaves)
 
-    # ---- one turn
+    # ---- one round
 
     def _finish_turn(self, accepted: Array, h: Array, t_new: Array) -> None:
         """Advance by the accepted steps, and end the trajectories that have reached their ends or a terminal event."""
@@ -171,7 +170,7 @@ class DeviceWorkingSet(Turns):
         self._end_failed(accepted)
 
     def _some_are_small(self) -> bool:
-        return True  # to read a result of the device, the host would have to wait
+        return True  # the exact answer would require a synchronization of host and device
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
         self.live, self._code = self.live & ~mask, np.where(mask, code.code, self._code)
@@ -180,7 +179,7 @@ class DeviceWorkingSet(Turns):
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
     def _read_counts(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
-        """Return the numbers of active trajectories, saved times (largest, per column), and columns with each event."""
+        """Return the numbers of active trajectories, of saved times (maximum; per column), and of columns per event."""
         numbers, count = [np.sum(self.live)], None
         if self._examines_steps:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)

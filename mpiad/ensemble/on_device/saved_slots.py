@@ -1,6 +1,6 @@
 """The saved values of a solve on a device: at given times (`SaveTimes`), or at the end of every step (`EveryStep`).
 
-Each saved value of a trajectory has an index, its slot. In each step, the trajectory with the most saved times determines
+Each saved value of a trajectory has an index, its slot. In each round, the trajectory with the most saved times determines
 the number of values that are computed for every trajectory; unneeded values are written to an additional slot.
 """
 
@@ -52,7 +52,7 @@ class SaveTimes:
             self._rows = xp.to_device(np.ascontiguousarray(rows, float))
 
     def passed(self, ids: Array, t: Array) -> Array:
-        """Return for some trajectories the number of saved times up to and including t, shape (n,)."""
+        """Return the number of saved times up to and including t, shape (n,), of the trajectories `ids`."""
         if self._rows.ndim == 1:
             return np.searchsorted(self._rows, t, side="right")
         return np.sum(self._rows[ids] <= t[:, None], axis=1)
@@ -63,10 +63,10 @@ class SaveTimes:
         k = xp.arange(most)[:, None]
         used = k < count
         slot = np.where(used, place + k, self.count)
-        index = np.minimum(slot, self.count - 1)  # the unused slot has no time; any index is valid
+        index = np.minimum(slot, self.count - 1)  # the additional slot has no time; any valid index will do
         times = self._rows[index] if self._rows.ndim == 1 else self._rows[ids, index]
         at_end = used & (times == t_new)
-        x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of length zero
+        x = np.where(used, times - t, 0.0) / np.where(h > 0.0, h, 1.0)  # ended columns have steps of size zero
         return Due(slot, x, at_end)
 
     def groups(self, most: int, numbers: int) -> list[slice]:
@@ -86,18 +86,18 @@ class EveryStep:
 
     @property
     def initial(self) -> np.ndarray:
-        """Which values are initial states: bool, shape (N, count), on the host."""
+        """Whether each value is an initial state: bool, shape (N, count), on the host."""
         first = np.zeros((self._batch.size, self.count), bool)
         first[:, 0] = True
         return first
 
     @property
     def final(self) -> np.ndarray:
-        """Which values are taken from the final states: none, since each value is saved with its step."""
+        """Whether each value is copied from the final state: no, since each value is saved after its step."""
         return np.zeros((self._batch.size, self.count), bool)
 
     def note(self, step: Step, t: Array, u: Array) -> None:
-        """Keep references to the times and states after a step."""
+        """Store references to the times and states after a step."""
         self._step_ends.append((step.ids, step.number, step.accepted, t, u))
 
     def due(self, ids: Array, place: Array, count: Array, most: int, t: Array, h: Array, t_new: Array) -> Due:
@@ -107,10 +107,9 @@ class EveryStep:
         return Due(slot[None], np.zeros_like(t)[None], accepted[None])
 
     def collected(self, start: Array, most: int) -> tuple[Array, Array]:
-        """Return the saved states, shape (N, most + 1, d), and their times, filled up with NaN.
+        """Return the saved states, shape (N, most + 1, d), and their times, padded with NaN.
 
-        `most` is the largest number of accepted steps. `start`, shape (N,), and the returned times are in the direction of
-        the solve.
+        `most`: the largest number of accepted steps. `start`, shape (N,), and the times are in the direction of the solve.
         """
         xp: Any = arrays_of(start)
         u0, self.count = self._batch.u0, most + 1

@@ -86,7 +86,7 @@ def test_company_threads_batches_little_room_and_many_calls(monkeypatch):
     assert again.u.tobytes() == whole.u.tobytes() and again.t_reached.tobytes() == whole.t_reached.tobytes()
     assert again.events == whole.events
     # A call for each turn.
-    for name, value in {"_known": WeakKeyDictionary(), "_FIRST": 1, "_SECONDS": 0.0}.items():
+    for name, value in {"_turns_of": WeakKeyDictionary(), "_FIRST": 1, "_SECONDS": 0.0}.items():
         monkeypatch.setattr(work_shares, name, value)
     rows = slice(300, 330)
     few = solve(waves(rows), trajectories=30, saveat=TIMES[rows], compile=True, **TIGHT)

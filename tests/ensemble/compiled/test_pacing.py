@@ -73,12 +73,12 @@ def calls(monkeypatch):
         call(self, *given)
 
     monkeypatch.setattr(work_shares.Paced, "__call__", counting)
-    monkeypatch.setattr(work_shares, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(work_shares, "_turns_of", WeakKeyDictionary())
     return counted
 
 
 def one_turn_each(monkeypatch):
-    monkeypatch.setattr(work_shares, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(work_shares, "_turns_of", WeakKeyDictionary())
     monkeypatch.setattr(work_shares, "_FIRST", 1)
     monkeypatch.setattr(work_shares, "_SECONDS", 0.0)
 
@@ -109,7 +109,7 @@ def test_a_call_for_each_turn_changes_no_bit(calls, monkeypatch):
 
 
 def test_turns_are_as_many_as_fit_into_the_time(monkeypatch):
-    monkeypatch.setattr(work_shares, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(work_shares, "_turns_of", WeakKeyDictionary())
     clock = [0.0]
     monkeypatch.setattr(work_shares.time, "perf_counter", lambda: clock[0])
     taken = []
@@ -126,7 +126,7 @@ def test_turns_are_as_many_as_fit_into_the_time(monkeypatch):
     # From the few of the first call by factors of 64 at most; what ended by itself says nothing.
     assert taken == [64, 4096, 100_000, 100_000, 25_000, 25_000]
     work_shares.Paced(kernel, state)(state, 0, 1000.0)  # a process that was stopped
-    assert taken[6] == 25_000 and work_shares._known[kernel] == 25_000 // 64
+    assert taken[6] == 25_000 and work_shares._turns_of[kernel] == 25_000 // 64
 
 
 @pytest.mark.parametrize("backend", WAYS, ids=["alone", "threads"])

@@ -1,8 +1,8 @@
 """The lines of CUDA kernels for events: their location, and the propagation of cotangents through them.
 
 All threads write events to one table, in arbitrary order. The events of a trajectory form a linked list: each refers to the
-previous event, and `heads` to the last. In the reverse sweep a thread follows its list, and propagates the cotangent of an
-event's time to the state at the event and the parameters, like `adjoint.pull_event`.
+previous event, and `heads` to the last. In the reverse sweep a thread follows the list of its trajectory, and propagates
+the cotangent of an event's time to the state at the event and the parameters, like `adjoint.pull_event`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if ({crossed}) {
     each e:
         // The second run, which records steps for the reverse kernel, writes no events.
         if (u_end && fraction{e} < INFINITY && fraction{e} <= cut) {
-            const long long row = NEXT(happened);
+            const long long row = NEXT(event_count);
             if (row < event_capacity) {
                 rows[0 * event_capacity + row] = (double)i;
                 rows[1 * event_capacity + row] = {e};
@@ -59,9 +59,9 @@ if (crossed{e}) {
 }
 """
 
-# Processes the events of a step, after its stages have been recomputed.
+# Processes the events of a step, after the stages of the step have been recomputed.
 _CROSSED = """
-when moves: real {rate_at_end};
+when uses_last: real {last_stage};
 while (row >= 0 && (long long)rows[2 * event_capacity + row] == step) {
     has_arrivals = true;
     @states
@@ -74,18 +74,18 @@ while (row >= 0 && (long long)rows[2 * event_capacity + row] == step) {
 
 _BODY = """
 if (event == {e}) {
-    // If two terminal events coincide, only the last has ended the trajectory. If the time of another event isn't
+    // If two terminal events coincide, only the last has ended the trajectory. If the time of a nonterminal event isn't
     // differentiated, its condition may have slope zero.
     if ({differentiated}) {
         real {derivatives};
         slopes{e}({given});
         const real slope = {slope};
         when terminal: ends = false;
-        const real move = -{gained} / slope;
+        const real factor = -{fraction_bar} / slope;
         when terminal:
-            each c: const real bar_{c} = total_{c} + move * g_{c};
+            each c: const real bar_{c} = total_{c} + factor * g_{c};
             each c: total_{c} = 0;
-        when not terminal: each c: const real bar_{c} = move * g_{c};
+        when not terminal: each c: const real bar_{c} = factor * g_{c};
         // The cotangent of the state at the event is treated like that of a saved state.
         @sums
         each c:
@@ -116,7 +116,7 @@ def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     search: dict[str, Any] = {"e": events, "changed": changed, "located": located, "terminal": any(terminal)}
     search |= {"crossed": " || ".join(f"crossed{e}" for e in events), "cut": c_lines(cut, steps.state("new"))}
     names["locate_events"] = filled(_SEARCH, search)
-    names["declared"] = ", double* rows, const long long event_capacity, long long* happened, long long* heads"
+    names["declared"] = ", double* rows, const long long event_capacity, long long* event_count, long long* heads"
     names["conditions"] = c_lines([steps.condition(e, f"before{e}", "u", "sign * now") for e in events])
     return names
 
@@ -133,19 +133,19 @@ def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     for c in range(d):
         lines += steps.interpolated(f"at_{c}", lambda i, c=c: f"k{i}_{c}", f"y0_{c}")
     slopes = [" + ".join(f"(real)r{i} * k{i}_{c}" for i in steps.used()) for c in range(d)]
-    sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
+    sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
     outputs = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
     given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * event_capacity + row]", "1", *outputs]
     names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(outputs), "given": ", ".join(given)}
     names["slope"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
-    names["sums"] = [f"{name} += move * by{j};" for j, name in enumerate(sums)]
+    names["sums"] = [f"{name} += factor * by{j};" for j, name in enumerate(sums)]
     at_end = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
     bodies = []
     for e, (terminal, _) in enumerate(spec.events):
-        gained = at_end if terminal else f"(real)times_bar[row] * {h}"
-        differentiated = "ends" if terminal else "times_bar[row] != 0"
-        bodies += filled(_BODY, names | {"e": e, "terminal": terminal, "gained": gained, "differentiated": differentiated})
-    crossed = {"moves": bool(last), "rate_at_end": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
+        names |= {"e": e, "terminal": terminal, "differentiated": "ends" if terminal else "times_bar[row] != 0"}
+        names["fraction_bar"] = at_end if terminal else f"(real)times_bar[row] * {h}"
+        bodies += filled(_BODY, names)
+    crossed = {"uses_last": bool(last), "last_stage": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
     crossed["rates"] = [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)]
     return {
         "declared": ", const double* rows, const long long event_capacity, const long long* heads, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from mpiad.compiling.c_translation import c_lines
 from mpiad.ensemble.compiled.cuda.cuda_events import search_names
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
+from mpiad.ensemble.compiled.rosenbrock_text import placeholders_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 # Definitions for both kernels. NVRTC has no standard headers. For CPUs, on which tests run, `EACH` is a plain loop.
@@ -202,7 +202,7 @@ def cuda_forward_text(spec: KernelSpec) -> str:
     """Return the source of `forward`, which calls `f` and its tangents `df0`, `df1`, ..."""
     steps = steps_of(spec, fused=False)
     scope: set[str] = set()  # variables declared in the body of the loop over steps
-    names = names_of(spec, steps) | search_names(spec, steps) | {"k0": ", ".join(steps.state("k0"))}
+    names = placeholders_of(spec, steps) | search_names(spec, steps) | {"k0": ", ".join(steps.state("k0"))}
     names |= {"unit_tangents": _unit_tangents(spec, steps), "first_step": _first_step(spec, steps)}
     names |= {"stages": c_lines(steps.stages(), scope), "error": c_lines(steps.error(), scope)}
     names |= {"tangents": _tangents(spec, steps), "interpolated": _interpolated(spec, steps)}

@@ -10,12 +10,11 @@ from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.compiled.cuda.cuda_events import crossing_names
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
-from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
+from mpiad.ensemble.compiled.rosenbrock_text import placeholders_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
-// The trajectories and their steps as in forward. end_bar, u0_bar: (d, n); saved_bar: (n_saved, d, n); p_bar: (rows, n);
-// s_bar: (rows, count).
+// Trajectories and steps as in forward. saved_bar: (n_saved, d, n); s_bar: (rows, count); other cotangents: (rows, n).
 KERNEL reverse(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
     const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
@@ -35,8 +34,8 @@ KERNEL reverse(
         when lu_length: real lu[{lu_length}];
         // Cotangents of failed trajectories, which may be NaN, are ignored.
         each c: real total_{c} = alive ? end_bar[{c} * n + i] : 0;
-        each own: real own{own} = 0;
-        each common: real common{common} = 0;
+        each wanted_p: real p_bar{wanted_p} = 0;
+        each wanted_s: real s_bar{wanted_s} = 0;
         if (alive) {
             long long time_index = n_saved - 1;
             when events:
@@ -68,14 +67,14 @@ KERNEL reverse(
                     when not inside: each c: total_{c} += saved_bar[(time_index * {d} + {c}) * n + i];
                     --time_index;
                 }
-                // The end of a step that an event has cut short.
+                // The stages of a step that a terminal event has cut short extend to the end of the full step.
                 when events: ahead = ends ? now + size : ahead;
                 const double tn = sign * ahead;
                 @stages
                 @crossed
                 real {new};
                 @pulled_last
-                // From here on the new state's cotangent is complete.
+                // The cotangent of the new state is complete.
                 each c: z{last}_{c} = total_{c};
                 @pulled
                 when inside: each c: total_{c} += mid_{c};
@@ -87,8 +86,8 @@ KERNEL reverse(
             }
         }
         each c: u0_bar[{c} * n + i] = total_{c};
-        each own: p_bar[{own} * n + i] = own{own};
-        each common: s_bar[{common} * count + column] = common{common};
+        each wanted_p: p_bar[{wanted_p} * n + i] = p_bar{wanted_p};
+        each wanted_s: s_bar[{wanted_s} * count + column] = s_bar{wanted_s};
     }
 }
 """
@@ -99,7 +98,7 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
     steps, last = steps_of(spec, fused=False), spec.stages
     new = steps.state(f"z{last}")
     scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
-    names = names_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
+    names = placeholders_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
     names["weights"] = c_lines(["x = (save_time - now) / size", *steps.weights()])
     names["stages"] = c_lines(steps.again(), scope)
     if last in steps.pulled_stages:
@@ -112,5 +111,5 @@ def cuda_reverse_text(spec: KernelSpec) -> str:
 def _pulled(spec: KernelSpec, steps: Steps, i: int, scope: set[str]) -> list[str]:
     """Return lines that propagate the cotangent of stage i to its argument and the parameters."""
     lines = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
-    sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
+    sums = numbered("p_bar", spec.wanted_varying) + numbered("s_bar", spec.wanted_shared)
     return lines + [f"{name} += e{j};" for j, name in enumerate(sums)]

@@ -1,6 +1,6 @@
 """The first derivatives of a solve by a kernel on a GPU, for `solve_operator`.
 
-If the arguments are on the host, the results and their cotangents are on the host, too: each is copied once.
+If the arguments are on the host, the results and their cotangents are on the host, too; each array is copied once.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class Solved:
     # ---- reverse mode
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
-        """Return the cotangents of arguments."""
+        """Return the cotangents of arguments; `g`: the cotangent of `vector`."""
         solver = self.solver
         with solver.arrays.current():
             bar, times = self._split(g)
             bar = self._to_device(bar)
             rows = self._contracted(argnums, bar) if self.by_tangent else self._adjoint(argnums, bar, times)
-            own = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
-            return {k: row.reshape(np.shape(args[k])) for k, row in own.items()}
+            bars = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
+            return {k: row.reshape(np.shape(args[k])) for k, row in bars.items()}
 
     def _split(self, bar: Array) -> tuple[Array, list[Array]]:
-        """Split the cotangent of all results into the cotangents of states and of times, these on the device."""
+        """Split the cotangent of all results into those of the states and of the times; the latter are on the device."""
         if not self.timed:
             return bar, []
         count, arrays = self.solver.count, self.solver.arrays
@@ -88,11 +88,11 @@ class Solved:
         """Return the cotangents of the arguments, as rows, by the reverse kernel."""
         parts = self._parts(argnums)
         found = self.solver.pulled(self.results, bar, tuple(j for part in parts for j in part.scalars), times)
-        rows, taken = {U0: found.u0}, {True: 0, False: 0}
+        rows, stops = {U0: found.u0}, {True: 0, False: 0}
         for part in parts:
-            first, source = taken[part.varies], found.p if part.varies else found.s
-            taken[part.varies] = first + len(part.scalars)
-            rows[part.place + LEAVES] = source[first : taken[part.varies]]
+            first, source = stops[part.varies], found.p if part.varies else found.s
+            stops[part.varies] = first + len(part.scalars)
+            rows[part.place + LEAVES] = source[first : stops[part.varies]]
         return rows
 
     def _contracted(self, argnums: Sequence[int], bar: Array) -> dict[int, Array]:
@@ -115,7 +115,7 @@ class Solved:
     # ---- forward mode
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        """Return the tangent of the vector."""
+        """Return the tangent of `vector`."""
         solver = self.solver
         with solver.arrays.current():
             coefficients = self._coefficients(tangents)
@@ -130,7 +130,7 @@ class Solved:
             return self._to_caller(total)
 
     def _coefficients(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
-        """Return the factors of tangents per direction: one number for all trajectories, or a row."""
+        """Return the factor of the tangents in each direction: an array of one number, or of one per trajectory."""
         rows = {k: self._to_device(g) for k, g in tangents.items()}
         found = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
         for part in self._parts(tuple(rows)):
@@ -141,8 +141,8 @@ class Solved:
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> NoReturn:
         """Refuse derivatives of derivatives."""
         raise NotImplementedError(
-            "solve: EnsembleGPU has first derivatives only, but a derivative of one was requested. Solve by "
-            "EnsembleVectorized() if that is needed."
+            "solve: EnsembleGPU supports only first derivatives, but a derivative of a derivative was requested. Use "
+            "EnsembleVectorized() instead."
         )
 
     push_traced = pull_traced
@@ -153,7 +153,7 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
 
     If times have derivatives, also return end times, (N,), and the times in the table of events, (m,), on the host.
     """
-    # Without derivatives a vector with times would be a needless copy of all states.
+    # Without derivatives, appending times to the vector would needlessly copy all states.
     solved.timed = solved.timed and given.traced
     vector = solve_operator(given.u0, given.start, given.end, NO_TIMES, *given.p.leaves, solved=solved)
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved

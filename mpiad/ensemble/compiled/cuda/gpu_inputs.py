@@ -21,10 +21,10 @@ _COLUMNS = 5  # number of trajectories in a sample
 class Inputs(NamedTuple):
     """The arguments of kernels, in order; the reverse kernel takes only the arguments before `u0`.
 
-    An array that all trajectories share has one column, and its stride along the trajectories is zero.
+    Initial states and tspans that all trajectories share have one column, and their stride along trajectories is zero.
     """
 
-    # Parameters that vary with the trajectory, shape (varying, n), and those that all share, shape (shared,).
+    # Parameters per trajectory, shape (varying, n), and shared parameters, shape (shared,).
     p: Array
     s: Array
     # Start and end of tspan: shape (n,), or (1,) if `by_span` is zero.
@@ -42,43 +42,42 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: TracedProblem) -> Inputs:
-    """Return the arguments on a device; small host arrays are copied together."""
+    """Return the arguments on a device; small host arrays are copied in one transfer."""
     count, real, d = batch.size, batch.u0.dtype, len(batch.u0)
     packing = traced.packing
-    own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
-    common = [batch.p.leaves[part.place] for part in packing.parts if not part.varies]
-    common += [np.array(traced.numbers)] if traced.numbers else []
+    varying = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
+    shared = [batch.p.leaves[part.place] for part in packing.parts if not part.varies]
+    shared += [np.array(traced.numbers)] if traced.numbers else []
     times = np.asarray(settings.saveat, float)
     spans = [np.asarray(x, float) for x in (batch.start, batch.end)]
-    same_span, one_start = all(map(_is_shared, spans)), _is_shared(batch.u0)
-    together = {"times": times, "atol": np.broadcast_to(np.ravel(settings.atol), (d,)).astype(real)}
-    if not any(map(is_device_array, common)):
-        together["s"] = np.concatenate([np.ravel(leaf) for leaf in common] or [np.empty(0)]).astype(real)
+    same_span, same_start = all(map(_is_shared, spans)), _is_shared(batch.u0)
+    on_host = {"times": times, "atol": np.broadcast_to(np.ravel(settings.atol), (d,)).astype(real)}
+    if not any(map(is_device_array, shared)):
+        on_host["s"] = np.concatenate([np.ravel(leaf) for leaf in shared] or [np.empty(0)]).astype(real)
     if same_span:
-        together |= {"start": spans[0][:1], "stop": spans[1][:1]}
-    if one_start:
-        together["u0"] = batch.u0[:, :1]
-    on_device = dict(zip(together, _copied_together(arrays, list(together.values()))))
-    if "s" not in together:
-        on_device["s"] = _concatenated(arrays, [device_rows(arrays, leaf, real).reshape(-1) for leaf in common], (0,), real)
+        on_host |= {"start": spans[0][:1], "stop": spans[1][:1]}
+    if same_start:
+        on_host["u0"] = batch.u0[:, :1]
+    on_device = dict(zip(on_host, _copied_together(arrays, list(on_host.values()))))
+    if "s" not in on_host:
+        on_device["s"] = _concatenated(arrays, [device_rows(arrays, leaf, real).reshape(-1) for leaf in shared], (0,), real)
     if not same_span:
         on_device |= {name: device_rows(arrays, span, float) for name, span in zip(("start", "stop"), spans)}
-    if not one_start:
+    if not same_start:
         on_device["u0"] = device_rows(arrays, batch.u0, real)
     return Inputs(
-        p=_concatenated(arrays, own, (0, count), real), by_span=int(not same_span), n_saved=times.shape[-1],
-        by_row=int(times.ndim > 1), u0_row=1 if one_start else count, u0_column=int(not one_start), **on_device,
+        p=_concatenated(arrays, varying, (0, count), real), by_span=int(not same_span), n_saved=times.shape[-1],
+        by_row=int(times.ndim > 1), u0_row=1 if same_start else count, u0_column=int(not same_start), **on_device,
     )  # fmt: skip
 
 
 def _is_shared(x: Array) -> bool:
-    """Return whether a host array has one column for all trajectories."""
+    """Return whether an array is on the host, and all trajectories share one column."""
     return not is_device_array(x) and x.size > 0 and x.strides[-1] == 0
 
 
 def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array]:
-    """Copy host arrays to the device in one transfer."""
-    starts = [0, *accumulate(-(-part.nbytes // 8) * 8 for part in parts)]  # each is a multiple of eight bytes
+    starts = [0, *accumulate(-(-part.nbytes // 8) * 8 for part in parts)]  # offsets are multiples of eight bytes
     buffer = np.zeros(starts[-1], np.uint8)
     for part, start in zip(parts, starts):
         buffer[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
@@ -106,10 +105,10 @@ def _concatenated(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...
 
 
 def sample_batch(batch: Batch) -> Batch:
-    """Return a batch of a few trajectories on the host; states, and floats that vary or are on a device, are invented."""
+    """Return a small batch on the host; states, and floats that vary or are on a device, are replaced by other numbers."""
     leaves = [_leaf(leaf, varies) for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
     times = [np.full(_COLUMNS, x[0] if len(x) else value) for x, value in ((batch.start, 0.0), (batch.end, 1.0))]
-    u0 = _invented((len(batch.u0), _COLUMNS), batch.u0.dtype)
+    u0 = _arbitrary((len(batch.u0), _COLUMNS), batch.u0.dtype)
     return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=leaves), *times)
 
 
@@ -119,11 +118,11 @@ def _leaf(leaf: Array, varies: bool) -> Any:
         return leaf
     shape = (*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape
     if leaf.dtype.kind in "fc":
-        return _invented(shape, leaf.dtype)
-    # f may branch on integers, so they are taken from the first trajectories.
+        return _arbitrary(shape, leaf.dtype)
+    # f may branch on integers, so those of the first trajectories are used.
     return np.resize((leaf if arrays is None else arrays.to_host(leaf)).T, shape[::-1]).T
 
 
-def _invented(shape: Shape, dtype: DTypeLike) -> Array:
+def _arbitrary(shape: Shape, dtype: DTypeLike) -> Array:
     """Return distinct numbers between 0.5 and 1.5."""
     return (1 + 0.5 * np.sin(1 + 2.3 * np.arange(math.prod(shape)))).reshape(shape).astype(dtype)

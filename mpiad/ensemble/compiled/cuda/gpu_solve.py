@@ -89,7 +89,7 @@ def _by_kernel(
     solver = Solver(compiler, arrays, traced, batch, settings)
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
-    carried = directions if len(directions) <= FEW else ()  # further tangents are propagated later, a few at a time
+    carried = directions if len(directions) <= FEW else ()  # otherwise tangents are propagated later, a few at a time
     if carried and settings.gradient is None and solver.kernel(carried).local_bytes > MOST_LOCAL_BYTES:
         directions = carried = ()  # the kernels of an adjoint are smaller
     if not fits(solver.kernel(carried), batch, compiler):
@@ -99,8 +99,8 @@ def _by_kernel(
     if settings.progress is not None:
         settings.progress(batch.size)
     u, u_end, failed = _shaped(u, batch.shape), _shaped(u_end, batch.shape), arrays.to_host(solved.results.failed)
-    later, given_times = _deferred(solved, settings, times), settings.saveat
-    sol = DeviceSolution.lazy(later, u=u, t=given_times, u_end=u_end, failed=int(failed[0]), alg=settings.alg)
+    deferred, saveat = _deferred(solved, settings, times), settings.saveat
+    sol = DeviceSolution.lazy(deferred, u=u, t=saveat, u_end=u_end, failed=int(failed[0]), alg=settings.alg)
     if times:
         sol.t_reached = times[0]
     return sol
@@ -108,7 +108,7 @@ def _by_kernel(
 
 def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict[str, Callable[[], Any]]:
     """Return functions for the fields of a solution that are copied to the host on first access."""
-    # The functions don't refer to states, so that the memory of states can be released.
+    # The functions don't refer to states, so that the memory of the states can be released.
     results, arrays, alg, has_dt = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
     codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
@@ -124,20 +124,20 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
 
 
 def _events(arrays: ArrayModule, codes: Array, rows: Array, events: Sequence[Event], times: Sequence[Array]) -> dict:
-    """Return the events of all trajectories; `times`: end times and event times with derivatives, if needed."""
+    """Return the events of all trajectories; `times`: traced end times and event times, or empty."""
     if not rows.size:
         return {}
     table = arrays.to_host(arrays.contiguous(rows))
     order = in_order(table)
     (ids, event), when = table[:2, order].astype(int), table[4, order]
     if times:
-        places = np.where(np.array([each.stops for each in events])[event], -1, order)
-        when = traced_times(ids, when, places, came_through(arrays.to_host(codes)), *times)
+        indices = np.where(np.array([each.stops for each in events])[event], -1, order)
+        when = traced_times(ids, when, indices, came_through(arrays.to_host(codes)), *times)
     return by_trajectory(ids, event, when)
 
 
 def _shaped(x: Array, shape: Shape) -> Array:
-    """Return states, flattened along the last axis, in their shape."""
+    """Reshape the last axis, the components of states, to `shape`."""
     return x if len(shape) == 1 else anp.reshape(x, (*x.shape[:-1], *shape))
 
 
@@ -159,25 +159,25 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
         return remembered(make, batch, settings.events, given.traced, must, "gpu")
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or pass compile=False.")
-    compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
+    compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves the problem by array operations")
     return None
 
 
 def _unsupported(given: Batch, batch: Batch, settings: Settings) -> str | None:
     if batch.u0.dtype not in (np.float64, np.float32):
-        return f"u0 has dtype {batch.u0.dtype}, and kernels on GPUs compute with float64 and float32"
+        return f"u0 has dtype {batch.u0.dtype}, and kernels on GPUs support only float64 and float32"
     if any(part.complex for part in packing_of(batch.p).parts):
-        return "p has complex numbers, and kernels on GPUs compute with real ones"
+        return "p has complex numbers, and kernels on GPUs support only real numbers"
     if settings.saveat is None:
         return "kernels don't support save_everystep=True"
     if isbox(given.start) or isbox(given.end):
-        return "it is differentiated with respect to tspan, which kernels don't support"
+        return "the solve is differentiated with respect to tspan, which kernels don't support"
     if len(_traces(given)) > 1:
-        return "it is differentiated twice, and kernels have first derivatives only"
+        return "the solve is differentiated twice, and kernels support only first derivatives"
     adjoint_only = "with events=" if settings.events else "of Rosenbrock methods" if settings.alg.tableau.implicit else ""
-    forwards = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
-    if adjoint_only and given.traced and (settings.gradient == "tangent" or forwards):
-        return f"it is differentiated by tangents, and kernels {adjoint_only} support only adjoints"
+    by_jvp = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
+    if adjoint_only and given.traced and (settings.gradient == "tangent" or by_jvp):
+        return f"the solve is differentiated by tangents, and kernels {adjoint_only} support only adjoints"
     return None
 
 
@@ -191,13 +191,13 @@ def _traces(given: Batch) -> set[int]:
 
 
 def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
-    """Return whether a kernel is small enough, or required by the settings; if it is too large, log a warning."""
+    """Return whether a kernel is small enough, or required by ``compile=True``; if it is too large, log a warning."""
     must = compiler.compile is True
     if kernel.local_bytes <= MOST_LOCAL_BYTES:
         return True
     text = (
-        f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of memory besides its "
+        f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of local memory besides its "
         f"{kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
     )
-    compiler.warn(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
+    compiler.warn(batch.f, text if must else f"{text}, so EnsembleVectorized solves the problem by array operations")
     return must

@@ -1,8 +1,8 @@
-"""A batch on a device, and the runs of its kernels: solves, with tangents if needed, and the reverse sweep.
+"""Solves of a batch by kernels on a device, with tangents if needed, and the reverse sweep.
 
-A solve records no steps. For an adjoint the forward kernel runs again, for one share of the trajectories after the other,
-and records the steps of this share, whose number the first run has determined; the reverse kernel follows. Both runs use
-the same machine code, so they take the same steps.
+A solve records no steps. For an adjoint, the forward kernel runs again for one share of the trajectories after the other,
+and records the steps, whose number the first run has determined; then the reverse kernel processes this share. Both runs
+of the forward kernel use the same machine code, so they take the same steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCKS = 4096  # maximum number of blocks of trajectories whose step counts are
 
 
 class Share(NamedTuple):
-    """Trajectories first, ..., first + count - 1, with up to `capacity` steps each."""
+    """The trajectories `first`, ..., `first + count - 1`, with up to `capacity` steps each."""
 
     first: int
     count: int
@@ -50,14 +50,14 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
 
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Divide `count` trajectories into contiguous shares, the steps of each of which fit into a budget of bytes.
+    """Divide `count` trajectories into contiguous shares whose steps fit into a budget of bytes.
 
     `size`, `longest`: as returned by `longest_of_blocks`. Raises MemoryError if the steps of one trajectory don't fit.
     """
     needed = int(longest.max(initial=0)) * bytes_per_step
     if needed > budget:
         raise MemoryError(
-            f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but there are "
+            f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but the limit is "
             f"{budget}. Raise tape_bytes= of EnsembleGPU if more memory is free, or loosen rtol."
         )
     if needed * count <= budget:
@@ -73,7 +73,7 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
     return shares
 
 
-_ROWS = 1024  # initial size of the table of events, in addition to the expected number
+_ROWS = 1024  # initial capacity of the table of events, in addition to the expected number
 Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
 
@@ -85,7 +85,7 @@ class DeviceResults(NamedTuple):
     """The results of a solve on the device."""
 
     vector: Array  # shape ((n_saved + 1) * d * n,); saved states, of shape (n_saved, d, n), and final ones, (d, n)
-    t_reached: Array  # shape (n,), as the next three
+    t_reached: Array  # shape (n,), like the next three
     codes: Array
     naccept: Array
     nreject: Array
@@ -94,7 +94,7 @@ class DeviceResults(NamedTuple):
     failed: Array  # shape (1,); number of failed trajectories
     rows: Any = None  # shape (6, event_capacity); the table of events, see `cuda_events`; None without events
     heads: Any = None  # shape (n,); per trajectory the column of its last event in the table, or -1
-    found_events: int = 0  # number of columns in use
+    found_events: int = 0  # the number of used columns of the table
 
 
 class InputCotangents(NamedTuple):
@@ -126,7 +126,7 @@ class Solver:
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
-        # At first, space for one occurrence of each terminal event per trajectory, and two of each other event.
+        # The first capacity per trajectory is one occurrence of each terminal event, and two of each nonterminal event.
         event_capacity = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.spec.events)
         while True:
             results = self._empty(directions)
@@ -135,10 +135,10 @@ class Solver:
             self._forward(directions, Share(0, self.count, 0), (end, saved, *results[1:8]), (None, None), table)
             if not table:
                 return results
-            happened = int(self.arrays.to_host(counter)[0])
-            if happened <= event_capacity:
-                return results._replace(rows=table[0], heads=table[3], found_events=happened)
-            event_capacity = happened  # the solve is repeated, with rows for all events
+            event_count = int(self.arrays.to_host(counter)[0])
+            if event_count <= event_capacity:
+                return results._replace(rows=table[0], heads=table[3], found_events=event_count)
+            event_capacity = event_count  # the solve is repeated, with columns for all events
 
     def _table(self, event_capacity: int) -> tuple[tuple[Any, ...], Any]:
         """Return the forward kernel's arguments for events, and the counter of events, which is one of them."""
@@ -148,7 +148,7 @@ class Solver:
         return (self.arrays.empty((ROWS, event_capacity), float), event_capacity, counter, heads), counter
 
     def parts(self, vector: Array) -> tuple[Array, Array]:
-        """Return the saved states, (n_saved, d, n), and final states, (d, n), in a vector of results."""
+        """Return views of the saved states, (n_saved, d, n), and final states, (d, n), in a vector of results."""
         d, n, n_saved = self.d, self.count, self.inputs.n_saved
         cut = n_saved * d * n
         return vector[:cut].reshape(n_saved, d, n), vector[cut:].reshape(d, n)
@@ -166,44 +166,43 @@ class Solver:
     ) -> None:
         settings, rtol = self.settings, self.real.type(self.settings.rtol)
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
-        # Without arrays for results no states are saved.
-        given = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
-        self._launch(self.kernel(directions), share, *given, rtol, *scalars, *results, *steps, share.capacity, *table)
+        # The second run, without arrays for results, saves no states.
+        inputs = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
+        self._launch(self.kernel(directions), share, *inputs, rtol, *scalars, *results, *steps, share.capacity, *table)
 
     # ---- reverse
 
     def pulled(
         self, results: DeviceResults, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
     ) -> InputCotangents:
-        """Return the cotangents of initial states and of the `wanted` parameters, given the cotangent of `results.vector`.
+        """Return the cotangents of initial states and of the `wanted` parameters; `vector_bar`: that of `results.vector`.
 
         `times`: with events, the cotangents of end times, (n,), and of the times of all events.
         """
         empty = self.arrays.empty
-        wanted_own = [j for j in self.traced.packing.varying if j in wanted]
-        wanted_common = [j for j in self.traced.packing.shared if j in wanted]
-        own, common = len(wanted_own), len(wanted_common)
-        spec = self.spec._replace(wanted_varying=own, wanted_shared=common)
-        u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, own)]
-        kernel, sums = self._loaded("reverse", spec, (*wanted_own, *wanted_common)), []
+        varying = [j for j in self.traced.packing.varying if j in wanted]
+        shared = [j for j in self.traced.packing.shared if j in wanted]
+        spec = self.spec._replace(wanted_varying=len(varying), wanted_shared=len(shared))
+        u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, len(varying))]
+        kernel, sums = self._loaded("reverse", spec, (*varying, *shared)), []
         shares: list[Share] = []
         if self.count:
             budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
-            # The state, and two doubles for time and size.
+            # The state, and two doubles: time and step size.
             bytes_per_step = self.d * self.real.itemsize + 16
             size, longest = longest_of_blocks(self.arrays, results.naccept)
             shares = shares_within(size, longest, self.count, bytes_per_step, budget)
         most = max((share.count * share.capacity for share in shares), default=0)
         steps = empty((most * self.d,), self.real), empty((most * 2,), float)
         saved_bar, end_bar = self.parts(vector_bar)
-        given = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
+        inputs = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
         events = (results.rows, results.rows.shape[1], results.heads, *times) if self.spec.events else ()
         for share in shares:
             self._forward((), share, (None,) * 9, steps, (None, 0, None, None) if self.spec.events else ())
-            s_bar = empty((common, share.count), self.real)
-            self._launch(kernel, share, *given, u0_bar, p_bar, s_bar, *events)
-            sums += [np.sum(s_bar, axis=1)] if common else []
-        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((common,), 0, self.real)
+            s_bar = empty((len(shared), share.count), self.real)
+            self._launch(kernel, share, *inputs, u0_bar, p_bar, s_bar, *events)
+            sums += [np.sum(s_bar, axis=1)] if shared else []
+        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((len(shared),), 0, self.real)
         return InputCotangents(u0_bar, p_bar, s_bar)
 
     # ---- kernels
