@@ -10,6 +10,6 @@ from mpiad.linalg.randomized_eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
 
 __all__ = [
-    "AdditiveSchwarz", "EigenPairs", "Elliptic", "DistributedMatrix", "Factorized", "Multigrid", "eigsh", "factorized", "newton",
-    "petsc", "solve", "solve_elliptic",
+    "AdditiveSchwarz", "EigenPairs", "Elliptic", "DistributedMatrix", "Factorized", "Multigrid", "eigsh", "factorized",
+    "newton", "petsc", "solve", "solve_elliptic",
 ]  # fmt: skip

@@ -4,8 +4,8 @@ The matrix comes from products with the operator: columns that have no row in co
 yields all columns of a color. On one rank, a solve is SuperLU's back-substitution. On several ranks, it is GMRES with a
 preconditioner that contains SuperLU's factors: overlapping Schwarz, or the exact factors of the gathered matrix.
 
-The solution u of A(p) u = b is one operator of the tape. The cotangent of b is λ = A⁻ᵀ ū, from the same factors. The cotangent
-of p is that of -λᵀ A(p) u: a reverse pass through the user's operator, omitted if the params aren't variables.
+The solution u of A(p) u = b is one operator of the tape. The cotangent of b is λ = A⁻ᵀ ū, from the same factors. The
+cotangent of p is that of -λᵀ A(p) u, a reverse pass through the user's operator, which takes place if p is a variable.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ defjvp_together(back_substitution, _tangent)
 
 
 class Factorized:
-    """The inverse of an operator, made by `factorized`: ``solve(b)`` returns u with A u = b, and ``solve.T(b)`` solves Aᵀ u = b.
+    """The inverse of an operator, made by `factorized`: ``solve(b)`` solves A u = b, and ``solve.T(b)`` solves Aᵀ u = b.
 
     Attributes
     ----------
@@ -297,9 +297,9 @@ def _rows_of(operator: _Operator, params: tuple, pattern: Any, group: Channel, c
 def _colors(rows: Any, group: Channel) -> np.ndarray:
     """Return the color of each column, chosen greedily on rank 0: columns with a row in common have different colors."""
     parts = group.data.gather(rows, 0)
-    colors = None
+    colors: Any = None
     if parts is not None:
-        by_row = scipy.sparse.vstack(parts, format="csr")
+        by_row: Any = scipy.sparse.vstack(parts, format="csr")
         by_column, colors = by_row.tocsc(), np.full(by_row.shape[1], -1)
         for column in range(by_row.shape[1]):
             its_rows = by_column.indices[by_column.indptr[column] : by_column.indptr[column + 1]]
@@ -364,7 +364,7 @@ def _factors_of(rows: Any) -> Any:
         raise ValueError(f"{error} The null vector is largest in row {int(np.abs(vector).argmax())}.") from error
 
 
-def _back_substituted(factors: Any, rows: np.ndarray, kind: str) -> np.ndarray:
+def _back_substituted(factors: Any, rows: LocalArray, kind: str) -> LocalArray:
     if rows.dtype.kind == "c" and factors.L.dtype.kind == "f":
         return _back_substituted(factors, rows.real, kind) + 1j * _back_substituted(factors, rows.imag, kind)
     if len(rows) == 1:
@@ -396,14 +396,15 @@ def factorized(
         this rank's n rows. By default, on one rank, and for at most 2,000 unknowns, all entries are computed.
     method : {"auto", "schwarz", "gathered"}
         On one rank, SuperLU factors the matrix. On several ranks, a solve is GMRES to a relative residual of 1e-12, with
-        the preconditioner "schwarz" (overlapping local factors, the default) or "gathered" (rank 0 factors the whole matrix).
+        the preconditioner "schwarz" (overlapping local factors, the default) or "gathered" (factors of the whole matrix
+        on rank 0).
     comm : mpi4py intracommunicator, optional
         The ranks that hold the operator; by default those of the pattern or matrix.
 
     Returns
     -------
     Factorized
-        A function ``solve(b)``, also for several right-hand sides along leading axes. ``solve.T`` solves with the transpose.
+        A function ``solve(b)``, also for several right-hand sides along leading axes; ``solve.T`` solves with Aᵀ.
 
     Raises
     ------
@@ -440,12 +441,12 @@ def factorized(
     leaves, build = flatten(params)
     indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
     plain = [stop_gradient(leaf) for leaf in leaves]
-    operator = _Operator(matvec, build, plain, np.shape(like), matrix is not None)  # type: ignore[arg-type]
+    operator = _Operator(matvec, build, plain, getattr(like, "shape", ()), matrix is not None)
     return Factorized(operator, [leaves[k] for k in indices], indices, _Options(group, comm, pattern, method, matrix))
 
 
 def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:
-    matrix = isinstance(matvec, DistributedMatrix)
+    matrix, shape = isinstance(matvec, DistributedMatrix), getattr(like, "shape", ())
     error = None if matrix else function_error(_CALL, {"matvec": matvec}) or block_error(_CALL, "like", like)
     error = error or (None if matrix else _host_error("like", like))
     if error is not None:
@@ -458,17 +459,15 @@ def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, gro
         matvec._require_square("factorized")
         return
     if isinstance(pattern, Domain):
-        if np.shape(like) != pattern.local_shape:
-            raise ValueError(
-                f"{_CALL}: like must have the domain's local shape, {pattern.local_shape}, but has {np.shape(like)}."
-            )
+        if shape != pattern.local_shape:
+            raise ValueError(f"{_CALL}: like must have the domain's local shape, {pattern.local_shape}, but has {shape}.")
         return
-    count = math.prod(np.shape(like))
+    count = math.prod(shape)
     if pattern is None and (group.size > 1 or count > _MOST_PROBED):
         raise ValueError(
             f"{_CALL}: without a pattern, the operator must be on one rank and have at most {_MOST_PROBED} unknowns, but "
-            f"there are {group.size} rank(s), and {count} unknowns on this one. Pass the Domain, or a sparse matrix with the "
-            "nonzero entries, as pattern=."
+            f"there are {group.size} rank(s), and {count} unknowns on this one. Pass the Domain, or a sparse matrix with "
+            "the nonzero entries, as pattern=."
         )
     if pattern is not None and (not scipy.sparse.issparse(pattern) or pattern.shape[0] != count):
         shown = f"one of shape {pattern.shape}" if scipy.sparse.issparse(pattern) else type(pattern).__name__
