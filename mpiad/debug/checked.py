@@ -22,8 +22,8 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     call_sites : bool
         Whether all ranks must make a collective call without a root from the same line.
     timeout : float, optional
-        The number of seconds that a wait may take; 0 for no limit. By default the value of ``MPIAD_TIMEOUT``, or 300 if it
-        isn't set.
+        The maximum duration of a wait in seconds; 0 for no limit. By default the value of ``MPIAD_TIMEOUT``, or 300 if this
+        variable isn't set.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
 
     Ranks
     -----
-    All ranks of the world enter and leave the block, after the same communication calls on each rank.
+    All ranks of the world enter and leave the block, each after the same communication calls.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
 
     Examples
     --------
-    >>> mpiad.debug.assert_replicated({"w": np.ones(2)})  # raises if any rank holds another value
+    >>> mpiad.debug.assert_replicated({"w": np.ones(2)})  # raises if any rank has another value
     """
     group = channel(comm, "assert_replicated")
     require_replicated(group, named_leaves(x, name), f"assert_replicated: {name} must be the same on all ranks")

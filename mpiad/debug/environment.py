@@ -1,4 +1,4 @@
-"""`environment`: the machine and libraries of a program, mistakes in starting the program, and a test of a gradient.
+"""`environment`: a description of the machine, libraries and launch of a program, with a test of a gradient.
 
 ``python -m mpiad`` prints one report for all ranks. It has a time limit, and its exit code is the same on all ranks.
 """
@@ -43,7 +43,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class RankInfo(NamedTuple):
-    """Description of one rank's process: its node, cores, threads, GPU and package versions."""
+    """The node, cores, threads, GPU and package versions of one rank's process."""
 
     rank: Rank  # in the world
     local_rank: Rank  # among the ranks of its node
@@ -51,8 +51,8 @@ class RankInfo(NamedTuple):
     cores: tuple[int, ...]  # the numbers of the cores on which the process may run
     quota: float  # a container's limit of CPU time, as a number of cores; infinity if there is no limit
     threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
-    huge_pages: str  # a text that says whether the arrays of the process are in huge pages
-    gpus: list[str]  # names of all GPUs of the node; empty except on the first rank of the node
+    huge_pages: str  # description of the use of huge pages for the arrays of the process
+    gpus: list[str]  # names of all GPUs of the node; empty unless this is the first rank of the node
     gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible GPUs
     python: str  # path of the interpreter
     versions: dict[str, str]  # versions of Python, the packages, and the optional packages that are installed
@@ -76,14 +76,14 @@ def rank_info(rank: Rank, local_rank: Rank) -> RankInfo:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages."""
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for name in (*PACKAGES, *_OPTIONAL):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             if name in PACKAGES:  # imported from its source folder, without an installation
-                found[name] = getattr(sys.modules.get(name), "__version__", "not installed")
-    return found
+                versions[name] = getattr(sys.modules.get(name), "__version__", "not installed")
+    return versions
 
 
 _LARGE_MESSAGE = 4 << 20  # bytes
@@ -119,7 +119,7 @@ def speed_of(channel: Channel) -> Speed | None:
 
 
 def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
-    """Return the shortest time of several repetitions, whose number rank 0 determines in a first measurement."""
+    """Return the shortest time of several repetitions; rank 0 determines their number in a first measurement."""
     start = perf_counter()
     for _ in range(3):
         exchange(comm, array)
@@ -189,7 +189,7 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
-    # x of this rank occurs in the sine of this rank, in the factor of the next rank's sine, and in `squares`; x of the last
+    # This rank's x occurs in this rank's sine, in the factor of the next rank's sine, and in `squares`. The x of the last
     # rank also occurs in `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
@@ -202,28 +202,28 @@ _FAMILY_NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """A mistake in starting a program, which causes errors or slowness."""
 
-    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": the program may fail if
-    # it is started differently, for example with more ranks.
+    # "error": results are wrong or missing; "warning": the program is slow or may fail; "note": the program may fail when
+    # started differently, for example with more ranks.
     severity: str
     text: str  # description and remedy
 
 
-def launch_mistakes(library: Library, found: Launcher, size: int) -> list[Mistake]:
+def launch_mistakes(library: Library, launcher: Launcher, size: int) -> list[Mistake]:
     """Return mistakes in the combination of launcher and MPI library."""
     mistakes = []
-    # The most common mistake: each of n processes is rank 0 of its own world, and computes everything.
-    if found.size > 1 and size == 1:
+    # The most common mistake: each of n processes is rank 0 of a separate world, and computes everything.
+    if launcher.size > 1 and size == 1:
         remedy = ", or install an mpi4py that is built for the MPI of this launcher"
-        if found.name.startswith("Slurm"):
+        if launcher.name.startswith("Slurm"):
             remedy = ", or with another `srun --mpi=` (`srun --mpi=list` lists them)"
         text = (
-            f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
+            f"{launcher.name} started {launcher.size} processes, but each of them is a world of one rank: mpi4py loads "
             f"{library.vendor} {library.version}, which this launcher doesn't support. Start the program with "
             f"{_mpiexec_of(library)}{'' if mpiexec_beside(library.path) else remedy}."
         )
         mistakes.append(Mistake("error", text))
-    elif found.name and found.size != size:
-        text = f"{found.name} says that it started {found.size} processes, but the world has {size}."
+    elif launcher.name and launcher.size != size:
+        text = f"{launcher.name} says that it started {launcher.size} processes, but the world has {size}."
         mistakes.append(Mistake("warning", text))
     if library.threads == "single":
         text = (
@@ -243,8 +243,8 @@ def mpiexec_mistakes(library: Library, cores: int, environment: Mapping[str, str
     program = shutil.which("mpiexec", path=environment.get("PATH"))
     if not program:
         return []
-    family, wanted = _family_of_mpiexec(program), family_of(library.vendor)
-    if family and wanted and family != wanted:
+    family, expected = _family_of_mpiexec(program), family_of(library.vendor)
+    if family and expected and family != expected:
         text = (
             f"`mpiexec` is {program}, of {_FAMILY_NAMES[family]}, but mpi4py loads {library.vendor}: "
             f"processes started by this `mpiexec` won't find each other. Use {_mpiexec_of(library)}."
@@ -289,13 +289,13 @@ def _family_of_mpiexec(program: str) -> str:
 def placement_mistakes(places: list[RankInfo]) -> list[Mistake]:
     """Return mistakes in the distribution of cores and threads to the ranks of each node."""
     nodes = dict.fromkeys(place.node for place in places)
-    found = {node: _node_mistake([place for place in places if place.node == node]) for node in nodes}
-    return [Mistake("warning", f"{node}: {text}") for node, text in found.items() if text]
+    texts = {node: _node_mistake([place for place in places if place.node == node]) for node in nodes}
+    return [Mistake("warning", f"{node}: {text}") for node, text in texts.items() if text]
 
 
 def _node_mistake(ranks: list[RankInfo]) -> str:
     cores = len({core for place in ranks for core in place.cores})
-    # The processes of a container may use all cores in spite of a limit of CPU time, so the limit is considered separately.
+    # A limit of CPU time doesn't change the set of cores that the processes of a container may use.
     usable = min(cores, ranks[0].quota)
     threads = sum(max(place.threads.values(), default=1) for place in ranks)
     listed = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
@@ -313,7 +313,7 @@ def _node_mistake(ranks: list[RankInfo]) -> str:
     bound_cores = [place.cores for place in ranks if len(place.cores) < cores]
     if len(bound_cores) != len(set(bound_cores)):
         return (
-            "several ranks are bound to the same cores. Let the launcher bind each rank to its own core: "
+            "several ranks are bound to the same cores. Let the launcher bind each rank to a separate core: "
             "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
         )
     return ""
@@ -323,10 +323,10 @@ def version_mistakes(places: list[RankInfo]) -> list[Mistake]:
     """Return a mistake for each package whose version differs between ranks."""
     mistakes = []
     for name in dict.fromkeys(("python", *places[0].versions)):
-        found = {place.versions.get(name, "not installed") for place in places}
-        if len(found) > 1:
+        values = {place.versions.get(name, "not installed") for place in places}
+        if len(values) > 1:
             text = (
-                f"{name} isn't the same on all ranks: {', '.join(sorted(found))}. Use one environment on all nodes "
+                f"{name} isn't the same on all ranks: {', '.join(sorted(values))}. Use one environment on all nodes "
                 f"(rank 0 runs {places[0].python or Path(sys.executable)})."
             )
             mistakes.append(Mistake("error", text))
@@ -399,43 +399,43 @@ def _inspect(group: Channel, begin_stage: Callable[[str], None]) -> Environment:
     begin_stage("comparing a gradient with its closed form")
     selftest = run_selftest(group.user)
     begin_stage("collecting the results")
-    found, loaded = launcher(), library()._replace(takes_device_buffers=staging.device_access())
-    mistakes = launch_mistakes(loaded, found, group.size) + placement_mistakes(places) + version_mistakes(places)
+    started_by, mpi = launcher(), library()._replace(takes_device_buffers=staging.device_access())
+    mistakes = launch_mistakes(mpi, started_by, group.size) + placement_mistakes(places) + version_mistakes(places)
     mistakes += [Mistake("warning", text) for text in unknown_variables()]
     # If no launcher started the program, check the `mpiexec` in the search path.
-    if not found.name:
-        mistakes += mpiexec_mistakes(loaded, len(places[0].cores))
+    if not started_by.name:
+        mistakes += mpiexec_mistakes(mpi, len(places[0].cores))
     # All ranks get rank 0's result, because the exit code must be the same on all ranks.
-    return Environment(*group.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
+    return Environment(*group.data.bcast((mpi, started_by, places, speed, selftest, mistakes), 0))
 
 
 def _places(group: Channel) -> list[RankInfo]:
     info = rank_info(group.rank, world.local_rank())
-    count = {found.node: len(found.gpus) for found in group.data.allgather(info) if found.gpus}.get(info.node, 0)
+    count = {other.node: len(other.gpus) for other in group.data.allgather(info) if other.gpus}.get(info.node, 0)
     gpu, gpus = device_of(info.local_rank, count), info.gpus if visible(count) else []
     return group.data.allgather(info._replace(gpu=gpu, gpus=gpus))
 
 
-def _lines(found: Environment) -> list[str]:
-    places, loaded = found.places, found.library
+def _lines(result: Environment) -> list[str]:
+    places, mpi = result.places, result.library
     versions = places[0].versions
     nodes = list(dict.fromkeys(place.node for place in places))
-    verdict = "all is well" if found.ok else "something is wrong"
-    if found.ok and any(mistake.severity == "warning" for mistake in found.mistakes):
+    verdict = "all is well" if result.ok else "something is wrong"
+    if result.ok and any(mistake.severity == "warning" for mistake in result.mistakes):
         verdict = "works, with warnings"
     others = [f"{name} {version}" for name, version in versions.items() if name not in (*PACKAGES, "python")]
     return [
         f"mpiad {versions['mpiad']} on {_counted(len(places), 'rank')} and {_counted(len(nodes), 'node')}: {verdict}",
         f"  Python    {versions['python']} ({places[0].python})",
         f"  packages  {', '.join([f'{name} {versions[name]}' for name in PACKAGES[1:]] + others)}",
-        f"  MPI       {loaded.vendor} {loaded.version}, standard {loaded.standard}, threads: {loaded.threads}"
-        + (f" ({loaded.path})" if loaded.path else ""),
-        f"  launcher  {found.launcher.name or 'none: a single process'}",
-        f"  GPU memory in messages  {loaded.takes_device_buffers}",
+        f"  MPI       {mpi.vendor} {mpi.version}, standard {mpi.standard}, threads: {mpi.threads}"
+        + (f" ({mpi.path})" if mpi.path else ""),
+        f"  launcher  {result.launcher.name or 'none: a single process'}",
+        f"  GPU memory in messages  {mpi.takes_device_buffers}",
         *[line for node in nodes for line in _node_lines(node, [place for place in places if place.node == node])],
-        f"  messages  {found.speed or 'none: there is only one rank'}",
-        f"  gradient  {found.selftest}",
-        *[f"  {mistake.severity}: {mistake.text}" for mistake in found.mistakes],
+        f"  messages  {result.speed or 'none: there is only one rank'}",
+        f"  gradient  {result.selftest}",
+        *[f"  {mistake.severity}: {mistake.text}" for mistake in result.mistakes],
     ]
 
 
@@ -461,7 +461,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a sentence for each environment variable whose name starts with MPIAD but isn't known to the library."""
+    """Return a sentence for each environment variable whose name starts with MPIAD but isn't a variable of the library."""
     unknown = [name for name in sorted(environment) if name.upper().startswith("MPIAD") and name not in VARIABLES]
     return [
         f"{name}={environment[name]!r} isn't a variable of mpiad and has no effect. The closest name is "
@@ -476,7 +476,7 @@ _REPORT_TIMEOUT = 30.0  # seconds; the report takes about two seconds
 def main(limit: float = _REPORT_TIMEOUT) -> int:
     """Print the report on one process, and return the exit code, which is the same on all ranks.
 
-    After `limit` seconds the process ends, because it may be waiting for a rank that never sends its data.
+    After `limit` seconds the process exits, because it may be waiting for a rank that never sends data.
     """
     stages = ["starting"]
 
@@ -493,10 +493,10 @@ def main(limit: float = _REPORT_TIMEOUT) -> int:
     timer = threading.Timer(limit, abort)
     timer.daemon = True
     timer.start()
-    found = _inspect(channel(None, "python -m mpiad"), stages.append)
+    result = _inspect(channel(None, "python -m mpiad"), stages.append)
     timer.cancel()
     # If each process is rank 0 of a separate world, only the launcher's rank distinguishes the processes.
-    if found.places[0].rank == 0 and launcher().rank == 0:
-        sys.stdout.write(f"{found}\n")
+    if result.places[0].rank == 0 and launcher().rank == 0:
+        sys.stdout.write(f"{result}\n")
         sys.stdout.flush()
-    return 0 if found.ok else 1
+    return 0 if result.ok else 1

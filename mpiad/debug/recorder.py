@@ -86,11 +86,11 @@ class Event(NamedTuple):
     began: float  # `began`, `ended`: times of this rank's `time.perf_counter()`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
-    called: str  # like `name`, but of the library function that the user called: "adjoint of exchange"
+    called: str  # `name` for the library function that the user called, for example "adjoint of exchange"
     operation: str  # the executed operation, which in an adjoint may be another operation; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
-    innermost: bool  # whether no other communication ran inside this event; False for a phase
-    outermost: bool  # whether this event didn't run inside another communication; True for a phase
+    innermost: bool  # whether the event contains no other communication; False for a phase
+    outermost: bool  # whether no other communication contains the event; True for a phase
     site: str  # the line of the user's program
     forward_site: str  # for an adjoint, the line of the forward call; else ""
     arguments: Arguments
@@ -98,7 +98,7 @@ class Event(NamedTuple):
 
 
 class _Stacks(threading.local):
-    """The open events of each thread; an event is a list: key, start time, whether it contains a communication, name."""
+    """The open events of each thread; an event is a list [key, start time, whether it contains a communication, name]."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -117,7 +117,7 @@ class Recorder:
 
     def start(self) -> None:
         """Start recording."""
-        # Number 0 is for the thread that starts the recording, usually the main thread.
+        # The thread that starts the recording, usually the main thread, gets number 0.
         self._number()
         self.start_time = perf_counter()
         calls.observers.append(self)
@@ -144,7 +144,7 @@ class Recorder:
     def began(self, call: Call) -> None:
         """Open a communication."""
         opened = self._stacks.open
-        # All open events contain the new event, so they aren't innermost.
+        # All open events contain the new event, so these events aren't innermost.
         for entry in opened:
             entry[2] = True
         opened.append([call, call.began, False, ""])
@@ -191,26 +191,26 @@ class Recorder:
         return number
 
 
-def _event(thread: int, source: Call | str, began: float, ended: float, innermost: bool, given: Arguments) -> Event:
+def _event(thread: int, source: Call | str, began: float, ended: float, innermost: bool, arguments: Arguments) -> Event:
     if isinstance(source, str):
-        return Event(thread, began, ended, source, source, "", "phase", False, True, "", "", given, ())
+        return Event(thread, began, ended, source, source, "", "phase", False, True, "", "", arguments, ())
     names = source.described, source.called, source.name, source.direction
     sites = source.site.text, source.forward_site.text if source.forward_site else ""
-    messages = _messages(source.name, given) if innermost else ()
-    return Event(thread, began, ended, *names, innermost, source.outer is None, *sites, given, messages)
+    messages = _messages(source.name, arguments) if innermost else ()
+    return Event(thread, began, ended, *names, innermost, source.outer is None, *sites, arguments, messages)
 
 
-def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
+def _messages(operation: str, arguments: Arguments) -> tuple[Message, ...]:
     """Return the messages that a communication sent from, or received on, this rank."""
     if operation == "mpi_irecv":
         return ()  # a receive is counted in the wait that completes it
-    found = []
-    for envelope in given.envelopes:
+    messages = []
+    for envelope in arguments.envelopes:
         # A send is counted when it starts, not in the wait that completes it.
         if envelope.number is None or (operation in _WAITS and envelope.outgoing):
             continue
         channel = envelope.channel
         own, peer = channel.members[channel.rank], channel.members[envelope.peer]
         ends = (own, peer) if envelope.outgoing else (peer, own)
-        found.append(Message(envelope.outgoing, channel.label, *ends, envelope.tag, envelope.number, envelope.reverse))
-    return tuple(found)
+        messages.append(Message(envelope.outgoing, channel.label, *ends, envelope.tag, envelope.number, envelope.reverse))
+    return tuple(messages)

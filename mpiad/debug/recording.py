@@ -34,8 +34,8 @@ class Place(NamedTuple):
     """The code between two communications, or inside a library function that communicates several times."""
 
     phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or "outside" of derivatives
-    # `after`, `until`: the lines of the communications before and after the code; for an adjoint the line of its forward
-    # call. The two are equal in a loop around one communication. Inside a library function both contain the function's
+    # `after`, `until`: the lines of the communications before and after the code; for an adjoint the line of the forward
+    # call. In a loop around one communication, the two are equal. Inside a library function, both contain the function's
     # name.
     after: str
     until: str
@@ -49,16 +49,16 @@ class Computation(NamedTuple):
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
-    """Return the seconds of a rank's computation at each place, for the main thread only: other threads may be waiting."""
+    """Return the seconds of a rank's computation at each place, in the main thread only: other threads may be waiting."""
     main_events = [event for event in events if event.thread == 0]
-    found: dict[Place, float] = defaultdict(float)
+    seconds_at: dict[Place, float] = defaultdict(float)
     for began, ended, place in gaps(recorder, main_events):
-        found[place] += ended - began
+        seconds_at[place] += ended - began
     for event, seconds in _inside_calls(main_events):
         # Computation inside a library function, such as a solve, is listed under the name of the function.
-        named = f"inside {event.called}"
-        found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
-    return dict(found)
+        name = f"inside {event.called}"
+        seconds_at[Place("backward" if event.direction == "adjoint" else "forward", name, name)] += seconds
+    return dict(seconds_at)
 
 
 def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
@@ -68,7 +68,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
     at, after = recorder.start_time, _START
 
     def add_interval(time: float) -> None:
-        if time > at:  # otherwise `time` lies inside a communication
+        if time > at:  # otherwise `time` is inside a communication
             pending.append((at, time, phases[-1] if phases else "outside"))
 
     def take_intervals(until: str) -> Iterator[tuple[float, float, Place]]:
@@ -101,7 +101,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 
 
 def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:
-    """Yield the outermost communications that contain others, and their durations without innermost communications."""
+    """Yield the outermost communications that contain others, and the computing time in each."""
     inner = 0.0
     for event in events:  # sorted by end time: inner events come first
         if event.direction == "phase":
@@ -118,11 +118,11 @@ def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:
 #
 # A round trip consists of a message and a reply. The message bounds the offset from below, and the reply from above.
 # The fastest round trip gives the best estimate between the bounds. On a busy machine most round trips are slow, since
-# a process waits for a core, either in the message or in the reply. Therefore the bounds of several round
-# trips are combined until they stop improving. Processes on one machine share a clock, so zero is used if the bounds
-# allow it. Between the two measurements the offset is assumed to change linearly (clock drift).
+# a process waits for a core. Therefore the bounds of several round trips are combined until the bounds stop improving.
+# Processes on one machine share a clock, so zero is used if it is within the bounds. Between the two measurements the
+# offset is assumed to change linearly (clock drift).
 
-_ROUND_TRIPS, _MAX_ROUND_TRIPS = 10, 200  # number of round trips between two checks of the bounds, and its maximum in all
+_ROUND_TRIPS, _MAX_ROUND_TRIPS = 10, 200  # number of round trips between two checks of the bounds, and maximum total number
 
 
 class Reading(NamedTuple):
@@ -148,7 +148,7 @@ class Clock:
 def read_clock(comm: Comm) -> Reading:
     """Compare this rank's clock with rank 0's clock; collective."""
     if comm.rank == 0:
-        # The ranks take turns, since simultaneous messages would delay each other.
+        # The ranks are measured one after another, since simultaneous messages would delay each other.
         for rank in range(1, comm.size):
             comm.Send(np.array([0.0, _difference(comm, rank)]), rank)
         return Reading(perf_counter(), 0.0)
@@ -223,7 +223,7 @@ def _write_atomically(path: Path, header: str, pieces: Iterator[str]) -> str | N
             os.replace(temporary, path)  # before closing the file, which releases the lock taken by `begin`
     except (OSError, ValueError) as write_error:
         for _ in pieces:
-            pass  # pieces are received although they can't be written, since the senders wait
+            pass  # the remaining pieces are received, since their senders wait
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         return str(write_error)
@@ -263,7 +263,7 @@ def _rank_events(recorder: Recorder, rank: int, node: str, clock: Callable[[floa
             yield _complete(rank, number, start, end, event)
             for message in event.messages:
                 yield _flow(rank, number, start, end, message)
-        # Other threads may be waiting between two calls, instead of computing.
+        # Between two calls, other threads may be waiting instead of computing.
         for began, ended, _ in gaps(recorder, [event for _, _, event in spans]) if number == 0 else ():
             start, end = tick(began), tick(ended)
             if end - start >= _SHORTEST:
@@ -276,18 +276,18 @@ def _metadata(rank: int, thread: int, kind: str, **args: Any) -> str:
 
 def _complete(rank: int, thread: int, start: int, end: int, event: Event | None) -> str:
     name, category, args = ("computation", "computation", {}) if event is None else _trace_fields(event)
-    found = {"ph": "X", "pid": rank, "tid": thread, "ts": start / 1000, "dur": (end - start) / 1000}
-    return json.dumps(found | {"name": name, "cat": category, "args": args})
+    fields = {"ph": "X", "pid": rank, "tid": thread, "ts": start / 1000, "dur": (end - start) / 1000}
+    return json.dumps(fields | {"name": name, "cat": category, "args": args})
 
 
 def _trace_fields(event: Event) -> tuple[str, str, dict[str, Any]]:
     if event.direction == "phase":
         return event.name, "phase", {}
-    given = event.arguments
+    arguments = event.arguments
     args: dict[str, Any] = {"site": event.site, "forward site": event.forward_site}
-    args |= {name: getattr(given, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
-    args["dtype"] = None if given.dtype is None else str(given.dtype)
-    args |= {"shape": given.shape and list(given.shape), "bytes": given.nbytes}
+    args |= {name: getattr(arguments, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
+    args["dtype"] = None if arguments.dtype is None else str(arguments.dtype)
+    args |= {"shape": arguments.shape and list(arguments.shape), "bytes": arguments.nbytes}
     # An adjoint executes other operations; each of these inner events is named after its operation.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
@@ -297,9 +297,9 @@ def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str
     # Perfetto draws an arrow between two events with the same id. Sender and receiver compute the id from the fields of
     # the message. Python's hash of strings isn't used, since it differs between processes.
     number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
-    found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
-    found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
-    return json.dumps(found)
+    fields: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
+    fields |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
+    return json.dumps(fields)
 
 
 _log = logging.getLogger("mpiad")
@@ -316,7 +316,7 @@ class Recording:
         self.recorder.start()
 
     def stop(self) -> None:
-        """End the recording on this rank; recorded events are kept."""
+        """End the recording on this rank; recorded events remain available."""
         if not self.recorder.stop_time:
             self.recorder.stop()
 
@@ -334,7 +334,7 @@ class Recording:
     def write_part(self, path: Path) -> Path:
         """After a failure, write this rank's events to a file next to `path`; return the file's path."""
         self.stop()
-        # Reading the clock again would require the other ranks, so the reading at the start is also used for the end.
+        # A second reading of the clock would require the other ranks, so the first reading is also used for the end.
         clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
         events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.start_time))
         error = _write_atomically(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
@@ -433,7 +433,7 @@ def _recording() -> Iterator[Recording]:
 def record_program(folder: str) -> None:
     """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective.
 
-    `folder`: the folder on this rank to which a relative path refers.
+    `folder` is the folder on this rank to which a relative path refers.
     """
     global _latest
     with _own_communicator() as comm:

@@ -19,14 +19,14 @@ from mpiad.transport.core.tracing import restoring_state
 
 # The time that a rank waits in each communication for other ranks to begin the communication.
 #
-# MPI doesn't report how long a call waits, but the time at which each rank began the call is known. A receiver waits
-# until its sender begins to send. A rank that receives data from all ranks waits until the last rank begins, and a
-# rank that receives data from the root waits until the root begins. The time from the start of the rank's own call until
-# then, at most the duration of the call, counts as wait; the rest of the duration counts as transfer. Sends and the starts
-# of nonblocking operations don't wait. The completion of a nonblocking send or reduction counts entirely as wait, since the
-# rank does nothing else.
+# MPI doesn't report how long a call waits, but the time at which each rank began the call is known. A receiver waits until
+# its sender begins to send. A rank that receives data from all ranks waits until the last rank begins, and a rank that
+# receives data from the root waits until the root begins. The time from the start of the rank's own call to that time, at
+# most the duration of the call, counts as wait; the rest of the duration counts as transfer. Sends and the starts of
+# nonblocking operations don't wait. The completion of a nonblocking send or reduction counts entirely as wait, since the
+# rank does no other work.
 #
-# The times of different ranks are compared on one clock, whose error is a few microseconds.
+# The times of different ranks are converted to one clock, with an error of a few microseconds.
 
 _STARTS = ("mpi_isend", "mpi_irecv", "mpi_iallreduce", "mpi_send")
 _COMPLETIONS = ("mpi_wait", "mpi_waitall")
@@ -51,10 +51,10 @@ class _Arrival(NamedTuple):
 
 
 def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]:
-    """Return the seconds that this rank waited in each of these innermost communications; collective over the world."""
+    """Return this rank's wait in seconds in each of these innermost communications; collective over the world."""
     sent = _sends(events, clock, comm)
     arrivals = _arrivals(events, clock, comm.rank)
-    # The first rank of each communicator compares its arrivals, so that no rank stores the arrivals of all communicators.
+    # The first rank of each communicator compares the arrivals, so that no rank stores the arrivals of all communicators.
     latest_starts = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
     return [_wait(event, sent, latest_starts.get(k), clock) for k, event in enumerate(events)]
 
@@ -82,23 +82,23 @@ def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, f
 def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _Arrival]:
     """Return this rank's arrivals at collectives, by the indices of their events."""
     counts: Counter[tuple[str, str]] = Counter()
-    found = {}
+    arrivals = {}
     for k, event in enumerate(events):
-        given, name = event.arguments, event.operation
-        if not given.members or event.messages or name in _STARTS or name in _COMPLETIONS or given.peer is not None:
+        arguments, name = event.arguments, event.operation
+        if not arguments.members or event.messages or name in _STARTS or name in _COMPLETIONS or arguments.peer is not None:
             continue
-        kind = (given.communicator or "", name)
-        root = None if given.root is None else given.members[given.root]
+        kind = (arguments.communicator or "", name)
+        root = None if arguments.root is None else arguments.members[arguments.root]
         # All ranks of a communicator call its collectives in the same order, so equal counts identify the same call.
-        found[k] = _Arrival(_Collective(*kind, counts[kind]), rank, clock(event.began), root)
+        arrivals[k] = _Arrival(_Collective(*kind, counts[kind]), rank, clock(event.began), root)
         counts[kind] += 1
-    return found
+    return arrivals
 
 
 def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
     """Return, by event index, the latest start among the ranks that this rank waits for.
 
-    Rank `owners[k]` compares the times at which the ranks began event k.
+    Rank `owners[k]` compares the start times of event k.
     """
     indices: list[list[int]] = [[] for _ in range(comm.size)]
     for k, owner in owners.items():
@@ -127,7 +127,7 @@ _SMALL_MESSAGE = 10_000  # bytes; smaller messages take about as long as empty m
 
 
 class Totals(NamedTuple):
-    """The numbers from which `advice` is derived."""
+    """The arguments of `advice`."""
 
     elapsed: np.ndarray  # `elapsed`, `communicating` and `waiting`: seconds of each rank, shape (P,)
     communicating: np.ndarray
@@ -136,15 +136,15 @@ class Totals(NamedTuple):
     waited_in: str  # the row with the longest wait, as "operation at line"
     calls: int  # the number of calls of `busiest`, on all ranks
     nbytes: int  # the size of the arguments of these calls
-    dropped: int  # the number of communications that weren't recorded, since there were too many
+    dropped: int  # the number of communications beyond the maximum, which weren't recorded
 
 
 def advice(totals: Totals, computations: Sequence[Computation]) -> list[str]:
     """Return advice on the largest costs, or one line if no cost is large."""
-    found = [*_waits(totals, computations), *_transfer(totals), *_computing(totals, computations)]
+    lines = [*_waits(totals, computations), *_transfer(totals), *_computing(totals, computations)]
     if totals.dropped:
-        found.append(f"{totals.dropped} communications weren't recorded: the recording was full. Record fewer iterations.")
-    return found or ["nothing stands out: the ranks compute for equal times, and neither wait nor communicate for long."]
+        lines.append(f"{totals.dropped} communications weren't recorded: the recording was full. Record fewer iterations.")
+    return lines or ["nothing stands out: the ranks compute for equal times, and neither wait nor communicate for long."]
 
 
 def _waits(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]:
@@ -160,8 +160,8 @@ def _waits(totals: Totals, computations: Sequence[Computation]) -> Iterator[str]
             "`python -m mpiad`)."
         )
         return
-    more = max(computations, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
-    part = "" if more is None else f", above all {_site(more)}"
+    worst = max(computations, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
+    part = "" if worst is None else f", above all {_site(worst)}"
     yield (
         f"load imbalance: rank {slow} computes {ratio:.1f} times as long as the mean{part}, and the ranks wait "
         f"{share:.0%} of the time. Divide the work differently."
@@ -238,11 +238,11 @@ class Row(NamedTuple):
     messages : array of int, shape (P,)
         The number of point-to-point messages that these calls sent and received.
     nbytes : array of int, shape (P,)
-        The number of bytes of the arrays that were passed to these calls or received in them.
+        The number of bytes of the arrays that were passed to or received in these calls.
     seconds : array, shape (P,)
         The time inside the calls.
     waited : array, shape (P,)
-        The part of `seconds` in which a rank waited for other ranks to begin their calls.
+        The part of `seconds` in which the rank waited for other ranks to begin their calls.
 
     Examples
     --------
@@ -279,7 +279,7 @@ class Report(NamedTuple):
     elapsed : array, shape (P,)
         The duration of the recording on each rank, in seconds.
     dropped : int
-        The number of communications that weren't recorded, since there were too many.
+        The number of communications beyond the maximum, which weren't recorded.
     computing : list of Computation
         The computations between two lines, in descending order of the total time, with the attributes `place` (`phase`,
         `after`, `until`) and `seconds`, an array with an entry per rank.
@@ -340,12 +340,12 @@ def report(file: IO[str] | None = None) -> Report:
     """
     recording, rank = latest(), channel(None, "report").rank
     with restoring_state(), suspended():
-        found = Report([], np.zeros(0), 0, []) if recording is None else _gathered(recording)
+        result = Report([], np.zeros(0), 0, []) if recording is None else _gathered(recording)
     if rank == 0:
         out = sys.stdout if file is None else file
-        out.write(f"{found}\n")
+        out.write(f"{result}\n")
         out.flush()
-    return found
+    return result
 
 
 _COLUMNS = 5
@@ -353,7 +353,7 @@ _COLUMNS = 5
 
 def _gathered(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
-    # Only innermost communications are timed, since the time of an adjoint includes the operations inside it.
+    # Only innermost communications are timed, since the time of an adjoint includes the operations in it.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
         local_rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
@@ -393,22 +393,22 @@ def _row(key: tuple[str, str], columns: np.ndarray) -> Row:
     return Row(*key, calls, messages, nbytes, columns[:, 3], columns[:, 4])
 
 
-def _totals(found: Report) -> Totals:
-    communicating, waiting = (sum(each) for each in zip(*[(row.seconds, row.waited) for row in found.rows]))
-    busiest = max(found.rows, key=lambda row: (row.seconds - row.waited).sum())
-    times = found.elapsed, np.asarray(communicating), np.asarray(waiting)
-    busiest_line, waited_in = (f"{row.operation} at {row.site}" for row in (busiest, found.rows[0]))
-    return Totals(*times, busiest_line, waited_in, int(busiest.calls.sum()), int(busiest.nbytes.sum()), found.dropped)
+def _totals(result: Report) -> Totals:
+    communicating, waiting = (sum(columns) for columns in zip(*[(row.seconds, row.waited) for row in result.rows]))
+    busiest = max(result.rows, key=lambda row: (row.seconds - row.waited).sum())
+    times = result.elapsed, np.asarray(communicating), np.asarray(waiting)
+    busiest_line, waited_in = (f"{row.operation} at {row.site}" for row in (busiest, result.rows[0]))
+    return Totals(*times, busiest_line, waited_in, int(busiest.calls.sum()), int(busiest.nbytes.sum()), result.dropped)
 
 
-def _text(found: Report) -> str:
-    totals, ranks = _totals(found), len(found.elapsed)
-    head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {found.elapsed.max():.3g} s"
+def _text(result: Report) -> str:
+    totals, ranks = _totals(result), len(result.elapsed)
+    head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {result.elapsed.max():.3g} s"
     computing = totals.elapsed - totals.communicating
     ratio = f"max/mean: computing {over_mean(computing):.2f}, waiting {over_mean(totals.waiting):.2f}"
-    advice_lines = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in found.advice]
-    parts = [_table(_communication(found.rows), 2), [*_table(_ranks(found, totals), 0), ratio]]
-    parts += [_table(_computation(found), 3), advice_lines]
+    advice_lines = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in result.advice]
+    parts = [_table(_communication(result.rows), 2), [*_table(_ranks(result, totals), 0), ratio]]
+    parts += [_table(_computation(result), 3), advice_lines]
     return "\n\n".join([head, *map("\n".join, parts)])
 
 
@@ -421,10 +421,10 @@ def _communication(rows: list[Row]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
-    counts = np.sum([(row.calls, row.messages, row.nbytes) for row in found.rows], axis=0)
+def _ranks(result: Report, totals: Totals) -> list[tuple[str, ...]]:
+    counts = np.sum([(row.calls, row.messages, row.nbytes) for row in result.rows], axis=0)
     lines = [("rank", "calls", "messages", "bytes", "communicating", "of it waiting", "computing")]
-    for rank, (elapsed, seconds, waited) in enumerate(zip(found.elapsed, totals.communicating, totals.waiting)):
+    for rank, (elapsed, seconds, waited) in enumerate(zip(result.elapsed, totals.communicating, totals.waiting)):
         calls, messages, nbytes = counts[:, rank]
         times = _time(seconds), _time(waited), _time(elapsed - seconds)
         lines.append((str(rank), str(calls), _or_dash(messages), _bytes(nbytes), *times))
@@ -434,9 +434,9 @@ def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
 _MAX_ROWS = 8  # rows of computation; the remaining rows are summed in one row
 
 
-def _computation(found: Report) -> list[tuple[str, ...]]:
-    lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], found.computing[:_MAX_ROWS]
-    if rest := found.computing[_MAX_ROWS:]:
+def _computation(result: Report) -> list[tuple[str, ...]]:
+    lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], result.computing[:_MAX_ROWS]
+    if rest := result.computing[_MAX_ROWS:]:
         shown.append(Computation(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
     for (phase, after, until), seconds in shown:
         lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{over_mean(seconds):.2f}"))

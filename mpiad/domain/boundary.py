@@ -1,6 +1,6 @@
 """Boundary conditions: beyond a physical side of the grid, a halo cell is a value plus a factor times a cell of the block.
 
-A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file.
+The named kinds of boundary are the entries of `_KINDS`. All code that depends on the kind is in this file.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Side(NamedTuple):
     # ``layers(n, h, end)`` returns the slice of the copied layers in a block with its halo: h layers, or one repeated
     # layer. With None nothing is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # Number of cells that a block needs in addition to the width of the halo; None if any number of cells suffices.
-    spare: int | None = None
+    # Minimum number of cells of a block minus the width of the halo; None if any number of cells suffices.
+    extra_cells: int | None = None
     factor: complex = 1
     value: Any = 0
 
@@ -52,7 +52,7 @@ class Side(NamedTuple):
         return scaled if type(self.value) is int and self.value == 0 else scaled + self.value
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
-        """Return the cotangent of the layers from that of the halo: the transpose of the linear part of `filled`."""
+        """Return the cotangent of the layers from the halo's cotangent: the transpose of the linear part of `filled`."""
         # If all layers of the halo are copies of one layer, their cotangents are added.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total
@@ -62,7 +62,7 @@ Sides: TypeAlias = tuple[tuple[Side, Side], ...]
 """For each dimension, the boundaries before its first cell and after its last cell."""
 
 ZERO = Side()
-_KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_reflected, spare=1)}
+_KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_reflected, extra_cells=1)}
 _NAMES = ", ".join(f'"{name}"' for name in _KINDS)
 _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair for each dimension"
 
@@ -103,7 +103,7 @@ def _side(kind: object, call: str) -> Side:
 
 
 def homogeneous(sides: Sides) -> Sides:
-    """Return the boundaries of the linear part of an exchange, its derivative: the same factors, and values of zero."""
+    """Return the boundaries of the derivative of an exchange: the same factors, and values of zero."""
     return tuple([(low._replace(value=0), high._replace(value=0)) for low, high in sides])
 
 

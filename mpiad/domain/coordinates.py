@@ -36,7 +36,7 @@ def lattice_of(
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
         if not high > low:
             raise ValueError(f"Domain.coordinates: extent must have ends low < high, but got ({low}, {high}).")
-        # A periodic dimension has as many steps as cells, since its upper end coincides with the first cell.
+        # The upper end of a periodic dimension coincides with the first cell, so there are as many steps as cells.
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)
@@ -64,7 +64,7 @@ class Location(NamedTuple):
 
 
 def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
-    """Return the location of points; raise a TypeError or ValueError if they aren't points of the grid."""
+    """Return the location of points; raise a TypeError or ValueError if `points` aren't points of the grid."""
     ndim, plain = len(partition.shape), np.asarray(stop_gradient(points))
     if plain.dtype.kind not in "fiu":
         raise TypeError(f"{call}: points must be an array of numbers, but got {type(points).__name__} of {plain.dtype}.")
@@ -77,7 +77,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     position = ((points if isbox(points) else plain) - firsts) / steps  # distance from cell 0, in units of the spacing
     _require_inside(plain, np.asarray(stop_gradient(position)), lattice, partition, call)
     base = np.floor(np.asarray(stop_gradient(position))).astype(np.intp)
-    # A point at the last cell gets the preceding cell and the fraction one, so no cell beyond the grid is needed.
+    # For a point at the last cell, the preceding cell and the fraction one are returned, so no cell beyond it is needed.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
     fraction = position - base

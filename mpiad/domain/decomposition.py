@@ -60,12 +60,12 @@ class Decomposition:
 def checked_block(domain: Decomposition, u: Array, call: str, shape: Shape | None = None) -> LocalArray:
     """Return u; raise a TypeError or ValueError if its shape isn't (..., *shape), by default (..., *local_shape)."""
     shape = domain.local_shape if shape is None else shape
-    found = getval(u)
-    if not is_array(found):
-        raise TypeError(f"{call}: expected an array of shape (..., {listed(shape)}), but got {type(found).__name__}.")
-    if found.shape[max(0, found.ndim - len(shape)) :] != shape:
+    block = getval(u)
+    if not is_array(block):
+        raise TypeError(f"{call}: expected an array of shape (..., {listed(shape)}), but got {type(block).__name__}.")
+    if block.shape[max(0, block.ndim - len(shape)) :] != shape:
         raise ValueError(
-            f"{call}: expected an array of shape (..., {listed(shape)}), but got {found.shape} on rank "
+            f"{call}: expected an array of shape (..., {listed(shape)}), but got {block.shape} on rank "
             f"{domain._channel.rank}, which owns {domain.local_shape} of {domain.shape} cells."
         )
     require_own_block(u, domain.local_shape, domain._channel.size, domain._channel.rank, call)
@@ -73,9 +73,9 @@ def checked_block(domain: Decomposition, u: Array, call: str, shape: Shape | Non
 
 
 def check_reflection(domain: Decomposition, sides: Sides, call: str, widths: tuple[int, ...]) -> None:
-    """Raise a ValueError if the grid has too few cells to be reflected at its sides."""
+    """Raise a ValueError if the grid has too few cells for a reflection at its sides."""
     for axis, (n, p, h, pair) in enumerate(zip(domain.shape, domain.dims, widths, sides)):
-        needed = h + max((side.spare for side in pair if side.spare is not None), default=-h)
+        needed = h + max((side.extra_cells for side in pair if side.extra_cells is not None), default=-h)
         if p == 1 and n < needed and not domain.periodic[axis]:
             raise ValueError(
                 f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "
@@ -95,7 +95,7 @@ PerDimension: TypeAlias = "int | Sequence[int]"
 def _partition(
     size: int, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
 ) -> tuple[Partition, tuple[int, ...]]:
-    """Return the partition and the halo's widths; the arguments and the exceptions are those of `Domain`."""
+    """Return the partition and the halo's widths; arguments and exceptions as in `Domain`."""
     cells = tuple(_integers(shape if isinstance(shape, Sequence) else [shape], "shape", 1))
     if not 1 <= len(cells) <= 3:
         raise ValueError(f"Domain: shape must have 1, 2 or 3 dimensions, but got {shape!r}.")
@@ -117,22 +117,22 @@ def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
 
 def _integers(values: Sequence[Any], argument: str, minimum: int) -> list[int]:
     try:
-        found = [operator.index(value) for value in values]
+        integers = [operator.index(value) for value in values]
     except TypeError:
         raise TypeError(f"Domain: {argument} must be an integer or a tuple of integers, but got {values!r}.") from None
-    if found and min(found) < minimum:
-        raise ValueError(f"Domain: {argument} must be {minimum} or more along each dimension, but got {tuple(found)}.")
-    return found
+    if integers and min(integers) < minimum:
+        raise ValueError(f"Domain: {argument} must be {minimum} or more along each dimension, but got {tuple(integers)}.")
+    return integers
 
 
 def _automatic_dims(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool, ...]) -> tuple[int, ...]:
-    found = choose_dims(cells, size, widths, wraps)
-    if found is None:
+    dims = choose_dims(cells, size, widths, wraps)
+    if dims is None:
         raise ValueError(
             f"Domain: {cells} cells can't be divided among {size} ranks so that each block has at least one cell, and is "
             f"no smaller than the halo of {widths} along each dimension. Use fewer ranks, a larger grid or a smaller halo."
         )
-    return found
+    return dims
 
 
 def _checked_dims(size: int, cells: Shape, widths: tuple[int, ...], dims: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ def _checked_dims(size: int, cells: Shape, widths: tuple[int, ...], dims: int | 
     if math.prod(ranks) != size:
         raise ValueError(
             f"Domain: dims {ranks} make {math.prod(ranks)} blocks, but the communicator has {size} ranks. "
-            "Their product must be the number of ranks; with dims=None the numbers are chosen automatically."
+            "The product of dims must be the number of ranks; with dims=None the numbers are chosen automatically."
         )
     for axis, (n, p, h) in enumerate(zip(cells, ranks, widths)):
         if n < p:

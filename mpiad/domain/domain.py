@@ -44,7 +44,7 @@ class Domain(Decomposition):
     halo : int or tuple of int
         Number of halo layers that `exchange` adds on each side of a block: one number, or one per dimension.
     periodic : bool or tuple of bool
-        Whether the last cell along a dimension is followed by the first.
+        Whether the last cell along a dimension is adjacent to the first.
     dims : tuple of int, optional
         Number of ranks along each dimension; by default the numbers that minimize the size of halos.
     comm : mpi4py intracommunicator, optional
@@ -73,7 +73,7 @@ class Domain(Decomposition):
     Ranks
     -----
     All ranks of `comm` call it, with the same arguments. Blocks are numbered in row-major order. If the cells along a
-    dimension don't divide evenly, the first blocks have one cell more.
+    dimension don't divide evenly, the first blocks have one additional cell.
 
     Examples
     --------
@@ -91,15 +91,15 @@ class Domain(Decomposition):
         return PointTables(self)
 
     def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
-        """Return the block with its halo, which holds copies of the neighbors' cells.
+        """Return the block with its halo, which contains copies of the neighbors' cells.
 
         Parameters
         ----------
         u : array of shape (..., *local_shape), or a tuple or list of them
             Several fields of one dtype are sent in one message to each neighbor.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            Values beyond the sides of the grid that aren't periodic: a number, or the values of the modes edge and reflect
-            of `numpy.pad`. A tuple has such an entry, or a pair (before, after) of entries, per dimension. The number may
+            Values beyond the nonperiodic sides of the grid: a number, or as in the modes "edge" and "reflect" of
+            `numpy.pad`. A tuple contains one such entry, or a pair (before, after) of entries, per dimension. A number may
             be traced if it is the same on all sides that have a number.
         corners : bool
             Whether to fill the halo cells at the corners of the block. If False, these cells are zero, and all messages are
@@ -108,7 +108,7 @@ class Domain(Decomposition):
         Returns
         -------
         array of shape (..., *padded_shape), or a list of them
-            The block itself is at ``[..., *interior]``.
+            The block is at the index ``[..., *interior]``.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        It starts to send the cotangents of halo cells to the ranks that own these cells.
+        The sends of the cotangents of halo cells to the ranks that own these cells are started.
         """
         padded = field_exchange.end_fill(begun)
         return begun.finish(padded)
@@ -218,8 +218,9 @@ class Domain(Decomposition):
         Returns
         -------
         Stencil
-            ``stencil(u)`` returns an array like u. It exchanges as many halo layers as the weights need, regardless of the
-            `halo` of the domain. It is differentiable to any order; a reverse pass takes about as long as a forward pass.
+            ``stencil(u)`` returns an array like u. The operator exchanges as many halo layers as the weights need,
+            regardless of the domain's `halo`. It is differentiable to any order; a reverse pass takes about as long as a
+            forward pass.
 
         Raises
         ------
@@ -232,8 +233,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The stencil with reversed weights along each dimension; values in halo cells are added to the cells that they
-        copy.
+        The stencil with reversed weights along each dimension; values in halo cells are added to the copied cells.
         """
         return stencils.stencil(self, weights, boundary)
 
@@ -245,14 +245,15 @@ class Domain(Decomposition):
         spacing : float, or one per dimension
             Distance between cells.
         order : {2, 4, 6, 8, ...}
-            Order of accuracy in the spacing; the stencil uses order / 2 neighbors on each side.
+            Order of accuracy in the spacing, at most 40; the stencil uses order / 2 neighbors on each side.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             As in `stencil`.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if the order is odd or the spacing is zero, and as in `stencil`.
+            On all ranks, if the order isn't an even number from 2 to 40, or the spacing isn't positive; and as in
+            `stencil`.
 
         Ranks
         -----
@@ -284,8 +285,8 @@ class Domain(Decomposition):
         ----------
         u : array of shape (..., *local_shape)
         weights : array of shape (*lengths, *local_shape)
-            ``weights[k]`` holds, for each cell, the factor of the neighbor at offset ``k - lengths // 2``. The lengths are
-            odd. Differentiable.
+            ``weights[k]`` contains, for each cell, the factor of the neighbor at offset ``k - lengths // 2``. The lengths
+            must be odd. Differentiable.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the sides, as in `exchange`, but not traced.
 
@@ -326,7 +327,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if the root's `u` isn't an array of that shape; if `root` isn't a rank.
+            On all ranks, if the root's `u` isn't an array of that shape, or `root` isn't a rank.
 
         Ranks
         -----
@@ -356,7 +357,8 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            On the root, an array of shape (..., *shape); on other ranks an empty array, with length 0 along dimension 0.
+            On the root, an array of shape (..., *shape); on other ranks an empty array, with length 0 along the grid's
+            first dimension.
 
         Raises
         ------
@@ -425,7 +427,7 @@ class Domain(Decomposition):
         Returns
         -------
         int array of the shape of `index`
-            For one cell, ``u[tuple(local)]`` is its value; for a list of cells, ``u[tuple(local.T)]`` are their values.
+            The value of one cell is ``u[tuple(local)]``; the values of a list of cells are ``u[tuple(local.T)]``.
 
         Raises
         ------
@@ -490,8 +492,8 @@ class Domain(Decomposition):
         spacing, origin : float, or one per dimension
             Cell i lies at ``origin + i * spacing``.
         extent : float, or a length or pair (low, high) for each dimension, optional
-            The interval that the whole grid covers, instead of `spacing` and `origin`. The first and last cells lie at its
-            ends. Along a periodic dimension, the upper end of the interval coincides with the first cell.
+            The interval that the whole grid covers, instead of `spacing` and `origin`. The first and last cells lie at the
+            ends of the interval. Along a periodic dimension, the upper end of the interval coincides with the first cell.
         centred : bool
             Whether to shift cells by half a spacing. With `extent`, cells then lie at the centers of equal intervals.
         halo : bool
@@ -588,7 +590,7 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            Its axes are the leading axes of `u`, followed by those of `points` except the last.
+            The axes are the leading axes of `u`, followed by all axes of `points` but the last.
 
         Raises
         ------
@@ -596,8 +598,7 @@ class Domain(Decomposition):
             If a point lies outside the grid (with "own", on all ranks), or `result` is unknown. With "all", on all ranks,
             if points differ between ranks so that a point has no owner or several owners.
         ReplicationError
-            A ValueError on all ranks, under ``MPIAD_DEBUG=1`` and with "all" or "share", if points differ between ranks in
-            any bit.
+            On all ranks, under ``MPIAD_DEBUG=1`` and with "all" or "share", if points differ between ranks in any bit.
         TypeError
             If `u` or `points` isn't a supported array; if points are on a device and `u` isn't.
 
@@ -631,7 +632,7 @@ class Domain(Decomposition):
         Returns
         -------
         scalar
-            The sum, including leading axes; the same on all ranks.
+            The sum over all axes, the same on all ranks.
 
         Raises
         ------
@@ -692,24 +693,24 @@ class Domain(Decomposition):
         -------
         The cotangents of u and v are G v and Gᵀ u, where G is the sum of all ranks' cotangents of the result.
         """
-        for several in (u, v):
-            if np.ndim(getval(checked_block(self, several, "Domain.gram"))) != len(self.shape) + 1:
+        for fields in (u, v):
+            if np.ndim(getval(checked_block(self, fields, "Domain.gram"))) != len(self.shape) + 1:
                 raise ValueError(
                     f"Domain.gram: expected arrays of shape (k, {listed(self.local_shape)}), "
-                    f"but got {np.shape(getval(several))}."
+                    f"but got {np.shape(getval(fields))}."
                 )
-        flat = [anp.reshape(each, (np.shape(getval(each))[0], -1)) for each in (u, v)]
+        flat = [anp.reshape(fields, (np.shape(getval(fields))[0], -1)) for fields in (u, v)]
         return mpi_allreduce(anp.dot(flat[0], flat[1].T), comm=self.comm)
 
     def norm(self, u: LocalArray) -> ReplicatedArray:
-        """Return the square root of the sum of |u|² over the whole grid; its derivative at u = 0 is defined as zero.
+        """Return the square root of the sum of |u|² over the whole grid; the derivative at u = 0 is zero.
 
         See `sum` for arguments and errors.
         """
         square = anp.real(self.dot(anp.conj(u), u))
-        if is_device_array(getval(square)):  # branches without a copy to the host
+        if is_device_array(getval(square)):  # no Python branch, which would copy the square to the host
             zero = getval(square) == 0
-            # If the square is zero, the root of one is computed, since the derivative would be zero times infinity.
+            # If the square is zero, it is replaced by one in the root, since the derivative would be zero times infinity.
             return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
         return anp.sqrt(square) if getval(square) else square
 
@@ -769,7 +770,7 @@ class Domain(Decomposition):
         Parameters
         ----------
         fun : callable
-            ``fun(u, *args)`` is called on every rank r with its block, and returns L_r, one real number; see `objective`.
+            ``fun(u, *args)`` is called on every rank r with the block of r, and returns a real number L_r; see `objective`.
         x0 : array of shape (..., *local_shape), or pytree of them
             This rank's block of the starting point.
         method : {"L-BFGS-sharded", "Newton-CG-sharded"}
@@ -789,10 +790,9 @@ class Domain(Decomposition):
             The minimized function J: L_0 (for a `fun` that returns `Domain.sum`), the sum of all L_r, or their mean.
         args : tuple
         checkpoint : path or mpiad.optimize.CheckpointFile, optional
-            As in `minimize`: each rank writes its own files next to this path. Any number of ranks can resume from these
-            files.
+            As in `minimize`. Each rank writes files next to this path; any number of ranks can resume from these files.
         progress : bool
-            Whether rank 0 writes its progress to standard error.
+            Whether rank 0 writes the progress to standard error.
 
         Returns
         -------
@@ -830,8 +830,8 @@ class Domain(Decomposition):
     def normal(self, seed: int, shape: Shape = ()) -> LocalArray:
         """Return this rank's block of independent standard normal numbers.
 
-        A cell's number is a function of the seed and the cell's index in the grid, and therefore the same on any number of
-        ranks: the Box-Muller transform of two numbers of a counter-based generator.
+        The number of a cell is the Box-Muller transform of two numbers of a counter-based generator. It depends only on the
+        seed and the cell's index in the grid, and not on the number of ranks.
 
         Parameters
         ----------
@@ -884,13 +884,13 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it. They write a file with a random name in the same folder, and rename it at the end. If several
-        jobs save to the same path, the last one replaces the file.
+        All ranks call it. They write a file with a random name in the folder of `path`, and rename it at the end. If
+        several jobs save to the same path, the last one replaces the file.
         """
         return field_files.save(self, path, u)
 
     def load(self, path: str | PathLike[str]) -> LocalArray:
-        """Read this rank's block of a field from a file that `save`, on any number of ranks, or `numpy.save` has written.
+        """Read this rank's block of a field from a file written by `save`, on any number of ranks, or by `numpy.save`.
 
         Parameters
         ----------
@@ -903,7 +903,7 @@ class Domain(Decomposition):
         Raises
         ------
         OSError, ValueError
-            On all ranks, if the file doesn't exist, is damaged or truncated, or contains an array of another grid.
+            On all ranks, if the file doesn't exist, is damaged or truncated, or contains an array for another grid.
 
         Ranks
         -----

@@ -24,16 +24,16 @@ from mpiad.transport import Channel, Spec
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import copied, empty_like
 
-# Halo exchange in two halves, *begin* and *end*, which overlaps messages with computation, forwards and backwards.
+# Halo exchange in two halves, *begin* and *end*, so that messages overlap with computation in both passes.
 #
 # All messages of an exchange start at once, including those between diagonal neighbors, and the end returns the block
 # with its halo. The reverse pass starts with the adjoint of *end*, which starts to send the halo's cotangents to the owners
 # of the cells; the adjoint of *begin* receives and adds them. So the adjoint of each half of filling a halo is a half of
-# folding it (adding halo cells to the cells that they copy), and vice versa. The first half passes its data to the
-# second in a request.
+# folding (adding halo cells to the cells that they copy), and vice versa. The first half passes its data to the second
+# half in a request.
 #
 # Ranks begin exchanges in the same order but may end them in any order. Therefore the exchanges on a communicator are
-# numbered; the tag of the messages of an exchange, its adjoint and its tangents follows from its number.
+# numbered; the number determines the tag of the messages of an exchange, its adjoint and its tangents.
 
 _FIRST_TAG, _TAGS = 32512, 224  # at most `_TAGS` exchanges may be active; blocking exchanges use higher tags
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
@@ -59,7 +59,7 @@ class Exchange(NamedTuple):
         return self.halo, self.number
 
     def renumbered(self) -> int:
-        """Return a new number, for another run of the exchange in a compiled program."""
+        """Return a new number, for another execution of the exchange in a compiled program."""
         return _next_number(point_to_point(self.halo.comm, _BEGIN))
 
     def transposed(self) -> Exchange:
@@ -97,7 +97,7 @@ def _next_number(group: Channel) -> int:
     number = group.exchanges
     reference = group.active_exchanges.get(_tag_of(number))
     earlier = None if reference is None else reference()
-    # If the numbers are equal, the counter was reset after a trace, and the same exchange begins again.
+    # If the numbers are equal, the counter was reset after a trace, and the same exchange is begun again.
     if earlier is not None and not earlier.done and earlier.exchange.number != number:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
@@ -134,7 +134,7 @@ def _start(x: LocalArray, exchange: Exchange) -> ActiveExchange:
 
 def _finish(x: None, begun: ActiveExchange) -> LocalArray:
     exchange, values, pending = begun.exchange, begun.values, begun.pending
-    # The buffers are freed even if the user keeps a reference to `begun`.
+    # The buffers are freed even if the user retains a reference to `begun`.
     begun.done, begun.values, begun.pending = True, None, []
     halo = exchange.halo
     with restoring_state(), suspended():
@@ -205,7 +205,7 @@ def begin_exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: 
 
 def _prepared(domain: Decomposition, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
     """Return one array to exchange, its boundary, and the function that converts the padded array to the result."""
-    # A traced boundary value is subtracted before the exchange and added after it, since only u may be a traced input.
+    # A traced boundary value is subtracted before the exchange and added afterwards, since only u may be traced.
     value, sides = shifted(sides_of(boundary, len(domain.shape), call), call)
     if value is not None and not corners:
         raise TypeError(f"{call}: a traced boundary value needs corners=True, because it also fills the corners.")

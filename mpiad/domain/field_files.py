@@ -39,7 +39,7 @@ def load(domain: Decomposition, path: str | PathLike[str]) -> LocalArray:
     def start_and_memory(layout: Layout) -> tuple[tuple[int, ...], np.ndarray]:
         lead = max(0, len(layout.shape) - len(domain.shape))
         if layout.shape[lead:] != domain.shape:
-            raise ValueError(f"it holds shape {layout.shape}, but the grid has {domain.shape}")
+            raise ValueError(f"it contains an array of shape {layout.shape}, but the grid has shape {domain.shape}")
         return _starts(domain, lead), np.empty((*layout.shape[:lead], *domain.local_shape), layout.dtype)
 
     with raising_together(domain._channel, Exception):

@@ -1,10 +1,9 @@
 """Halo exchange, which copies the cells around a block from the ranks that own them, and its transpose.
 
-Filling a halo copies cells from the blocks that own them; beyond physical sides it sets boundary values, one dimension
-after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the rank
-that owns this cell. Each of the two operations is one node on the tape, and the adjoint of the other operation.
-`field_exchange` divides both operations into halves, between which the program can compute. A *padded* array includes the
-halo.
+Filling a halo copies cells from other blocks and, beyond physical sides, sets boundary values, one dimension after
+another, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the rank that owns
+this cell. Each of the two operations is one node on the tape, and the adjoint of the other operation. `field_exchange`
+divides both operations into halves, between which the program can compute. A *padded* array includes the halo.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.transport.devices.device_arrays import copied, empty_like
 
-# MPI guarantees tags up to 32767, and users rarely choose large tags.
+# MPI guarantees tags up to 32767.
 _TAG = 32750
 
 
@@ -150,7 +149,7 @@ fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return a function that does the work of `fill_in_place` for one array; see `InPlace.prepared`."""
+    """Return a function that has the effect of `fill_in_place` on one array; see `InPlace.prepared`."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     all_cells = [cells for _, local in stages for cells in local]
     constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in all_cells if cells.copied is None]
@@ -175,7 +174,7 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
 
 
 def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return a function that does the work of `fold_in_place` for one array; see `InPlace.prepared`."""
+    """Return a function that has the effect of `fold_in_place` on one array; see `InPlace.prepared`."""
     prepared, ndim = [], len(halo.shape)
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         copied = [cells for cells in reversed(local) if cells.copied is not None]
@@ -201,9 +200,9 @@ def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
 
 
 def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return the range of cells of each axis that don't change while messages are active; None without messages.
+    """Return, for each axis, the range of cells that don't change while messages are active; None without messages.
 
-    At each side ``layers(width)`` layers may change, unless the halo beyond the side is set to a constant.
+    At each side, ``layers(width)`` layers may change, unless the halo beyond the side is set to a constant.
     """
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
@@ -219,8 +218,8 @@ fill_halo.in_place = InPlace(
     _prepared_filling,
     lambda halo, sides, scheme=IN_TURN: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
-# The transpose of a reflection changes the h layers inside of the outermost layer of the block. With this layer and the
-# h layers of the halo, 2 h + 1 layers change.
+# The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the outermost
+# layer and the h layers of the halo, these are 2 h + 1 layers.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
     _prepared_folding,

@@ -1,4 +1,4 @@
-"""The messages of one stage of an exchange: all messages start at once, one to each neighbor, and are then completed."""
+"""The messages of one stage of an exchange, one to each neighbor; all messages start before the first is completed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PendingReceive(NamedTuple):
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[PendingReceive]:
     """Start the messages of a stage for an array (..., *padded), from blocks to halos, or if `backwards` vice versa."""
-    # Receives are posted first, so that MPI needn't buffer the messages.
+    # Receives are posted before the sends, so that MPI needn't buffer the messages.
     incoming = []
     for route in routes:
         parts = route.owned if backwards else route.ghosts
@@ -38,7 +38,7 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
 
 
 def complete(values: LocalArray, incoming: list[PendingReceive], backwards: bool) -> None:
-    """Wait for the messages of a stage, and write their values to the cells; with `backwards`, add the values instead."""
+    """Wait for the messages of a stage, and write the received values to the cells; if `backwards`, add the values."""
     for parts, request in incoming:
         # Messages are completed in a fixed order, so that contributions to one cell are added in a fixed order.
         message, start = mpi_wait(request), 0
@@ -70,7 +70,7 @@ class PreparedStage:
         self._messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
 
     def run(self) -> Iterator[None]:
-        """Start the messages, yield, and complete them; until then the cells of these messages must not be changed."""
+        """Start the messages, yield, and complete them; the caller must not change the cells of the messages in between."""
         messages = self._messages
         try:
             for cells, part in self._packed:
@@ -79,7 +79,7 @@ class PreparedStage:
             yield
             messages.finish("exchange")
         except BaseException as error:
-            # The error is a GeneratorExit if the program was abandoned. Active messages may still write to the array.
+            # The error is a GeneratorExit if the program was discarded. Active messages may still write to the array.
             name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
             messages.leave(f"{name} left a program in which messages were under way.")
             raise

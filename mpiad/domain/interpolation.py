@@ -1,6 +1,6 @@
 """Coordinates of cells, owners of points, and interpolation at points between cells.
 
-The cells of a grid represent points with equal spacing. A user's point lies, along each dimension, between a cell and
+The cells of a grid represent points with equal spacing. Along each dimension, a user's point lies between a cell and
 the next cell. The rank that owns the surrounding cell with the smallest index along all dimensions also owns the point.
 """
 
@@ -36,8 +36,8 @@ from mpiad.transport.watch import watch_settings
 # Interpolation weights are computed on the host.
 #
 # The weights are cached in a table, so that a program that evaluates a field at the same points in each step locates these
-# points only once. For a field on a device, the table is copied to the device once, and the interpolation runs there. The
-# weights of traced points are traced; each call computes them, and copies them to the device.
+# points only once. For a field on a device, the table is copied to the device once, and the interpolation runs on the
+# device. The weights of traced points are traced; each call computes and copies them.
 
 _MAX_TABLES = 8  # maximum number of cached tables
 
@@ -99,7 +99,7 @@ class PointTables:
 
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
-    """Return a field's values at this rank's points, and zeros at all other points, on the device of the padded block."""
+    """Return a field's values at this rank's points, and zeros at all other points, on the host or device of `padded`."""
     namespace, weights = arrays_of(stop_gradient(padded)), table.weights
     lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
     if isinstance(weights, Constants):
@@ -113,7 +113,7 @@ def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray
     count, owned_count = math.prod(table.shape), corners.shape[-1]
     if owned_count < count:
         zeros = Spec((*lead, count - owned_count), values.dtype, namespace).zeros()
-        # A permutation of values and zeros can be differentiated, unlike an assignment to elements of an array of zeros.
+        # A permutation of values and zeros can be differentiated, unlike assignments to elements of an array.
         values = concatenate([values, zeros], axis=-1)[..., table.order.on(namespace)[0]]
     return anp.reshape(values, (*lead, *table.shape))
 
@@ -134,9 +134,9 @@ def coordinates(domain: Decomposition, lattice: Lattice, halo: bool) -> tuple[Lo
 
 def locate(domain: Decomposition, points: Array, lattice: Lattice) -> Location:
     """See `Domain.locate`."""
-    found = located(_on_host(points), lattice, domain._partition, "Domain.locate")
+    location = located(_on_host(points), lattice, domain._partition, "Domain.locate")
     namespace = arrays_of(stop_gradient(points))
-    return found if namespace is None else Location(*[array_to_device(part, namespace) for part in found])
+    return location if namespace is None else Location(*[array_to_device(part, namespace) for part in location])
 
 
 def interpolate(
@@ -157,7 +157,7 @@ def interpolate(
     share, table = _share(domain, tables, u, points, lattice, call)
     if result == "share":
         return share
-    # The same reduction also counts the owners of each point. If a count isn't one, the points differ between ranks.
+    # The same reduction counts the owners of each point. If a count isn't one, the points differ between ranks.
     (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)
@@ -179,7 +179,7 @@ def _share(
 def _interpolate_own(
     domain: Decomposition, tables: PointTables, u: LocalArray, points: Array, lattice: Lattice, call: str
 ) -> LocalArray:
-    # If any rank has a point outside the grid, all ranks raise, before the points are sent.
+    # If any rank has a point outside the grid, all ranks raise before the points are sent.
     with raising_together(domain._channel):
         _require_same_device(u, points, call)
         points = _on_host(points)

@@ -1,7 +1,7 @@
 """The division of a grid: a Cartesian grid of ranks, and the block of cells that each rank owns.
 
 Ranks are numbered in row-major order, as in MPI's Cartesian communicators. If the cells along a dimension don't divide
-evenly, the first blocks have one cell more.
+evenly, the first blocks have one additional cell.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Partition:
         return tuple(slice(*_bounds(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
 
     def owners(self, cells: np.ndarray) -> np.ndarray:
-        """Return the ranks that own cells, given by indices of the grid in an array of shape (..., dimensions)."""
+        """Return the ranks (...) that own cells, given by indices (..., dimensions) in the whole grid."""
         number = np.zeros(cells.shape[:-1], np.intp)
         for axis, (n, p) in enumerate(zip(self.shape, self.dims)):
             share, longer = divmod(n, p)
-            # The first `longer` blocks have one cell more than the others.
+            # The first `longer` blocks have `share + 1` cells, the other blocks have `share` cells.
             index, first_short = cells[..., axis], longer * (share + 1)
-            part = np.where(index < first_short, index // (share + 1), longer + (index - first_short) // share)
-            number = number * p + part
+            position = np.where(index < first_short, index // (share + 1), longer + (index - first_short) // share)
+            number = number * p + position
         return number
 
 
@@ -73,7 +73,7 @@ def lengths(block: tuple[slice, ...]) -> Shape:
 
 
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
-    """Return the grid of ranks with the smallest halo, or None if no grid gives every rank enough cells."""
+    """Return the grid of ranks with the smallest halos, or None if in each grid a rank has too few cells."""
     fitting = [
         dims for dims in _factorizations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
     ]

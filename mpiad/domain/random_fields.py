@@ -38,7 +38,7 @@ def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
 
 
 def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
-    """Return `count` normal numbers, beginning with number `start`; each step of the generator suffices for two numbers."""
+    """Return `count` normal numbers, beginning with number `start`; each step of the generator yields two of them."""
     state = generator.state
     step = start // 2
     state["state"]["counter"] = np.array([step % 2**64, step >> 64, 0, 0], np.uint64)
@@ -47,5 +47,5 @@ def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
     odd = start % 2
     raw = generator.random_raw(2 * (count + odd))[2 * odd :].reshape(count, 2)
     uniform = ((raw >> np.uint64(11)).astype(float) + 0.5) * _UNIT
-    # The Box-Muller transform: only the first of its two results is used, so each cell uses two other uniform numbers.
+    # The Box-Muller transform; only the first of its two results is used, so that each cell has its own uniform numbers.
     return np.sqrt(-2.0 * np.log(uniform[:, 0])) * np.cos(2.0 * math.pi * uniform[:, 1])

@@ -1,10 +1,10 @@
-"""Detect variables of a solve that are used as blocks of a grid although the root holds them.
+"""Detect copies of the root's variables that a program uses as blocks of a grid.
 
-Such a solve passes copies of the root's variables to every rank. If they have the shape of a block, every rank gets the
-same block, and the objective is computed for a grid of equal blocks. Therefore the solve registers the arrays that it
-passes, and operations of a domain raise an error if their argument is such an array, or a view of such an array. An array
-that is computed from the variables may be intended as a block. It only causes a warning, if a variable has the shape
-of a block.
+A solve whose variables are on the root passes copies of the variables to every rank. If a variable has the shape of a
+block, every rank gets the same block, and the objective is computed for a grid of equal blocks. Therefore the solve
+registers these copies, and operations of a domain raise an error if their argument is such a copy or a view of one. An
+array that is computed from the variables may be intended as a block, so it only causes a warning, and only if a variable
+has the shape of a block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def with_registered_copies(fun: Function) -> Function:
 def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
     """Raise a ValueError if u is a registered variable; warn, on rank 0, if it may be computed from one."""
     solve = tracing.root_copies
-    # If a domain has only one rank, several ranks may have such domains with equal fields.
+    # Several ranks may each have a domain of one rank, with equal fields.
     if solve is None or ranks == 1:
         return
     block = getval(u)
@@ -81,7 +81,7 @@ def _is_view_of(block: Array, array: Array, shape: Shape) -> bool:
         return True
     if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
         return False
-    # True for the whole array in another shape, and for one of its fields. A block sliced out of a whole grid is valid.
+    # Views of the whole array in another shape, or of one of its fields, are copies; a slice of a whole grid is valid.
     return block.size == array.size or _ends_in(array, shape)
 
 

@@ -2,10 +2,9 @@
 
 There are three schemes. "In turn" has one stage per dimension, and at most six messages; the layers of a stage include the
 halo of earlier dimensions, and thus the corners. "Together" has one stage for all neighbors, including diagonal neighbors,
-and at most 26 messages, which overlap with computation. "Faces" has one stage without diagonal neighbors, for star
-stencils.
+and at most 26 messages. "Faces" has one stage without diagonal neighbors, for star stencils.
 
-All cells that a rank needs from another rank in one stage form one message, even if they lie on two sides of its block.
+All cells that a rank needs from another rank in one stage form one message, even if they are on two sides of its block.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ class Route(NamedTuple):
 
     peer: Rank
     owned: tuple[Index, ...]  # this rank's cells that the peer copies, in the order of the message
-    ghosts: tuple[Index, ...]  # this rank's halo cells that are copies of the peer's, in the order of the message
+    ghosts: tuple[Index, ...]  # this rank's halo cells that copy cells of the peer, in the order of the message
 
 
 class Stage(NamedTuple):
-    """Copies of cells that don't depend on each other, and are made at the same time."""
+    """Copies of cells that don't depend on each other, and are made simultaneously."""
 
     routes: tuple[Route, ...]
-    own_copies: tuple[tuple[Index, Index], ...]  # pairs: cells of the block, and cells of its halo that copy them
-    # The physical sides, in the order in which they are filled afterwards: the dimension, 0 or 1 for the low or high side,
-    # and the extent of the layers along the other dimensions.
+    own_copies: tuple[tuple[Index, Index], ...]  # pairs of cells of the block, and the cells of its halo that copy them
+    # The physical sides, in the order in which they are filled after the messages: the dimension, 0 or 1 for the low or
+    # high side, and the extent of the layers along the other dimensions.
     sides: tuple[tuple[int, int, tuple[slice, ...]], ...]
-    empty: tuple[Index, ...] = ()  # halo cells that hold zero
+    empty: tuple[Index, ...] = ()  # halo cells that are set to zero
 
 
 class Geometry:
@@ -56,8 +55,8 @@ class Geometry:
     def steps(self, diagonal: bool) -> Iterator[Step]:
         """Yield the steps to adjacent or to diagonal neighbors along dimensions with a halo."""
         for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
-            moved = len(step) - step.count(0)
-            if moved > 1 if diagonal else moved == 1:
+            nonzero = len(step) - step.count(0)
+            if nonzero > 1 if diagonal else nonzero == 1:
                 yield step
 
     def neighbour(self, step: Step) -> Rank | None:

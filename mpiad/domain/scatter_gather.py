@@ -78,15 +78,15 @@ def to_global(domain: Decomposition, index: Array, halo: bool) -> Array:
 
 
 def _index_array(domain: Decomposition, index: object, call: str) -> np.ndarray:
-    found = np.asarray(index)
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"{call}: expected integers, but got {type(index).__name__} of dtype {found.dtype}.")
-    if found.shape[-1:] != (len(domain.shape),):
+    indices = np.asarray(index)
+    if indices.dtype.kind not in "iu":
+        raise TypeError(f"{call}: expected integers, but got {type(index).__name__} of dtype {indices.dtype}.")
+    if indices.shape[-1:] != (len(domain.shape),):
         raise ValueError(
             f"{call}: expected an index of shape (..., {len(domain.shape)}), one entry for each dimension of the grid, "
-            f"but got {found.shape}."
+            f"but got {indices.shape}."
         )
-    return found.astype(np.intp)
+    return indices.astype(np.intp)
 
 
 def _in_grid(domain: Decomposition, index: object, call: str) -> np.ndarray:
@@ -117,8 +117,8 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     """Return the whole array, shape (..., *partition.shape): the inverse of `into_blocks`."""
     lead = cells.shape[1:]
     out = empty_like(cells, lead + partition.shape)
-    for own, block in _ranges(partition):
-        out[(..., *block)] = np.moveaxis(cells[own], 0, -1).reshape(lead + lengths(block))
+    for positions, block in _ranges(partition):
+        out[(..., *block)] = np.moveaxis(cells[positions], 0, -1).reshape(lead + lengths(block))
     return out
 
 

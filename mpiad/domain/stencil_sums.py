@@ -1,10 +1,10 @@
-"""The operator S E of a stencil, where E exchanges the halo and S computes the sums.
+"""The operator S E of a stencil: E exchanges the halo, and S computes the sums.
 
-It is one node on the tape, and saves no arrays. Communication overlaps with the sums in the interior. The transpose is
-Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights are reversed along each dimension. If each dimension is periodic or
-has the boundary "zero", Eᵀ Sᵀ is the mirrored stencil with the same exchange, so the reverse pass costs as much as the
-forward pass. With "edge" or "reflect", cells beyond a side are copies of cells inside; the transpose also computes
-the sums of the mirrored stencil beyond the side, and adds each sum to the cell that was copied.
+The operator is one node on the tape, and saves no arrays. Communication overlaps with the sums in the interior. The
+transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights are reversed along each dimension. If each dimension is
+periodic or has a fixed boundary value, Eᵀ Sᵀ is the mirrored stencil with the same exchange, so the reverse pass costs as
+much as the forward pass. With "edge" or "reflect", cells beyond a side are copies of cells of the grid; the transpose also
+computes the sums of the mirrored stencil beyond the side, and adds each sum to the copied cell.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StencilSums:
         self.scheme = FACES if (offset_axes.sum(axis=1) <= 1).all() else TOGETHER
         (self._stage,) = halo.stages(self.scheme)
         self._interior, self._boundary_boxes = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
-        # A cached array of the padded shape, since the allocation of a new array would take longer than the sums.
+        # At most one cached array of the padded shape, since an allocation would take longer than the sums.
         self._buffers: list[Any] = []
 
     @cached_property
@@ -60,7 +60,7 @@ class StencilSums:
 
     @cached_property
     def copies_sides(self) -> bool:
-        """Whether cells beyond a physical side are copies of cells inside."""
+        """Whether cells beyond a physical side are copies of cells of the grid."""
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
@@ -71,7 +71,7 @@ class StencilSums:
         buffer = self._buffers.pop() if self._buffers else None
         if buffer is not None and buffer.shape == shape and buffer.dtype == u.dtype and type(buffer) is type(u):
             return buffer
-        # Zeros, so that halo cells that the exchange doesn't fill (the corners, for star stencils) have finite values.
+        # Halo cells that the exchange doesn't fill (the corners, for star stencils) must have finite values.
         return zeros_like(u, shape)
 
     def summed(self, u: LocalArray) -> LocalArray:
@@ -95,7 +95,7 @@ class StencilSums:
         """Return Eᵀ Sᵀ g."""
         halo, ndim = self.halo, len(self.halo.shape)
         lead = g.shape[: g.ndim - ndim]
-        # The sums are also computed in the halo, so g is padded with 2 * radius layers of zeros on each side.
+        # Sums are also computed in the halo, so g is padded with 2 * radius layers of zeros on each side.
         padded_g = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
         padded_g[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
         total = empty_like(g, lead + halo.padded)
@@ -151,7 +151,7 @@ def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
 
 
 def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Apply the transpose of the linear part of a stencil in the cheapest way."""
+    """Apply the transpose of the linear part of a stencil, as a mirrored stencil if possible."""
     return apply_transpose(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
 
 
@@ -171,7 +171,7 @@ def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
     """Return the box of cells whose sums need no halo, or None, and boxes that cover the other cells."""
     interior, boxes = list(_all_of(halo.shape)), []
     for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
-        # If a block isn't longer than the halos at both sides, every sum needs halo cells.
+        # If a block isn't longer than the halos of both sides together, every sum needs halo cells.
         if n <= 2 * r:
             return None, [_all_of(halo.shape)]
         if r:

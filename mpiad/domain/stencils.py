@@ -54,12 +54,11 @@ class Stencil:
 
         Adjoint
         -------
-        The stencil with reversed weights along each dimension; values in halo cells are added to the cells that they
-        copy.
+        The stencil with reversed weights along each dimension; values in halo cells are added to the copied cells.
         """
-        found = getval(checked_block(self._domain, u, "Stencil"))
-        if found.dtype.kind not in "fc":
-            kind = f"{type(found).__name__} of {found.dtype}"
+        field = getval(checked_block(self._domain, u, "Stencil"))
+        if field.dtype.kind not in "fc":
+            kind = f"{type(field).__name__} of {field.dtype}"
             raise TypeError(f"Stencil: expected an array of floats or complex numbers, but got {kind}. Convert it.")
         return apply_stencil(u, self.sums)
 
@@ -70,16 +69,16 @@ class Stencil:
 def stencil(domain: Decomposition, weights: Array, boundary: Boundary) -> Stencil:
     """See `Domain.stencil`."""
     call = "Domain.stencil"
-    found = np.asarray(weights)
-    if isbox(weights) or found.dtype.kind not in "fiu":
+    array = np.asarray(weights)
+    if isbox(weights) or array.dtype.kind not in "fiu":
         raise TypeError(
             f"{call}: weights must be an array of real numbers, untraced, but got {type(weights).__name__} of dtype "
-            f"{found.dtype}. For derivatives with respect to weights use Domain.correlate."
+            f"{array.dtype}. For derivatives with respect to weights use Domain.correlate."
         )
     sides = sides_of(boundary, len(domain.shape), call)
     if any(isbox(side.value) for pair in sides for side in pair):
         raise TypeError(f"{call}: a boundary value can't be traced here. Use Domain.exchange and slices.")
-    return Stencil(domain, StencilSums(found.astype(float), _halo_for(domain, found.shape, sides, call), sides))
+    return Stencil(domain, StencilSums(array.astype(float), _halo_for(domain, array.shape, sides, call), sides))
 
 
 def laplacian(domain: Decomposition, spacing: float | Sequence[float], order: int, boundary: Boundary) -> Stencil:
@@ -133,7 +132,7 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
 def _second_difference(order: int) -> np.ndarray:
     """Return the weights of the central difference for the second derivative."""
     m = order // 2
-    # The closed form of the coefficients in table 1 of `laplacian`'s reference. All weights add up to zero.
+    # The closed form of the coefficients in table 1 of Fornberg (see `Domain.laplacian`). All weights add up to zero.
     side = [
         2.0 * (-1) ** (k + 1) * factorial(m) ** 2 / (k**2 * factorial(m - k) * factorial(m + k)) for k in range(1, m + 1)
     ]

@@ -50,13 +50,13 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
     total = empty_like(_like_product(g, padded), lengths + cells)
     for offset, part in _shifted_parts(lengths, cells):
-        # The fields along leading axes share the weights, so their contributions are added.
+        # The fields along leading axes share the weights, so the contributions of the fields are added.
         total[offset] = (g * padded[part]).reshape(-1, *cells).sum(axis=0)
     return total
 
 
 def _like_product(x: LocalArray, y: LocalArray) -> LocalArray:
-    """Return an array that has the dtype of the product of x and y; its shape and values are arbitrary."""
+    """Return an array with the dtype of the product of x and y, and arbitrary shape and values."""
     dtype = np.result_type(x.dtype, y.dtype)
     return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
 

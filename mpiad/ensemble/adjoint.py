@@ -22,9 +22,9 @@ from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, Tran
 
 # The adjoint of an event.
 #
-# The condition g of an event vanishes on the interpolant U of the step, at the fraction x of the step. By the implicit
-# function theorem, a change δ of all other variables changes x by -(δg + g_u δU) / (g_u U' + g_t h). If the event is
-# terminal, the final state changes with x; otherwise only the time of the event changes.
+# Let U(x) be the interpolant of a step of size h. The condition g(u, p, t) vanishes at the fraction x of the step. By the
+# implicit function theorem, a change δ of all other variables changes x by -(δg + g_u δU) / (g_u U' + g_t h). If the step
+# ends at the event, the state after the step changes with x; otherwise only the time of the event changes.
 
 
 def pull_event(
@@ -32,15 +32,15 @@ def pull_event(
 ) -> Inside:
     """Return the cotangents of the interpolated states at an event in m columns of a step.
 
-    - `totals`: accumulates the cotangents of parameters and, for terminal events, of times.
-    - `u_bar`: shape (d, m); the cotangents of the final states if the event is terminal, else None.
+    - `totals`: accumulates the cotangents of parameters and, if the step ends at the event, of times.
+    - `u_bar`: shape (d, m); the cotangents of the states after the step if it ends at the event, else None.
     - `time_bar`: shape (m,), or zero; the cotangents of the times of the event.
     """
     step, columns, x = totals.step, located.columns, located.x
     h = step.h[columns]
     stages = [k[:, columns] for k in step.k]
     rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-    x_bar = time_bar * h  # the cotangent of x, from the time of the event and from the final state
+    x_bar = time_bar * h  # the cotangent of x, from the time of the event and from the state after the step
     if u_bar is not None:
         x_bar = (u_bar * rate).real.sum(axis=0) + x_bar
     states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
@@ -75,17 +75,17 @@ class Cotangents:
     start: Array  # shape (N,); of the start of tspan
     end: Array  # shape (N,); of the end of tspan
     leaves: dict[int, Array]  # cotangents of the leaves of the parameters, by the indices of the leaves
-    # Shape (times, N); of the given times at which events act.
+    # Shape (n, N); of the first n - 1 rows of the given times of events, and a row of zeros (see `LinearJumps`).
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of initial states, of the leaves of parameters at `places` and, if `timed`, of tspan."""
+    """Return the cotangents of initial states, of the leaves `places` and, if `timed`, of tspan and given event times."""
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     cotangents = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
     timed = timed or run.times_move
-    jumps = begun(run, seeds, cotangents, places, timed)
+    jumps = linear_jumps(run, seeds, cotangents, places, timed)
     step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
     backward = _BackwardSweep(run, step_of, seeds, cotangents, timed, jumps)
     with np.errstate(all="ignore"):
@@ -101,7 +101,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     return cotangents
 
 
-def begun(run: Run, seeds: Seeds, cotangents: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
+def linear_jumps(run: Run, seeds: Seeds, cotangents: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
     """Call `note_ends`, and return the linearized jumps of a run; return None if the run has no jumps."""
     if run.jumps is None:
         return None
@@ -131,7 +131,7 @@ def to_start(cotangents: Cotangents, jumps: LinearJumps) -> None:
 
 
 def of_ends(run: Run, seeds: Seeds) -> Array:
-    """Return the cotangents of the final states; zero for failed trajectories."""
+    """Return the cotangents of the final states, also as saved values; zero for failed trajectories."""
     end = run.masked(seeds.end)
     if seeds.saved is not None:
         run.add_saved(end, seeds.saved, at_start=False)
@@ -190,7 +190,7 @@ class _BackwardSweep:
         if self._timed and self._jumps is None:
             totals.note_saved(inside)
         elif self._timed:
-            # A value saved at an event that acts is the state after the event, with x = 0 even if the event moves.
+            # A value saved at an event that acts is the state after the event, with x = 0 even if the event's time changes.
             totals.note_saved([part._replace(value=part.value * (part.x != 0)) for part in inside])
         inside += [self._event(event, totals, leaves, cotangent) for event in located if event.terminal]
         if self._timed:
@@ -202,7 +202,7 @@ class _BackwardSweep:
         self._u_bar[:, :width] = cotangent[:, :width]
         if self._timed:
             totals.h_bar += step.by_size
-            # Step sizes are held constant, except for steps that end at the end of tspan or at an event.
+            # Step sizes are constants, unless the step ends at the end of tspan or at a given time of an event.
             moves = np.where(self._sweep.moves(visit), totals.h_bar[:width], 0.0)
             self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
@@ -224,7 +224,7 @@ class _BackwardSweep:
         earlier = values.handed_on
         arrivals = [Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}) for part in earlier]
         for part in values.inside:
-            # Otherwise the last stage is the first stage of the next step, where its contribution has been added.
+            # If a step follows, it has added the contribution of the last stage, which is its first stage.
             if self._timed or part.whole is None or part.whole.any():
                 step.add_last_stage()
             inside.append(Inside(part.columns, part.seeds(saved), part.x, part.weights, part.whole))
@@ -235,14 +235,14 @@ class _BackwardSweep:
     ) -> Inside:
         """Return the cotangents of the interpolated states at an event: see `pull_event`.
 
-        If the step ends at the event, `cotangent` contains the cotangents of the states after the step, shape (d, n); its
-        columns with the event are set to zero.
+        If the step ends at the event, `cotangent` contains the cotangents of the states after the step, shape (d, n); the
+        columns with the event are then set to zero.
         """
         totals.step.add_last_stage()
         columns, crossed = located.columns, self._seeds.crossed
-        u_bar, bars = None, crossed
+        u_bar, time_bars = None, crossed
         if cotangent is not None:
-            u_bar, bars = cotangent[:, columns], self._seeds.reached
+            u_bar, time_bars = cotangent[:, columns], self._seeds.reached
             cotangent[:, columns] = 0
         if self._jumps is not None and u_bar is not None:
             # Later steps begin at the time of the event.
@@ -251,5 +251,5 @@ class _BackwardSweep:
             if crossed is not None and self._run.settings.events[located.event].acts:
                 time_bar = time_bar + crossed[located.row]
         else:
-            time_bar = 0.0 if bars is None else bars[located.row]
+            time_bar = 0.0 if time_bars is None else time_bars[located.row]
         return pull_event(self._run, located, totals, leaves, u_bar, time_bar)

@@ -19,7 +19,7 @@ _log = logging.getLogger("mpiad")
 
 
 class EnsembleAlgorithm:
-    """A backend of `solve`. All backends give bitwise equal results, except GPUs (equal up to rounding)."""
+    """A backend of `solve`. On the host, results are bitwise equal if either all or none of the backends use a kernel."""
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
@@ -28,7 +28,7 @@ class EnsembleAlgorithm:
 
 @dataclass(frozen=True)
 class EnsembleSerial(EnsembleAlgorithm):
-    """Solve one trajectory after the other: for comparison, or if f can't be called with many columns at once.
+    """Solve one trajectory after the other: for comparison, or if f is valid only for columns of one trajectory.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def _require_host(backend: EnsembleAlgorithm, batch: Batch) -> None:
     if is_on_device(batch) and batch.size > 1:
         raise NotImplementedError(
             f"solve: {type(backend).__name__} runs on the host, but the states or parameters are device arrays. Take "
-            "EnsembleVectorized(), or bring them to the host with mpiad.device.to_host."
+            "EnsembleVectorized(), or apply mpiad.device.to_host to u0 and p."
         )
 
 
@@ -122,10 +122,10 @@ class EnsembleGPU(EnsembleVectorized):
     Parameters
     ----------
     block : {32, 64, 96, 128, 192, 256}, optional
-        Threads per block; by default 128, or 64 or 32 if there would be fewer than two blocks per multiprocessor.
+        Number of threads per block; by default 128, or fewer if there would be fewer than two blocks per multiprocessor.
     tape_bytes : int, optional
-        Device memory for the steps of trajectories in an adjoint gradient; by default half of the free memory. If the steps
-        don't fit, the trajectories are processed in several shares.
+        Device memory in bytes for the steps of trajectories in an adjoint gradient; by default half of the free memory. If
+        the steps don't fit, the trajectories are processed in several shares.
     contract : bool
         Whether a product and a sum may be contracted to one operation with one rounding (fused multiply-add).
     fast_math : bool
@@ -138,7 +138,7 @@ class EnsembleGPU(EnsembleVectorized):
 
     Ranks
     -----
-    As the inner backend of `EnsembleMPI`, each rank uses its own device: see `mpiad.device.select`.
+    If it is the inner backend of `EnsembleMPI`, each rank uses its own device: see `mpiad.device.select`.
     """
 
     block: int | None = None
@@ -148,8 +148,8 @@ class EnsembleGPU(EnsembleVectorized):
 
     def __post_init__(self) -> None:
         if self.block not in _BLOCKS:
-            known = ", ".join(map(str, _BLOCKS[1:]))
-            raise ValueError(f"EnsembleGPU: block must be one of {known}, but got {self.block!r}.")
+            allowed = ", ".join(map(str, _BLOCKS[1:]))
+            raise ValueError(f"EnsembleGPU: block must be one of {allowed}, but got {self.block!r}.")
         if self.tape_bytes is not None and self.tape_bytes < 1:
             raise ValueError(f"EnsembleGPU: tape_bytes must be above zero, but got {self.tape_bytes!r}.")
 
@@ -163,7 +163,7 @@ class EnsembleGPU(EnsembleVectorized):
 def device_for(batch: Batch, together: bool) -> ArrayModule:
     """Return the device of a batch's arrays; for host arrays this rank's device if `together`, else the current one.
 
-    Raises an ImportError without CuPy, and a RuntimeError without a GPU.
+    Raises an ImportError if CuPy isn't installed; a RuntimeError if there is no GPU.
     """
     for x in (batch.u0, *batch.p.leaves):
         arrays = arrays_of(x)

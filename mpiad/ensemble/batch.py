@@ -20,7 +20,7 @@ def same_for_all(x: Array) -> bool:
 
 
 def on_device_of(values: np.ndarray, like: Array) -> Array:
-    """Return a host array with one number per trajectory on the device of `like`."""
+    """Copy a host array, which has one number per trajectory, to the device of `like`."""
     xp = arrays_of(like)
     if xp is None:
         return values
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
 
     def own(self) -> Batch:
-        """Return the batch with copies of the shared parameters, which may be arrays of the user."""
+        """Return the batch with copies of the shared parameters, which may be the user's arrays."""
         leaves = [leaf.copy() if type(leaf) is np.ndarray and not varies else leaf for leaf, varies in zip(*self.p[:2])]
         return self._replace(p=self.p._replace(leaves=leaves))
 
@@ -122,17 +122,17 @@ def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
         start, end = start[:1], end[:1]
     times = np.asarray(saveat)
     if times.dtype.kind not in "iuf":
-        raise TypeError(f"solve: saveat must be a number or numbers, but got {saveat!r}.")
+        raise TypeError(f"solve: saveat must be a number or an array of numbers, but got {saveat!r}.")
     times = times.astype(float)
     if times.ndim == 0:
-        return _every(float(times), start, end)
+        return _multiples(float(times), start, end)
     if times.ndim > 2 or (times.ndim == 2 and len(times) != count):
         raise ValueError(f"solve: saveat must be a number, a list, or of shape ({count}, n_saved), but has {times.shape}.")
-    _check(times, start, end)
+    _check_times(times, start, end)
     return times
 
 
-def _every(interval: float, start: Array, end: Array) -> Array:
+def _multiples(interval: float, start: Array, end: Array) -> Array:
     if not (np.isfinite(interval) and interval > 0):
         raise ValueError(f"solve: saveat as an interval must be above zero, but got {interval!r}.")
     if not len(start):
@@ -144,7 +144,7 @@ def _every(interval: float, start: Array, end: Array) -> Array:
             f"({start[0]}, {end[0]}) and ({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
         )
     span = float(end[0] - start[0])
-    # With a tolerance, since the last multiple of the interval may differ from the end by rounding.
+    # The last multiple of the interval may differ from the end by rounding.
     count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
     times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
     if abs(times[-1] - end[0]) <= 1e-9 * interval:
@@ -153,7 +153,7 @@ def _every(interval: float, start: Array, end: Array) -> Array:
     return np.append(times, end[0])
 
 
-def _check(times: Array, start: Array, end: Array) -> None:
+def _check_times(times: Array, start: Array, end: Array) -> None:
     rows = np.atleast_2d(times)
     low, high = np.minimum(start, end)[:, None], np.maximum(start, end)[:, None]
     outside = ~((rows >= low) & (rows <= high))
@@ -161,10 +161,10 @@ def _check(times: Array, start: Array, end: Array) -> None:
         i, j = np.argwhere(outside)[0]
         time, row = np.broadcast_to(rows, outside.shape)[i, j], min(i, len(start) - 1)  # a shared tspan has one row
         raise ValueError(f"solve: saveat must lie in tspan, but {time} lies outside of ({start[row]}, {end[row]}).")
-    back = (rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0
-    if back.any():
-        i, j = np.argwhere(back)[0]
-        earlier, later = np.broadcast_to(rows, (len(back), rows.shape[1]))[i, j : j + 2]
+    unsorted = (rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0
+    if unsorted.any():
+        i, j = np.argwhere(unsorted)[0]
+        earlier, later = np.broadcast_to(rows, (len(unsorted), rows.shape[1]))[i, j : j + 2]
         order = "in the order of the solve, from the start of tspan to its end"
         raise ValueError(f"solve: saveat must be {order}, but got {later} after {earlier}. Sort the times.")
 

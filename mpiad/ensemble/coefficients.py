@@ -72,7 +72,7 @@ class Coefficients:
         return times if times.dtype == self.real else times.astype(self.real)
 
     def weights(self, x: Array) -> Array:
-        """Return the weights of the stages in the state at the fractions x of the step, each of the shape of x."""
+        """Return the interpolant's weights of the stages at the fractions x of the step, each of the shape of x."""
         # Horner's scheme for all stages at once.
         dense = self.dense.reshape(*self.dense.shape, *(1,) * np.ndim(x))
         weights = dense[:, -1] * x
@@ -94,11 +94,11 @@ class DeviceCoefficients(Coefficients):
         # One copy for all numbers, since each copy costs as much as computing a thousand numbers.
         xp: Any = arrays_of(like)
         exact = xp.to_device(np.concatenate(parts))
-        found = [exact.astype(like.dtype)[a:b] for a, b in zip(offsets, offsets[1:])]
-        self.rows, self._column_weights = found[:last], found[last : 2 * last]
-        self.error: Any = None if tableau.error is None else found[-2]
+        weights = [exact.astype(like.dtype)[a:b] for a, b in zip(offsets, offsets[1:])]
+        self.rows, self._column_weights = weights[:last], weights[last : 2 * last]
+        self.error: Any = None if tableau.error is None else weights[-2]
         self.dense = exact[offsets[-2] :].reshape(tableau.dense.shape)
-        self._powers = found[-1].reshape(tableau.dense.shape).T
+        self._powers = weights[-1].reshape(tableau.dense.shape).T
 
     def stages(self, shape: Shape, like: Array) -> Array:
         """Return one buffer for all stages."""

@@ -18,7 +18,7 @@ class ColumnLU:
     def __init__(self, matrices: Array):
         self._factors = lu = matrices  # the diagonal of U is stored as reciprocals
         xp = arrays_of(matrices)
-        # For each row with exchanges: its index, and for the columns with an exchange the other row and the column.
+        # Entries (k, rows, columns): rows k and rows[i] of the matrix of trajectory columns[i] have been exchanged.
         self._swaps: list[tuple[int, Array, Array]] = []
         for k in range(len(lu)):
             offset = np.argmax(np.abs(lu[k:, k]), axis=0)

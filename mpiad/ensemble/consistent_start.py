@@ -44,8 +44,8 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     plain = given.plain()
     ids = two_at_least(given.size)
     with np.errstate(all="ignore"):
-        u, gain, converged = _by_newton(plain, ids, free, equations, rtol, atol)
-    # NaN of failed trajectories would otherwise spread to the derivatives with respect to shared parameters.
+        u, gain, converged = _newton(plain, ids, free, equations, rtol, atol)
+    # NaN of failed trajectories would otherwise enter the derivatives with respect to shared parameters.
     gain, shift = np.where(converged, gain, 0), np.where(converged, u - plain.u0[:, ids], 0)
     converged = converged[: given.size]
     u0 = anp.where(converged, _shifted(given, ids, shift, gain), np.nan)
@@ -61,10 +61,10 @@ def null_vectors(matrix: Array) -> Array:
     return np.linalg.svd(matrix)[2][len(matrix) - nullity :].T
 
 
-def _by_newton(
+def _newton(
     batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
-    """Return the states after Newton's method, the matrices N A⁻¹ Lᵀ, shape (d, d, n), and a mask of convergence."""
+    """Return the states by Newton's method, N A⁻¹ Lᵀ, (d, d, n), and a mask of convergence; `free`, `equations`: N, L."""
     u, p = batch.u0[:, ids].copy(), batch.p.columns(ids, len(batch.shape) > 1)
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)
@@ -76,7 +76,7 @@ def _by_newton(
         jacobian.write(matrices, u, p, t)
         derivative.write(k, u, p, t)
         new = gains(matrices, free, equations)
-        # If all equations hold, the state is consistent, whatever the index of the system.
+        # If all equations hold, the state is consistent for any index of the system.
         holds = np.all(_products(equations.T, k) == 0, axis=0)
         change = np.where(holds, 0, applied(new, k))
         gain[:, :, ~converged] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~converged]

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpiad._typing import Array
 
-# The least q² that is stored, since an error of zero doesn't predict the next error.
+# The smallest q² that is stored, since an error of zero doesn't predict the next error.
 LEAST_ERROR = 1e-8
 # Up to this number of rows, a sum row by row is faster than a reduction.
 _FEW = 16
@@ -61,9 +61,9 @@ class PIController:
     Parameters
     ----------
     safety, least, most : float
-        The safety factor, and the bounds of the ratio of successive step sizes.
+        The safety factor, and the lower and upper bound of the ratio of successive step sizes.
     beta : float
-        Exponent of the previous error, times the order; 0 gives SciPy's controller, the default of all methods.
+        Exponent of the previous error, times the order; 0, the default of all methods, gives SciPy's controller.
 
     References
     ----------
@@ -98,9 +98,9 @@ class PIController:
         Parameters
         ----------
         q2, q2_before : array, shape (n,)
-            The squared errors of this step and of the last accepted one.
+            The squared errors of this step and of the last accepted step.
         accepted, rejected : array of bool, shape (n,)
-            Whether this step is accepted, and whether the previous try was rejected.
+            Whether this step is accepted, and whether the previous attempt was rejected.
         order : int
             The order of the error estimate: see `Tableau.error_order`.
         """

@@ -34,7 +34,7 @@ _BLOCK = 32_768
 
 
 class DenseOutput:
-    """The interpolants of all trajectories of a batch of plain arrays; `given`: the same batch with traced values."""
+    """The interpolants of all trajectories of a batch of plain arrays; `given`: the same batch, possibly traced."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
         self._batch, self._settings, self._outcome = batch, settings, outcome
@@ -56,7 +56,7 @@ class DenseOutput:
         batch, ids = self._batch, np.arange(self._batch.size)
         saved, save_step = self._saved(ids, self._rows(times, ids))
         steps = self._outcome.recorded()
-        # Kernels and their results are removed, since they are specific to the saved times of the solve.
+        # Kernels and their results are removed, since they are valid only for the saved times of the solve.
         outcome = dataclasses.replace(
             self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
         )
@@ -123,7 +123,7 @@ class DenseOutput:
         with np.errstate(all="ignore"):
             value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (times - t) / h)
         final = number == steps.counts[rows] - 1
-        # At the end of a step the state is used, from which the interpolant differs by rounding.
+        # At the end of a step the recorded state is returned, from which the interpolant differs by rounding.
         inner = np.flatnonzero(~final)
         at_end = inner[steps.times(rows[inner], number[inner] + 1)[0] == times[inner]]
         value[:, at_end] = steps.states(rows[at_end], number[at_end] + 1)
@@ -159,7 +159,7 @@ class GatheredOutput:
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return states, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
-        comm = present(self._comm.comm, "sol(t)", "Ask for these times by saveat in the solve, or pickle sol(t).")
+        comm = present(self._comm.comm, "sol(t)", "Give these times as saveat to the solve, or pickle the array sol(t).")
         used = channel(comm, "ensemble.solve")
         digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
         require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
@@ -171,7 +171,7 @@ class GatheredOutput:
         return everything if only is None else everything[only]
 
 
-class LeftBehind:
+class _LostCommunicator:
     """Placeholder, in an unpickled solution, for a communicator that couldn't be pickled."""
 
     def __repr__(self) -> str:
@@ -191,13 +191,13 @@ class PickledCommunicator:
         try:
             pickle.dumps(self.comm)
         except Exception:  # noqa: BLE001 - the exception type depends on the version of mpi4py
-            return PickledCommunicator, (LeftBehind(),)
+            return PickledCommunicator, (_LostCommunicator(),)
         return PickledCommunicator, (self.comm,)
 
 
 def present(comm: Comm, call: str, remedy: str) -> Comm:
     """Return the communicator of a solution; raise CommunicatorError if it was lost when the solution was pickled."""
-    if isinstance(comm, LeftBehind):
+    if isinstance(comm, _LostCommunicator):
         raise CommunicatorError(
             f"{call}: this solution was unpickled, and its communicator, which belongs to the program that pickled it, "
             f"couldn't be pickled. {remedy}"

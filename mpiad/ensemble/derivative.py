@@ -66,7 +66,7 @@ class Derivative:
         self._check_value(value, u)
 
     def _explained(self, kind: type[Exception], text: str, shape: Shape) -> Exception | None:
-        """Return an error with advice, given the type and text of an exception in f; None if its cause isn't known."""
+        """Return an error with advice, given the type and text of an exception in f; None if the cause is unknown."""
         if kind is TypeError and "Python scalars" in text:
             return TypeError(
                 f"solve: f uses an array as a number ({text}). f is called with columns, here with u of shape {shape}: "
@@ -109,8 +109,8 @@ class Derivative:
             if not np.can_cast(dtype, u.dtype, casting="same_kind"):
                 raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype of the derivative.")
 
-    def _mismatch(self, got: Shape, expected: Shape, what: str = "") -> str:
-        return f"solve: f returned shape {got}, but {what}of shape {expected} was expected. {COUPLED}"
+    def _mismatch(self, got: Shape, expected: Shape, prefix: str = "") -> str:
+        return f"solve: f returned shape {got}, but {prefix}of shape {expected} was expected. {COUPLED}"
 
 
 class NumberDerivative(Derivative):

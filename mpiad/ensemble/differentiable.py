@@ -31,15 +31,13 @@ from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.devices.device_arrays import is_device_array
 
-# A solve as one differentiable function, from initial states, tspan and parameters to final and saved states.
-#
-# All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed on
-# plain arrays; afterwards a trace records this operator, whose value is known. Its derivatives are implemented in this file
-# for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for kernels on GPUs, and in `steady_state` for
-# searches for steady states.
+# All results form one vector, so the backward sweep begins with the cotangents of all results. The solve is computed with
+# plain arrays; afterwards the trace records `solve_operator` with the computed value. The derivatives are implemented in
+# this file for solves by NumPy or a CPU kernel, in `compiled.cuda.gpu_derivatives` for kernels on GPUs, and in
+# `steady_state` for searches for steady states.
 
 
-# Positions of arguments: initial states, start and end of tspan, the given times of events, and the parameters' leaves.
+# Positions of arguments: initial states, start and end of tspan, given times of events, and first leaf of the parameters.
 U0, START, END, DUE, LEAVES = range(5)
 NO_TIMES = np.empty((0, 0))
 
@@ -49,7 +47,7 @@ class DifferentiableSolve(Protocol):
 
     @property
     def vector(self) -> Array:
-        """All results."""
+        """All results, concatenated."""
         ...
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> Mapping[int, Any]:
@@ -120,8 +118,8 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
     """Return the results of a run as functions of a traced batch.
 
-    These are `saved` of shape (N, n_saved, d), `u_end` of shape (N, d), and with events the final times of shape (N,) and
-    the times of events of shape (m,). `due` of shape (times, N) are the given times at which events act.
+    The results are `saved` of shape (N, n_saved, d), `u_end` of shape (N, d), and with events the final times of shape (N,)
+    and the times of events of shape (m,). `due` of shape (times, N) are the given times of events.
     """
     solved = _SolvedRun(run, saved, u_end)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
@@ -150,7 +148,7 @@ class _SolvedRun:
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
         timed = not {START, END, DUE}.isdisjoint(argnums)
-        if self._by_tangent(U0 in argnums, timed, places):
+        if self._uses_tangents(U0 in argnums, timed, places):
             if timed or run.settings.events or self._needs_replay:
                 return self._replayed_tangents(argnums, args, seeds)
             parts = self._carried(U0 in argnums, places, seeds) or pushed(run, seeds, U0 in argnums, places)
@@ -167,7 +165,7 @@ class _SolvedRun:
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
 
-    def _by_tangent(self, by_u0: bool, timed: bool, places: Sequence[int]) -> bool:
+    def _uses_tangents(self, by_u0: bool, timed: bool, places: Sequence[int]) -> bool:
         settings, run = self._settings, self._run
         if settings.gradient is not None:
             return settings.gradient == "tangent"
@@ -218,12 +216,12 @@ class _SolvedRun:
             return self.push_traced(tuple(given), args, list(given.values()))
         u0 = given.pop(U0) if U0 in given else np.zeros_like(args[U0])
         directions = Directions(u0[None], {k - LEAVES: [g] for k, g in given.items()})
-        taker = SavedTangents(run, directions) if run.n_saved else None
-        end = push_run(run, directions, taker)
-        saved = self.layout.specs[0].zeros() if taker is None else taker.saved[0, :, : run.n_saved]
+        to_save = SavedTangents(run, directions) if run.n_saved else None
+        end = push_run(run, directions, to_save)
+        saved = self.layout.specs[0].zeros() if to_save is None else to_save.saved[0, :, : run.n_saved]
         return self.layout.vector([saved, np.swapaxes(end[0], 0, 1)])
 
-    # ---- under further traces
+    # ---- by traceable functions
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
         return replayed_vjp(self._replayed, argnums, args, g)
@@ -237,7 +235,7 @@ class _SolvedRun:
 
 
 def _padded(cotangents: Array, due: Array) -> Array:
-    """Return `cotangents` in the shape of `due`, without the last row, which belongs to events without a given time."""
+    """Return `cotangents` in the shape of `due`, without the last row, which is zero."""
     found = np.zeros_like(due)
     if len(cotangents):
         found[: len(cotangents) - 1] = cotangents[:-1]

@@ -17,7 +17,7 @@ from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
-# Number of directions propagated together. Each takes as much memory as the states and stages of all columns.
+# Number of directions propagated together. Each direction needs as much memory as the states and stages of all columns.
 _GROUP = 8
 
 
@@ -73,11 +73,10 @@ def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterat
         group = found[first : first + _GROUP]
         directions = _directions(run, group, places)
         if seeds.saved is None or run.keeps_tangents:
-            taker = None if seeds.saved is None else SavedTangents(run, directions)
-            end = push_run(run, directions, taker)
-            parts = [
-                product_per_trajectory(seeds, end[j], None if taker is None else taker.saved[j]) for j in range(len(group))
-            ]
+            tangents = None if seeds.saved is None else SavedTangents(run, directions)
+            end = push_run(run, directions, tangents)
+            saved = [None] * len(group) if tangents is None else tangents.saved
+            parts = [product_per_trajectory(seeds, end[j], saved[j]) for j in range(len(group))]
         else:
             products = _SavedProducts(run, seeds.saved, len(group))
             parts = products.total + _sum_of_products(seeds.end, push_run(run, directions, products))
@@ -131,7 +130,7 @@ def product_per_trajectory(
     """Return the sum of products of cotangents and tangents of all results of each trajectory, shape (N,).
 
     Only results that have cotangents need tangents: `end`, shape (d, N), of the final states; `saved`, (N, n_saved, d), of
-    the saved states; `times`, (N,), of the final times; `crossed`, (m,), of the times of events.
+    the saved states; `times`, (N,), of the final times; `crossed`, (m,), of the times of events (which also needs `run`).
     """
     part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:

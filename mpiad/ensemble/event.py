@@ -1,4 +1,4 @@
-"""`Event`: the sign change of a condition, or given times, and its effect on the state."""
+"""`Event`: a sign change of a condition, or given times, and the effect on the state."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mpiad.transport.devices.device_arrays import is_device_array
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     """Return the states after an event, shape (d, n), n ≥ 2, at times t, shape (n,); `batch` gives the shape of a state.
 
-    Raises NotImplementedError if the affect uses a traced value of an enclosing function; TypeError or ValueError if it
-    writes into its arguments, or returns an invalid state.
+    Raises NotImplementedError if the affect uses a traced value of an enclosing function; TypeError or ValueError if the
+    affect writes into its arguments, or returns an invalid state.
     """
     try:
         value: Any = event.affect(locked(u) if batch.shape else locked(u)[0], p, locked(t))  # type: ignore[misc]
@@ -90,7 +90,7 @@ class Event:
 
     Examples
     --------
-    A ball that keeps 0.8 of its speed, and a tablet every 8 hours.
+    A ball that rebounds with 0.8 of its speed, and a tablet every 8 hours.
 
     >>> from mpiad.ensemble import Event
     >>> bounce = Event(lambda u, p, t: u[0], direction=-1, affect=lambda u, p, t: [u[0], -0.8 * u[1]])
@@ -155,7 +155,7 @@ class Event:
         return self.acts or self.terminal
 
     def for_states(self, shape: Shape) -> Event:
-        """Return the event for columns of states of this shape; raise NotImplementedError for matrices."""
+        """Return the event for columns of states of this shape; raise NotImplementedError for two or more axes."""
         if len(shape) == 1:
             return self
         if shape:
@@ -163,12 +163,12 @@ class Event:
                 f"solve: events are supported for states of shape (d,), but u0 has shape {shape}. Flatten it, and restore "
                 "its shape in f."
             )
-        return self if self.condition is None else dataclasses.replace(self, condition=_OfNumbers(self.condition))
+        return self if self.condition is None else dataclasses.replace(self, condition=_ScalarCondition(self.condition))
 
     @property
     def written(self) -> Function:
         """The condition as the user wrote it."""
-        return self.condition.written if isinstance(self.condition, _OfNumbers) else self.condition
+        return self.condition.written if isinstance(self.condition, _ScalarCondition) else self.condition
 
     def value(self, u: Array, p: Tree, t: Array) -> Array:
         """Return the value of the condition for each column, shape (n,); raise the errors of `_require_numbers`."""
@@ -222,7 +222,7 @@ def _require_numbers(value: Array, shape: Shape) -> None:
 
 
 @dataclass(frozen=True)
-class _OfNumbers:
+class _ScalarCondition:
     """A condition for states of one component; `written`: the user's condition, for states that are numbers."""
 
     written: Function

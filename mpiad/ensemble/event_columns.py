@@ -103,7 +103,7 @@ class EventColumns:
     def meet_given_times(self) -> None:
         """Apply the affects of all events with a given time that equals the current time; update `slots`.
 
-        If a trajectory has several such events, they act one after the other.
+        Several such events of one trajectory act one after the other.
         """
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:

@@ -20,8 +20,8 @@ from mpiad.ensemble.step_sweep import LocatedEvent
 RESOLUTION, EVALUATIONS = 2.0**-48, 50
 # The ITP method evaluates at this distance from the root of the secant, relative to the squared width of the bracket.
 TRUNCATION = 0.2
-# Events that end no step are located together when more than this number of columns have been collected, to amortize the
-# overhead of NumPy's calls.
+# Events at which no step ends are located together when more than this number of columns have been collected, to amortize
+# the overhead of NumPy's calls.
 _MANY = 2048
 
 
@@ -29,10 +29,10 @@ class StepEvents(NamedTuple):
     """The events of one step of several columns."""
 
     located: list[LocatedEvent]
-    ended: Array | None  # bool, shape (n,); whether an event ended the step; None if events ended the step in no column
+    ended: Array | None  # bool, shape (n,); whether an event ended the step; None if no event ended the step in any column
     part: Array  # shape (n,); the fraction of the step at which an event ended the step, otherwise infinity
     states: Array  # shape (d, n); the states at the ends of the steps
-    found: list[tuple[int, Array, Array]]  # per event: its index, its columns, and the fractions of the step
+    found: list[tuple[int, Array, Array]]  # per event: the index, the columns, and the fractions of the step
 
 
 class CrossedSteps(NamedTuple):
@@ -40,7 +40,7 @@ class CrossedSteps(NamedTuple):
 
     crossed: Array  # bool, shape (events, n); whether each condition has changed its sign
     before: Array  # shape (events, n); the values of the conditions before the step
-    after: Array  # shape (events, n); after the step
+    after: Array  # shape (events, n); the values after the step
     step: Step
 
     @staticmethod
@@ -60,7 +60,7 @@ class EventWatch:
     """The detection and location of the events of a working set, and their table.
 
     The rows of the table: the trajectory, the event, the index of the step, the fraction of the step (infinite if another
-    event has ended the step before), and the time. ``select(ids)`` returns the parameters of some trajectories.
+    event has ended the step earlier), and the time. ``select(ids)`` returns the parameters of some trajectories.
     """
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
@@ -79,7 +79,7 @@ class EventWatch:
     def crossed(self, step: Step, p: Tree, sides: Mapping[int, Array] = {}) -> list[Array]:
         """Return for each event whether its condition has changed its sign in each column; update `values`.
 
-        `sides`: for some events, the signs with which their conditions have left their roots.
+        `sides`: for some events, the signs with which the conditions have left their roots.
         """
         time = step.actual(step.t_new)
         self.pairs = [(old, event.value(step.new, p, time)) for event, old in zip(self._events, self.values)]
@@ -94,7 +94,7 @@ class EventWatch:
         return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
 
     def postpone(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
-        """Store the step of some columns that no event ends, to locate the events of many columns together."""
+        """Store steps of some columns that don't end at events, to locate the events of many columns together."""
         self._postponed.append(self.extracted(step, columns, crossed))
         self._postponed_count += len(columns)
         if self._postponed_count > _MANY:
@@ -119,7 +119,7 @@ class EventWatch:
 
     def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
         """Locate and store the events of a step; `crossed`: the columns of each event; `pairs`: values before and after."""
-        last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
+        last, ending_event = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
         for e, (event, columns) in enumerate(zip(self._events, crossed)):
             if columns is None:
@@ -130,9 +130,9 @@ class EventWatch:
                 states = states.copy() if states is step.new else states
                 earlier = x <= last[columns]  # if two events coincide, the later one in the list ends the step
                 last[columns] = np.where(earlier, x, last[columns])
-                ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
+                ending_event[columns] = np.where(earlier, np.full_like(columns, e), ending_event[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
-        located = [self._entered(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
+        located = [self._written(step, e, columns, x, last, ending_event, len(found) > 1) for e, columns, x in found]
         ended = None if states is step.new else last < np.inf
         return StepEvents([event for event in located if event], ended, last, states, found)
 
@@ -145,8 +145,8 @@ class EventWatch:
         optimality, ACM Transactions on Mathematical Software 47 (2020), 5:1-24: the method ITP, with κ₂ = 2 and n₀ = 1.
         """
         count, ids, real = len(before), step.ids, self._coefficients.real
-        hosted = type(before) is np.ndarray
-        if count == 1 and hosted:  # conditions are called with at least two columns
+        on_host = type(before) is np.ndarray
+        if count == 1 and on_host:  # conditions are called with at least two columns
             step, before, after = step.at(np.zeros(2, int)), np.repeat(before, 2), np.repeat(after, 2)
             ids = step.ids
         p, signs = self._select(ids), np.sign(before)
@@ -154,20 +154,20 @@ class EventWatch:
         low, high = np.zeros_like(before), np.ones_like(before)
         for evaluation in range(EVALUATIONS):
             wide = high - low > RESOLUTION
-            if hosted and not wide.any():
+            if on_host and not wide.any():
                 break
             # On a device, bisection with a fixed number of evaluations needs no copies to the host.
-            x = _projected(low, high, before, after, 0.5**evaluation) if hosted else 0.5 * (low + high)
+            x = _projected(low, high, before, after, 0.5**evaluation) if on_host else 0.5 * (low + high)
             value = event.value(states_at(terms, x.astype(real, copy=False)), p, step.actual(step.t + x * step.h))
             same = np.sign(value) == signs
             moves_low, moves_high = wide & same, wide & ~same
             low, high = np.where(moves_low, x, low), np.where(moves_high, x, high)
-            if hosted:
+            if on_host:
                 before, after = np.where(moves_low, value, before), np.where(moves_high, value, after)
         return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
-    def _entered(
-        self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
+    def _written(
+        self, step: Step, e: int, columns: Array, x: Array, last: Array, ending_event: Array, several: bool
     ) -> LocatedEvent | None:
         """Write an event to the table; return it without the columns in which another event ended the step earlier."""
         # Rounding mustn't move an event beyond the end of the step.
@@ -178,7 +178,7 @@ class EventWatch:
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
         self.note(step, e, columns, part, time)
         if several:
-            chosen = np.flatnonzero((ender[columns] == e) if terminal else occurred)
+            chosen = np.flatnonzero((ending_event[columns] == e) if terminal else occurred)
             columns, x, time, row = columns[chosen], x[chosen], time[chosen], row[chosen]
         return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
 
@@ -196,10 +196,10 @@ class EventWatch:
 
 
 def _projected(low: Array, high: Array, before: Array, after: Array, radius: float) -> Array:
-    """Return the next point of the method ITP (interpolate, truncate, project); `radius`: 1, halved with each evaluation.
+    """Return the next point of the method ITP (interpolate, truncate, project); `radius`: 1, halved at each further point.
 
     The point is the root of the secant, moved towards the middle of the bracket, and limited to an allowed distance from
-    the middle. The method takes about as few evaluations as the secant method, and at most one more than bisection.
+    the middle. The method needs about as few evaluations as the secant method, and at most one more than bisection.
     """
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)

@@ -30,7 +30,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
-_MOST_PROGRAMS = 32
+_CACHED_PROGRAMS = 32
 
 
 class JacobianProgram(NamedTuple):
@@ -41,7 +41,7 @@ class JacobianProgram(NamedTuple):
     slopes: tuple[int, ...]  # the components whose derivatives with respect to time aren't structurally zero
 
 
-@lru_cache(_MOST_PROGRAMS)
+@lru_cache(_CACHED_PROGRAMS)
 def jacobian_program(program: Program) -> JacobianProgram:
     """Return the program that computes the derivatives of f with respect to state and time."""
     d, builder = program.groups["state"], Builder()
@@ -73,7 +73,7 @@ def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Pr
 
 
 _Derived = TypeVar("_Derived")
-# Number of trajectories for which the values of a program and of f are compared if the arrays are on a device.
+# Number of trajectories for which the values of a program and of f are compared if arrays are on a device.
 _COMPARED_TRAJECTORIES = 3
 
 
@@ -143,7 +143,7 @@ def _check_differentiable(jacobian: Jacobian, batch: Batch, untraced: str) -> No
 
 
 class _ProgramJacobian:
-    """The Jacobian computed by a program, one operation after the other for all columns."""
+    """The Jacobian computed by a program, whose operations process all columns."""
 
     def __init__(self, jacobian: JacobianProgram, packing: ParameterPacking):
         self._program, self._places, self._slopes = jacobian

@@ -44,7 +44,7 @@ class FitResult:
     cost : array, shape (N,)
         Half the sum of squared residuals; NaN if the first solve failed.
     optimality : array, shape (N,)
-        Largest absolute entry of the gradient of the cost, among the variables that aren't held by a bound.
+        Largest absolute entry of the gradient of the cost, except for variables whose descent a bound prevents.
     active_mask : array of int, shape (N, m)
         -1 if a variable is at its lower bound, 1 if at its upper bound, 0 otherwise.
     nfev : array of int, shape (N,)
@@ -52,7 +52,7 @@ class FitResult:
     njev : array of int, shape (N,)
         Number of Jacobian evaluations: one at the start, and one after each accepted step.
     retcode : array of str, shape (N,)
-        Names of `ConvergenceCode`.
+        Names of return codes, see `ConvergenceCode`.
     indices : array of int, shape (N,)
         The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
 
@@ -101,7 +101,7 @@ class FitResult:
         Returns
         -------
         array, shape (N, m, m)
-            Zeros for variables held by a bound; NaN if the fit didn't succeed.
+            Zeros for variables at a bound. NaN if the fit didn't succeed, or if the variance can't be estimated (k <= m).
         """
         free = self.active_mask == 0
         columns, norms = scaled_factor(self._factor, free)
@@ -198,8 +198,8 @@ class Residuals:
         copied = self._plain(x[columns[copies]], u[..., copies], ids[columns[copies]])[:, 0]
         if len(first) != len(copied) or not np.allclose(first, copied, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
-                f"fit: the residuals of a trajectory depend on the others: those of the first are {first[:4]} in a call "
-                f"with all {len(columns)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
+                f"fit: the residuals of a trajectory depend on other trajectories: those of the first are {first[:4]} in "
+                f"a call with all {len(columns)} columns, but {copied[:4]} in a call with copies of the first. {_CALLED}"
             )
         self.count = len(first)
 
@@ -227,7 +227,7 @@ def _rows(value: Array) -> Array:
     return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
 
 
-# Arguments that an error message shows in full if they differ between ranks.
+# Arguments that an error message shows completely if they differ between ranks.
 _SHORT = "alg ensemblealg ftol xtol gtol x_scale max_nfev rtol dt dtmax max_steps batch_size compile".split()
 
 
@@ -398,8 +398,8 @@ def fit(
         Lower and upper bounds, each a number or an array of shape (m,) or (N, m).
     ftol, xtol, gtol : float
         Tolerances for termination. A fit ends if the actual and the predicted change of the cost are at most
-        ``ftol * cost``. It also ends if the scaled step is shorter than `xtol` times the scaled x, or if no entry of the
-        gradient, except for variables held by a bound, has an absolute value greater than `gtol`.
+        ``ftol * cost``. It also ends if the scaled step is shorter than `xtol` times the scaled x, or if
+        `FitResult.optimality` is at most `gtol`.
     x_scale : array or "jac"
         Scales of the variables: a number or an array of shape (m,) or (N, m). By default, the inverse of the largest norm
         so far of each column of the Jacobian.
@@ -413,22 +413,27 @@ def fit(
     compile : {"auto", True, False}
         As for `solve`; "auto" compiles if N (m + 1) is at least 1,000.
 
+    Returns
+    -------
+    FitResult
+
     Raises
     ------
     NotImplementedError
-        If an argument is traced or lives on a device.
+        If an argument is traced or on a device.
     TypeError, ValueError
         If an argument is invalid.
 
     Ranks
     -----
-    Each rank fits independently; with `EnsembleMPI`, all ranks of its communicator call it with the same arguments.
+    Each rank fits independently; with `EnsembleMPI`, all ranks of its communicator call `fit` with the same arguments.
 
     Notes
     -----
-    The derivatives are those of the accepted steps of the solves, exact up to rounding. A step of a fit minimizes the
-    damped quadratic model within the bounds. If the solve fails at the new point, the step is rejected, and the next one is
-    shorter. If f computes each column independently, the results of a fit don't depend on other fits or ranks, bit for bit.
+    The Jacobian consists of derivatives of the accepted steps of the solves, exact up to rounding. A step of a fit
+    minimizes the damped quadratic model within the bounds. If the solve fails at the new point, the step is rejected, and
+    the next step is shorter. If f computes each column independently, the results of a fit don't depend on other fits or
+    ranks, bit for bit.
 
     Examples
     --------
@@ -466,12 +471,12 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
         share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
     compiler.log_warnings(warnings, used.rank)
-    every = joined_fits(parts)
+    joined = joined_fits(parts)
     # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
-    mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)
+    mpi.remember(joined._tries, 1, bool(compiler.kernels), traced=True)
     if used.rank == 0:
-        report("fit", "fits", every.retcode)
-    return every if mpi.gather else share
+        report("fit", "fits", joined.retcode)
+    return joined if mpi.gather else share
 
 
 def _share(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:

@@ -1,11 +1,11 @@
 """Solves with events that change the state.
 
 Events at the start act before the first step. Later events act during the solve, in NumPy (`step_observers`) or in a kernel
-(`compiled.jump_text`): a step ends at an event, and the trajectory continues from the state after it. For derivatives all
-steps form one record, with jumps between steps (`jumps`). It is differentiated like the record of any solve
-(`differentiable`), also with respect to given times. The time at which a condition vanishes depends on the trajectory, and
-so do all later times (the saltation term). Trajectories that fail contribute no derivatives, not even of states before an
-event.
+(`compiled.jump_text`): a step ends at an event, and the trajectory continues from the state after the event. For
+derivatives all steps form one record, with jumps between steps (`jumps`). The record is differentiated like that of any
+solve (`differentiable`), also with respect to given times. The time at which a condition vanishes depends on the
+trajectory, and so do all later times (the saltation term). Trajectories that fail contribute no derivatives, not even of
+states before an event.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GivenTimes:
     def __init__(self, events: Sequence[Event], batch: Batch):
         self.signs = signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._events = [(e, event) for e, event in enumerate(events) if event.times is not None]
-        given = self._of(batch)
+        given = self._given(batch)
         shape = len(given) + 1, batch.size
         # One column is enough if all trajectories have the same times and direction.
         same_times = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
@@ -58,7 +58,7 @@ class GivenTimes:
         self.first = np.count_nonzero(signed < signs * batch.start, axis=0)
         self.times = np.broadcast_to(directions * signed, shape)
 
-    def _of(self, batch: Batch) -> list[tuple[int, Any]]:
+    def _given(self, batch: Batch) -> list[tuple[int, Any]]:
         """Return the indices of events and their given times, each a number or of shape (N,); parameters may be traced."""
         found = []
         for e, event in self._events:
@@ -85,7 +85,7 @@ class GivenTimes:
 
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""
-        rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for _, time in self._of(batch)]
+        rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for _, time in self._given(batch)]
         every = anp.concatenate([np.full((1, batch.size), np.inf), *rows], axis=0)
         return every[self._order, np.arange(batch.size)]
 
@@ -100,14 +100,14 @@ def solved_with_events(
     times = GivenTimes(settings.events, batch)
     outcome = _solved(solve, batch, settings, times)
     u, u_end, reached, codes = outcome.saved, outcome.u_end.T, outcome.t_reached, outcome.codes
-    times_of: Callable[[_HappenedEvents], Array] = lambda found: found.times  # noqa: E731
+    times_of: Callable[[_OccurredEvents], Array] = lambda found: found.times  # noqa: E731
     if given.traced and settings.record:
         run, due = Run(batch, settings, outcome), times.traced(given)
         u, u_end, reached, crossed = traced_results(run, u, u_end, given, due)  # type: ignore[arg-type]
         times_of = lambda found: found.traced(run, due, reached, crossed)  # noqa: E731
 
     def events() -> dict:
-        found = _HappenedEvents(outcome, times)
+        found = _OccurredEvents(outcome, times)
         return by_trajectory(found.ids, found.event, times_of(found))
 
     nf = evaluations(outcome.naccept, outcome.nreject, settings.alg, settings.dt is not None) + outcome.resumed
@@ -135,13 +135,13 @@ def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings:
     return solve(batch, settings._replace(events=events, acting=acting))
 
 
-class _HappenedEvents:
+class _OccurredEvents:
     """All events of a solve, sorted; `ids`, `event`, `times`: trajectories, indices of events and times, of shape (m,)."""
 
     def __init__(self, outcome: Outcome, given: GivenTimes):
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         ids, event, _, _, times = table
-        # The last row: for conditions the column of the table, for given times -1 minus their index.
+        # The last row: for roots of conditions the column of the table, for given times -1 minus the index of the time.
         found = np.stack([ids, event, times, np.arange(len(ids))])
         passed = given.passed(outcome.slots)
         if passed.size:

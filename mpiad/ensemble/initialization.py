@@ -1,4 +1,4 @@
-"""The trajectories that enter the working set, with their first derivatives and step sizes.
+"""The trajectories that enter the working set, with f at the initial states and the sizes of the first steps.
 
 "In the direction of the solve" means multiplied by -1 for trajectories that are integrated backwards in time.
 """
@@ -63,7 +63,7 @@ class Initialization:
         return self._batch.end[ids] * self.signs[ids]
 
     def admit(self, count: int) -> Entrants:
-        """Return the next waiting trajectories, at most `count`."""
+        """Return the next trajectories of the queue, at most `count`."""
         ids, self._queue = self._queue[:count], self._queue[count:]
         if len(ids) == 1:  # f is always called with at least two columns: see `controller`
             return Entrants(*(array[..., :1] for array in self._enter(np.repeat(ids, 2))))
@@ -107,7 +107,6 @@ def started(
         return np.maximum(np.minimum(np.full_like(t, settings.dt), settings.dtmax), least_step(t)), k
     span, scale = end - t, tolerance(u, rtol, atol)
     d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
-    # The constants are those of SciPy.
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
     h0 = np.minimum(h0, span)
     # The difference of f after an Euler step estimates the second derivative.

@@ -34,7 +34,7 @@ AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
 # In steps shorter than this fraction of tspan, rounding errors may determine the sign of a condition near its root.
 UNRESOLVED = 1e-9
-LEAST = 1e-300  # absolute value assigned to a condition of which only the sign is known
+LEAST = 1e-300  # absolute value assigned to a condition of which only the sign is computed
 # At least MOST_SHORT successive intervals between events, each of at most the fraction SHORT of tspan, are considered to be
 # the beginning of an infinite sequence.
 SHORT, MOST_SHORT = 1e-6, 10

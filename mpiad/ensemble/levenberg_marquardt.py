@@ -3,8 +3,8 @@
 In each round every active problem tries one step, and these steps are evaluated together. A problem is represented by the
 triangular factor R of [J r], with the Jacobian J of the residuals r. Steps are computed from R, so their cost doesn't
 depend on the number of residuals. J'J isn't formed, since its condition number is the square of the condition number of J.
-A step minimizes the damped quadratic model within the bounds, by an active-set method. All operations treat problems
-separately, so the results of a problem don't depend on other problems.
+A step minimizes the damped quadratic model within the bounds, by an active-set method. No operation combines different
+problems, so the results of a problem don't depend on other problems.
 
 References
 ----------
@@ -124,8 +124,8 @@ class _Problems:
     def try_step(self) -> None:
         ids = self.active
         x, cost, factor, scale = self._x[ids], self._cost[ids], self._factor[ids], self._scale[ids]
-        step, trial = _step_in_box(
-            factor, np.sqrt(self._damping[ids])[:, None] * scale, x, self._lower[ids], self._upper[ids], self._held(ids)
+        step, trial = _bounded_step(
+            factor, np.sqrt(self._damping[ids])[:, None] * scale, x, self._lower[ids], self._upper[ids], self._fixed(ids)
         )
         found = self._evaluate(trial, ids)
         self._nfev[ids] += 1
@@ -155,10 +155,10 @@ class _Problems:
     def minima(self) -> Minima:
         """Return the results; a problem whose residuals don't determine the variables gets the code Singular."""
         every = np.arange(len(self._x))
-        held, succeeded = self._held(every), self._codes == ConvergenceCode.Success.code
-        columns, _ = scaled_factor(self._factor[succeeded], ~held[succeeded])
-        # Variables that are held by a bound add singular values of zero, which come last.
-        values, free = np.linalg.svd(columns, compute_uv=False), np.count_nonzero(~held[succeeded], axis=1)
+        fixed, succeeded = self._fixed(every), self._codes == ConvergenceCode.Success.code
+        columns, _ = scaled_factor(self._factor[succeeded], ~fixed[succeeded])
+        # Variables that are fixed at a bound add singular values of zero, which come last.
+        values, free = np.linalg.svd(columns, compute_uv=False), np.count_nonzero(~fixed[succeeded], axis=1)
         least = np.take_along_axis(values, np.maximum(free - 1, 0)[:, None], axis=1)[:, 0]
         codes = self._codes.copy()
         codes[np.flatnonzero(succeeded)[(free > 0) & (least <= _SINGULAR * values[:, 0])]] = ConvergenceCode.Singular.code
@@ -167,13 +167,13 @@ class _Problems:
         cost, optimality = (np.where(failed, np.nan, x) for x in (self._cost, self._optimality(every)))
         return Minima(self._x, cost, optimality, side, self._nfev, self._njev, codes, self._factor)
 
-    def _held(self, ids: Array) -> Array:
+    def _fixed(self, ids: Array) -> Array:
         """Return a mask, shape (n, m), of the variables at a bound that a descent step would violate."""
         x, g = self._x[ids], self._gradient[ids]
         return ((x <= self._lower[ids]) & (g >= 0)) | ((x >= self._upper[ids]) & (g <= 0))
 
     def _optimality(self, ids: Array) -> Array:
-        return np.abs(np.where(self._held(ids), 0.0, self._gradient[ids])).max(axis=1, initial=0.0)
+        return np.abs(np.where(self._fixed(ids), 0.0, self._gradient[ids])).max(axis=1, initial=0.0)
 
     def _accept(self, ids: Array, x: Array, found: Evaluation) -> None:
         self._x[ids], self._cost[ids], self._factor[ids] = x, found.cost, found.factor
@@ -194,7 +194,7 @@ class _Problems:
         self._codes[chosen[self._codes[chosen] == _ACTIVE]] = code.code
 
 
-def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, held: Array) -> tuple[Array, Array]:
+def _bounded_step(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, fixed: Array) -> tuple[Array, Array]:
     """Return the steps that minimize the damped models within the bounds, and their end points, by an active-set method.
 
     An iteration moves towards the minimum over the free variables, up to the first bound; the variable at this bound is
@@ -202,7 +202,7 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
     sign, if any.
     `damping`: shape (n, m); the square roots of the numbers that are added to the diagonal of J'J.
     """
-    fixed, end, todo = held.copy(), x.copy(), np.arange(len(x))
+    fixed, end, todo = fixed.copy(), x.copy(), np.arange(len(x))
     for _ in range(_ACTIVE_SETS * x.shape[1]):
         low, high, start = lower[todo], upper[todo], end[todo]
         step = _damped(factor[todo], damping[todo], ~fixed[todo], start - x[todo])
@@ -225,7 +225,7 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
 
 
 def _to_free(factor: Array, damping: Array, step: Array, fixed: Array, at_lower: Array, at_upper: Array) -> Array:
-    """Return a mask, shape (n, m), of the fixed variable per problem, if any, whose release decreases the model most."""
+    """Return a mask, (n, m), of the fixed variable per problem with the largest scaled multiplier of the wrong sign."""
     reached = factor[:, :, -1] + _apply(factor, step)
     slope = (np.swapaxes(factor[:, :, :-1], 1, 2) @ reached[..., None])[..., 0] + damping**2 * step
     multiplier = np.where(at_lower, -slope, slope) / damping

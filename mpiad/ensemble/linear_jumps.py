@@ -26,17 +26,17 @@ from mpiad.ensemble.step_sweep import Columns
 
 
 class LinearJumps:
-    """Linearized jumps for the backward sweep: all jumps, or those before the first steps if a kernel processes the others.
+    """Linearized jumps for the backward sweep: all jumps, or only those before the first steps if a kernel does the sweep.
 
     - `places`: the indices of the differentiated leaves of the parameters. `timed`: whether times are differentiated.
-    - `due`: shape (times, N); cotangents of the given times of events.
+    - `due`: shape (n, N); cotangents of the first n - 1 given times of each trajectory, and a row of zeros.
     - `at_start`: the indices of the jumps before the first steps, in order, and their trajectories.
     """
 
     def __init__(self, run: Run, jumps: Jumps, places: Sequence[int], timed: bool):
         self._run, self._jumps, self._places, self._timed = run, jumps, places, timed
         self.at_start = [(rows, jumps.ids[rows]) for rows in jumps.at_start()]
-        # The last row is for jumps that aren't at a given time.
+        # The last row is for jumps that aren't at a given time, to which `pull` adds zeros.
         self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
         # Nonzero entries of the Jacobians: 0 or 1 for the real or imaginary part of u⁺, row, column, values for all jumps.
@@ -47,7 +47,7 @@ class LinearJumps:
             self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
             if rows.size:
                 self._rates[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
-        pulls = [self._traced(e, rows, (), timed) for e, rows in jumps.kinds]
+        pulls = [self._transposed(e, rows, (), timed) for e, rows in jumps.kinds]
         # The real and the imaginary part of each component are differentiated separately.
         for part, unit in enumerate((1.0, 1j) if np.iscomplexobj(jumps.before) else (1.0,)):
             for c in range(len(jumps.before)):
@@ -64,7 +64,7 @@ class LinearJumps:
         if by_time.any():
             self._by_time.append((part, c, by_time))
 
-    def _traced(self, event: int, rows: Columns, places: Sequence[int], timed: bool) -> Callable[[Array], list[Any]]:
+    def _transposed(self, event: int, rows: Columns, places: Sequence[int], timed: bool) -> Callable[[Array], list[Any]]:
         """Return a function from cotangents of the states after jumps to cotangents of states, leaves and times."""
         run, u, t = self._run, self._jumps.before[:, rows], self._jumps.time[rows]
         leaves = run.columns(run.batch.p.leaves, self._jumps.ids[rows])
@@ -72,7 +72,7 @@ class LinearJumps:
         return transposed_columns(field, places, timed, np.empty_like(u), u, leaves, t)
 
     def pull(self, rows: Array, cotangent: Array, time_bar: Array) -> tuple[Array, Array]:
-        """Propagate cotangents back over some jumps, at most one per trajectory; add those of given times to `due`.
+        """Propagate cotangents back over some jumps, at most one per trajectory; add cotangents of given times to `due`.
 
         `cotangent`: shape (d, n); of the states after the jumps. `time_bar`: shape (n,); of the times at which later steps
         begin. Returns the cotangents of the states before the jumps, and of the times at which earlier steps end.
@@ -100,7 +100,7 @@ class LinearJumps:
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add the contributions of all jumps to the cotangents of the leaves, after `pull` has processed all jumps."""
         for e, rows in self._jumps.kinds if self._places else ():
-            _, *parts, _ = self._traced(e, rows, self._places, False)(self._after[:, rows])
+            _, *parts, _ = self._transposed(e, rows, self._places, False)(self._after[:, rows])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._jumps.ids[rows])
 
 

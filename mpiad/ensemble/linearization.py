@@ -36,7 +36,7 @@ class Tracing:
         """Write f at u, (d, n), and t, (n,), to `out`, and return the transposed derivative.
 
         The returned function maps a cotangent of f to the cotangents of u, of the leaves and, if `timed`, of t, or None for
-        zeros. It may be called only once, or repeatedly if `keep` is true.
+        zeros. It may be called only once unless `keep` is true.
         """
 
         def called(variables: list[Any]) -> Sequence[Any]:
@@ -77,7 +77,6 @@ class Tracing:
         called = self._field.bound(self._filled(leaves, given))
 
         def write(out: Array, u: Array, t: Array) -> None:
-            # Device arrays aren't iterable.
             gs = [u[j] for j in range(1, len(u))]
             rows = called(shortened(variable(u[0], gs)), t)
             if is_whole(rows, u.shape[1:]):
@@ -138,14 +137,14 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
 
 
 def _seed(part: Array, spec: Spec) -> Any:
-    """Return the cotangent of a component, summed over the columns if the component is one number for all of them."""
+    """Return the cotangent of a component, summed over the columns if the component is one number for all columns."""
     if part.shape != spec.shape:
         part = part.sum()
     return part if part.dtype == spec.dtype else conform(part, *spec)
 
 
 class Field:
-    """The function f of a batch, called with columns that may be traced; `one_by_one`: whether with one at a time."""
+    """The function f of a batch, called with columns that may be traced; `one_by_one`: whether one column per call."""
 
     def __init__(self, batch: Batch):
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies

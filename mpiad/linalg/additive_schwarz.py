@@ -1,9 +1,8 @@
 """`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices, with exact local solves by SciPy.
 
-Each rank solves a local system, which consists of its own rows and some layers of its neighbors' rows around them. The
-solutions are added. The more ranks there are, the more slowly global components of the error converge. Therefore a coarse
-problem with one unknown per rank is also solved. A residual on a device is copied to the host, and the correction to the
-device.
+Each rank solves a local system, which consists of this rank's rows and some layers of its neighbors' rows around them.
+The solutions are added. Since global components of the error converge slowly on many ranks, a coarse problem with one
+unknown per rank is also solved.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class AdditiveSchwarz:
     overlap : int
         Number of layers of the neighbors' rows in each local system; with 0, the local systems are those of block Jacobi.
     restricted : bool
-        Whether each rank uses the local solution on its own rows only. This takes fewer iterations and messages, but the
+        Whether each rank uses the local solution on the rank's rows only. This takes fewer iterations and messages, but the
         preconditioner isn't symmetric, so only "gmres" and "bicgstab" can use it.
     coarse : bool
         Whether to solve a coarse problem with one unknown per rank. The number of iterations then grows less with the
-        number of ranks. Each rank stores a dense matrix with one row per rank.
+        number of ranks. Each rank stores a dense matrix of shape (ranks, ranks).
 
     Raises
     ------
@@ -115,7 +114,7 @@ class AdditiveSchwarz:
         Raises
         ------
         ValueError
-            If `r` has another length. `solve` and `newton` raise this error on all ranks.
+            If the length of `r` isn't n. `solve` and `newton` raise this error on all ranks.
 
         Ranks
         -----
@@ -127,15 +126,15 @@ class AdditiveSchwarz:
         return through_host(self._corrected, r)
 
     def _corrected(self, r: LocalArray) -> LocalArray:
-        # The restricted variant uses the solution on own rows only; its transpose uses the residual of own rows only.
-        fetches, adds = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
-        ghosts = self._plan.fetch(r) if fetches else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
+        # The restricted variant uses the solution on this rank's rows only; its transpose uses the residual on these only.
+        needs_ghosts, adds_ghosts = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
+        ghosts = self._plan.fetch(r) if needs_ghosts else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
         extended = np.concatenate([r, ghosts], axis=-1)
         if self._factors is not None:
             columns = self._factors.solve(extended.reshape(-1, extended.shape[-1]).T, "T" if self._transposed else "N")
             extended = np.ascontiguousarray(columns.T).reshape(extended.shape)
         out = np.ascontiguousarray(extended[..., : r.shape[-1]])
-        if adds:
+        if adds_ghosts:
             self._plan.add_to_owners(extended[..., r.shape[-1] :], out)
         if self._coarse is not None:
             sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
@@ -159,7 +158,7 @@ def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int,
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     surrounding, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
-    # Each step, which is collective, adds a layer: the rows of all columns in which the matrix has entries.
+    # Each pass, which is collective, adds a layer: the rows whose indices are columns of the matrix so far.
     for _ in range(overlap):
         columns = np.unique(whole.indices)
         surrounding = np.union1d(surrounding, np.setdiff1d(columns, own)).astype(np.int64)

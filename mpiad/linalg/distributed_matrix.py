@@ -34,14 +34,14 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 #
 # If the stencil isn't wider than the halo, no point couples with two points whose distance is more than 2 halo. Points
 # whose indices are equal modulo the number of colors, at least 2 halo + 1 per dimension, have the same *color*: the product
-# with a field that is one at these points, and zero elsewhere, gives their columns. The number of colors doesn't depend on
-# the size of the grid.
+# with a field that is one at these points, and zero elsewhere, gives their columns. Along a periodic dimension the number
+# of colors must divide the number of points, so it may be larger.
 
 _CALL = "DistributedMatrix.from_operator"
 
 
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
-    """Return this rank's rows of an operator's matrix, and its number of columns; points are numbered by blocks."""
+    """Return this rank's rows of an operator's matrix, and this rank's number of columns; points are numbered by blocks."""
     group = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
@@ -49,7 +49,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     # Each halo cell gets the number of the point of which it is a copy, or -1 beyond a physical side.
     neighbor_numbers = domain.exchange(numbers, -1.0)
     colors = tuple(_color_count(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
-    found: list[tuple[np.ndarray, ...]] = []
+    entries: list[tuple[np.ndarray, ...]] = []
     failures = DeferredFailures(domain.comm, _CALL)
     for color in itertools.product(*map(range, colors)):
         field = _has_color(domain, colors, color, (0,) * len(colors)).astype(float)
@@ -59,10 +59,10 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
             # In these rows, the neighbor at this offset is the only point of this color in the stencil.
             selected = remaining & (neighbor_numbers[window] >= 0.0) & _has_color(domain, colors, color, offset)
-            found.append((numbers[selected] - numbers.flat[0], neighbor_numbers[window][selected], image[selected]))
+            entries.append((numbers[selected] - numbers.flat[0], neighbor_numbers[window][selected], image[selected]))
             remaining &= ~selected
         raise_together(group, _halo_error(remaining, domain))
-    rows, columns, values = (np.concatenate(part) for part in zip(*found))
+    rows, columns, values = (np.concatenate(part) for part in zip(*entries))
     shape = count, int(sum(counts))
     return scipy.sparse.csr_matrix((values, (rows.astype(np.int64), columns.astype(np.int64))), shape), count
 
@@ -80,15 +80,14 @@ def _color_count(n: int, halo: int, periodic: bool) -> int:
     minimum = 2 * halo + 1
     if not periodic:
         return min(n, minimum)
-    # Along a periodic dimension, the number of colors must divide the number of points.
     return next((k for k in range(minimum, n + 1) if n % k == 0), n)
 
 
 def _image(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
     image = failures.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
     if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
-        shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
-        text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}."
+        result = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
+        text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {result}."
         failures.note(TypeError(text))  # ignored if matvec has already raised an exception
     failures.raise_together()
     return image
@@ -132,7 +131,7 @@ def _column_error(all_sizes: np.ndarray, columns: int | None) -> Exception | Non
 
 
 def _counts(counts: Sequence[int], size: int, total: int) -> list[int]:
-    """Return the user's numbers of rows per rank; raise a ValueError if they don't match the matrix."""
+    """Return the user's numbers of rows per rank; raise a ValueError if the numbers don't match the matrix."""
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:  # raised below, with a better message
@@ -154,7 +153,7 @@ class DistributedMatrix:
         This rank's rows; rows are numbered in the order of ranks. m may differ between ranks. The values of duplicate
         entries are added.
     columns : int, optional
-        This rank's number of columns, which is the length of its part of x. By default it is the number of its rows.
+        This rank's number of columns, which is the length of this rank's part of x; by default its number of rows.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -205,7 +204,7 @@ class DistributedMatrix:
         group.data.Allgather(local, all_sizes)
         raise_together(group, _column_error(all_sizes, columns))
         self.offsets = [np.concatenate([[0], np.cumsum(all_sizes[:, k])]) for k in (0, 1)]
-        own = [slice(int(at[group.rank]), int(at[group.rank + 1])) for at in self.offsets]
+        own = [slice(int(offsets[group.rank]), int(offsets[group.rank + 1])) for offsets in self.offsets]
         self.owned_rows, self.owned_columns = own
         self.shape = int(self.offsets[0][-1]), int(self.offsets[1][-1])
         self.local_shape, self.values = (matrix.shape[0], own[1].stop - own[1].start), matrix.data
@@ -227,10 +226,10 @@ class DistributedMatrix:
         Parameters
         ----------
         matrix : SciPy sparse matrix or sparse array
-            The root's matrix is divided; other ranks may pass None.
+            The matrix on the root; other ranks may pass None.
         root : int
         counts : sequence of int, optional
-            Number of rows per rank. By default, rows are divided evenly, and the first ranks may have one more. The columns
+            Number of rows per rank. By default, rows are divided evenly: the first ranks may have one more row. The columns
             of a square matrix are distributed like its rows; the columns of other matrices are divided evenly.
         comm : mpi4py intracommunicator, optional
 
@@ -264,7 +263,10 @@ class DistributedMatrix:
 
     @classmethod
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:
-        """Compute the matrix of an operator on a domain from about (2 halo + 1)ᵈ products, for d dimensions.
+        """Compute the matrix of an operator on a domain from products with fields.
+
+        The number of products is (2 halo + 1)ᵈ for d dimensions. Along a periodic dimension, 2 halo + 1 is replaced by
+        the smallest divisor of the number of points that isn't less.
 
         Parameters
         ----------
@@ -308,21 +310,21 @@ class DistributedMatrix:
         Parameters
         ----------
         values : array of shape (nnz,)
-            The entries, in the order of the attribute `values`. If they are on a device, products and solves run there,
-            for example with ``A.with_values(mpiad.device.to_device(A.values))``.
+            The entries, in the order of the attribute `values`. If `values` is on a device, products and solves run on this
+            device, for example with ``A.with_values(mpiad.device.to_device(A.values))``.
 
         Raises
         ------
         ValueError
             If the number of values is wrong.
         """
-        expected, found = (len(self._pattern.columns),), np.shape(getval(values))
-        if found != expected:
+        expected, shape = (len(self._pattern.columns),), np.shape(getval(values))
+        if shape != expected:
             raise ValueError(
                 f"DistributedMatrix.with_values: values must have shape {expected}, one for each entry of the rows of rank "
-                f"{self._channel.rank}, but got {found}."
+                f"{self._channel.rank}, but got {shape}."
             )
-        other = object.__new__(type(self))  # without the constructor, which would communicate to set up the pattern
+        other = object.__new__(type(self))  # without the constructor, which communicates
         other.__dict__.update(self.__dict__, values=values)
         return other
 
@@ -341,7 +343,7 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError
-            If `x` isn't an array of that shape.
+            If `x` isn't an array of floats of that shape on the host or device of the values.
 
         Ranks
         -----
@@ -381,11 +383,11 @@ class DistributedMatrix:
     @cached_property
     def _diagonal(self) -> Constants:
         row, column = self.indices
-        found = np.full(self.local_shape[0], len(row))
+        entries = np.full(self.local_shape[0], len(row))
         on_diagonal = np.flatnonzero(row == column)
         # Rows without a diagonal entry refer to a zero that is appended to the values.
-        found[row[on_diagonal] - self.owned_rows.start] = on_diagonal
-        return Constants(found)
+        entries[row[on_diagonal] - self.owned_rows.start] = on_diagonal
+        return Constants(entries)
 
     def solve(
         self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
@@ -426,7 +428,7 @@ class DistributedMatrix:
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
         self._require_square("solve")
-        # All ranks check b together. If one rank raised in a product, the other ranks would wait for its messages.
+        # All ranks check b together. If a rank raised during a product, the other ranks would wait for its messages.
         with raising_together(self._channel):
             self._checked(b, 0, "solve")
         if method == "direct":
@@ -458,22 +460,22 @@ class DistributedMatrix:
             )
 
     def _checked(self, x: Array, axis: int, call: str) -> Any:
-        found, length = getval(x), self.local_shape[axis]
-        if type(found) is not np.ndarray or found.dtype.kind not in "fc":
-            require_floats(f"DistributedMatrix.{call}", found, length)
+        plain, length = getval(x), self.local_shape[axis]
+        if type(plain) is not np.ndarray or plain.dtype.kind not in "fc":
+            require_floats(f"DistributedMatrix.{call}", plain, length)
         values = getval(self.values)
-        if type(found) is not type(values) or arrays_of(found) != arrays_of(values):
-            require_together(f"DistributedMatrix.{call}", x=found, values=values)
-        if not found.ndim or found.shape[-1] != length:
+        if type(plain) is not type(values) or arrays_of(plain) != arrays_of(values):
+            require_together(f"DistributedMatrix.{call}", x=plain, values=values)
+        if not plain.ndim or plain.shape[-1] != length:
             raise ValueError(
                 f"DistributedMatrix.{call}: expected an array of shape (..., {length}), rank {self._channel.rank}'s part "
-                f"of {self.shape[axis]}, but got {found.shape}."
+                f"of {self.shape[axis]}, but got {plain.shape}."
             )
         return x
 
 
 class Transposed:
-    """The transpose of a `DistributedMatrix`, with the methods `matvec`, `rmatvec` and `solve`; `T` is the matrix."""
+    """The transpose of a `DistributedMatrix` `T`, with the methods `matvec`, `rmatvec` and `solve`."""
 
     def __init__(self, matrix: DistributedMatrix):
         self.T = matrix
@@ -506,7 +508,7 @@ class GatheredFactors:
     def __init__(self, matrix: DistributedMatrix):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
-        # Only rank 0 detects a singular matrix. All ranks raise together, since the others would wait for rank 0.
+        # Only rank 0 detects a singular matrix. All ranks raise, since the other ranks would wait for rank 0.
         with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
             if whole is not None:
                 self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")

@@ -46,7 +46,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         x = np.where(nonzero, system.rows(x0) / units, 0.0).astype(b.dtype)
         r, norms = _true_residual(system, b, x)
     system.note(norms)
-    # With left preconditioning, the method uses another residual, so the true residual must meet the tolerance itself.
+    # With left preconditioning, the method uses the preconditioned residual, so the true residual gets no slack.
     restarts_without_progress, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
         converged = method(system, x, r, norms, targets)
@@ -84,8 +84,8 @@ def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, converged: 
     else:
         problem = f"it stalls: the residual{name} stays at {norm:.3e}, but must fall to {target:.3e}"
         advice = "Try a larger restart, a better preconditioner, or another method."
-    found = diagnosis(system)
-    system.fail(f"{problem}: {found}" if found else f"{problem}. {advice}")
+    cause = diagnosis(system)
+    system.fail(f"{problem}: {cause}" if cause else f"{problem}. {advice}")
 
 
 _SEED = 20250101
@@ -110,7 +110,7 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
 
 
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
-    """Return an estimate of the smallest norm of the residual of a rounded solution, for each system."""
+    """Return an estimate, for each system, of the norm of the residual that is due to rounding of the solution."""
     # Rounding changes each entry of x by up to half a unit in the last place, so the residual changes by about eps A (±x),
     # with random signs. The factor `_MARGIN` accounts for several such errors in an iteration.
     image = system.apply((_signs(x, 0) * x).astype(x.dtype))
@@ -119,13 +119,13 @@ def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.nda
 
 def require_unique(system: System, x: LocalArray, targets: np.ndarray) -> None:
     """Raise on all ranks if the solution isn't unique, since the operator maps constants to zero."""
-    # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose,
-    # this may happen with a nonsingular operator; another product shows whether the image of a constant is only rounding.
+    # One product shows whether x plus a constant of the size of x also meets the tolerance. If the tolerance is loose, it
+    # may do so even if the operator is nonsingular; another product shows if the image of a constant is a rounding error.
     image = system.apply(np.ones_like(x))
     # The number of entries is needed for the mean square of the solution.
     local = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
-    squares, image_squares, total = np.real(system.sums(local)).reshape(3, -1)
-    change = np.sqrt(squares * image_squares / np.maximum(total, 1.0))
+    squares, image_squares, entries = np.real(system.sums(local)).reshape(3, -1)
+    change = np.sqrt(squares * image_squares / np.maximum(entries, 1.0))
     doubtful = (squares > 0.0) & (change <= targets)
     if doubtful.any():
         image = system.apply(_signs(x, 0).astype(x.dtype))
@@ -135,14 +135,14 @@ def require_unique(system: System, x: LocalArray, targets: np.ndarray) -> None:
 
 
 def diagnosis(system: System) -> str:
-    """Return a description of a problem of the operator after a failed solve; empty if no problem is found."""
+    """Return a description of a problem of the operator after a failed solve; empty if no problem is detected."""
     like = system.full(0.0)
-    one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
-    # The images of zero, of a constant, of two fields, and of their sum, which is the sum of their images if A is linear.
-    images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
+    field_1, field_2 = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
+    # The images of zero, of a constant, of two fields, and of the sum of the two fields.
+    images = [system.apply(v) for v in (like, np.ones_like(like), field_1, field_2, field_1 + field_2)]
     squares = np.real(system.dots(*[(v, v) for v in images]))
     gap = images[4] - images[2] - images[3]
-    nonlinear, forth, back = system.dots((gap, gap), (other, images[2]), (images[3], one))
+    nonlinear, product_12, product_21 = system.dots((gap, gap), (field_2, images[2]), (images[3], field_1))
     scale = squares[2] + squares[3]
     if (squares[0] > 0.0).any() or (nonlinear.real > 1e-6 * scale).any():
         return "matvec isn't linear in u, as it must be. Does it add a boundary value or a source? Add it to b instead."
@@ -153,7 +153,7 @@ def diagnosis(system: System) -> str:
     contrast = _contrast(system, images[2], images[3], scale / system.length)
     if constant and not contrast:
         return _SINGULAR + "."
-    if system.settings.method == "cg" and (np.abs(forth - back) > 1e-6 * np.sqrt(scale * system.length)).any():
+    if system.settings.method == "cg" and (np.abs(product_12 - product_21) > 1e-6 * np.sqrt(scale * system.length)).any():
         return "the operator isn't symmetric. Take method='gmres' or 'bicgstab'."
     if contrast:
         return (
@@ -163,15 +163,15 @@ def diagnosis(system: System) -> str:
     return ""
 
 
-def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarray) -> float:
+def _contrast(system: System, image_1: LocalArray, image_2: LocalArray, mean: np.ndarray) -> float:
     """Return the factor by which some rows of the operator are smaller than the mean; 0 if few rows are very small."""
-    squares = np.abs(one) ** 2 + np.abs(other) ** 2
-    low = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
-    local = [on_host(np.sum(rows, axis=1)) for rows in (low, np.where(low, squares, 0.0))]
+    squares = np.abs(image_1) ** 2 + np.abs(image_2) ** 2
+    is_small = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
+    local = [on_host(np.sum(rows, axis=1)) for rows in (is_small, np.where(is_small, squares, 0.0))]
     count, total = np.real(system.sums(np.array(local, float)))
     # With random signs, entries cancel in at most about one row in sixteen.
-    found = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
-    return float(np.max(np.where(count > 0.2 * system.length, found, 0.0)))
+    factors = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
+    return float(np.max(np.where(count > 0.2 * system.length, factors, 0.0)))
 
 
 def _rounding_squared(dtype: np.dtype) -> float:
@@ -179,5 +179,5 @@ def _rounding_squared(dtype: np.dtype) -> float:
 
 
 def _signs(like: LocalArray, number: int) -> LocalArray:
-    # The signs may be the same on all ranks.
+    # The signs may be equal on different ranks.
     return on_device_of(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)

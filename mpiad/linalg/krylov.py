@@ -2,8 +2,8 @@
 
 The preconditioned conjugate gradient method takes one reduction per iteration, for all inner products: A is applied to the
 preconditioned residual z, and A p, for the search direction p, follows from A z by the recurrence of p. On many ranks, a
-reduction costs more than the two additional vector updates. Near the end, an additional reduction computes the norm of
-the residual first; if it meets the tolerance, the preconditioner and A aren't applied again.
+second reduction would cost more than the additional vector updates. Near the end, an additional reduction computes the
+norm of the residual; if it meets the tolerance, the preconditioner and A aren't applied again.
 
 References
 ----------
@@ -67,7 +67,7 @@ class _Basis:
         inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
         self.vectors[:, j + 1] = w * column(w, inverse)
         self.steps[active] = j + 1
-        # If the remainder is zero, the space can't grow; the true residual shows whether the space contains the solution.
+        # If the remainder is zero, the space can't grow; the true residual shows whether it contains the solution.
         self.complete |= active & (norm == 0.0)
 
     def _products(self, system: System, basis: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
@@ -92,14 +92,14 @@ class _Basis:
 
     def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Return each system's minimal norm of the residual after step j, and `before` for inactive systems."""
-        found = before.copy()
+        norms = before.copy()
         # The residual is the projection of the first unit vector on the last column of Q, which is orthogonal to H.
         q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
-        found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
+        norms[active] = np.abs(q[:, 0, -1]) * self.norms[active]
         for c in np.flatnonzero(active & self.complete).tolist():
             # For a singular operator, the columns of H may be dependent, so that Q can't be used.
-            found[c] = self._least_squares(c)[1]
-        return found
+            norms[c] = self._least_squares(c)[1]
+        return norms
 
     def _least_squares(self, c: int) -> tuple[np.ndarray, float]:
         steps = self.steps[c]
@@ -208,7 +208,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
     p, s = np.zeros_like(r), np.zeros_like(r)
     # Initially infinite, so that β is zero in the first iteration.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
-    min_steps, before, norm_known = np.full(len(x), np.inf), norms, True
+    min_steps, norms_before, norm_known = np.full(len(x), np.inf), norms, True
     while not (norm_known and (norms <= targets).all()):
         z = system.precondition(r)
         w = system.apply(z)
@@ -217,7 +217,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         system.require_finite(rz, z, "the result of preconditioner")
         system.require_finite(wz, w, "the result of matvec")
         if not norm_known:
-            before, norms = norms, np.sqrt(rr.real)
+            norms_before, norms = norms, np.sqrt(rr.real)
             system.note(norms)
             if (norms <= targets).all():
                 break
@@ -225,12 +225,10 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         require_iterations(system, targets)
         invalid = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
         if invalid.any():
-            found = complex(rz[invalid][0])
-            shown = f"{found.real:.3e}" if found.imag == 0.0 else f"{found:.3e}"
-            system.fail(
-                f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a nonzero residual r"
-            )
-        # A converged system takes no step; its direction restarts from the preconditioned residual.
+            product = complex(rz[invalid][0])
+            text = f"{product.real:.3e}" if product.imag == 0.0 else f"{product:.3e}"
+            system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {text} for a nonzero residual r")
+        # In a converged system, the step is zero, and the direction is the preconditioned residual.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
@@ -241,11 +239,11 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # If the next norm would meet the target after a decrease by the same factor as in the last step, it is computed
-        # now, by an additional reduction.
-        norm_known = bool((norms * norms <= 2.0 * targets * before).all())
+        # If the norm would meet the target after a decrease by the same factor as in the last step, it is computed by an
+        # additional reduction.
+        norm_known = bool((norms * norms <= 2.0 * targets * norms_before).all())
         if norm_known:
-            before, norms = norms, system.norms(r)
+            norms_before, norms = norms, system.norms(r)
             system.note(norms)
     return True
 
@@ -253,16 +251,16 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
 def _require_curvature(
     system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, min_steps: np.ndarray, active: np.ndarray
 ) -> np.ndarray:
-    """Check that the curvature p·Ap is positive; return the smallest step lengths of all iterations so far."""
+    """Check that the curvature p·Ap is positive; return each system's smallest step length so far."""
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
-        found = complex(wz[active][0])
-        system.fail(f"it needs a Hermitian operator, but z·Az = {found:.3e} is not real. Take method='gmres'")
+        value = complex(wz[active][0])
+        system.fail(f"it needs a Hermitian operator, but z·Az = {value:.3e} is not real. Take method='gmres'")
     invalid = active & (curvature <= 0.0)
     if invalid.any():
-        found = float(curvature[invalid][0])
+        value = float(curvature[invalid][0])
         cause = "it is indefinite or not symmetric. Is its sign right, and the sign of its coefficients, such as κ?"
-        cause = cause if found else "it is singular."
-        problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a nonzero p"
+        cause = cause if value else "it is singular."
+        problem = f"it needs a symmetric positive definite operator, but p·Ap = {value:.3e} for a nonzero p"
         system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
     # The operator maps the direction of such a long step to zero, up to rounding.

@@ -1,8 +1,8 @@
 """`newton`: the solution of a distributed nonlinear system, differentiated by the implicit function theorem.
 
 F(u, p) = 0 implies J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. So a tangent takes one linear solve. A
-cotangent also takes one: Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of `linalg.solve`, with the product by J as
-`matvec` and with u among the parameters, so the solves can be differentiated again.
+cotangent also takes one: Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both solves use the operator of `linalg.solve`; `matvec` is the
+product with J, and u is one of the parameters, so the solves can be differentiated again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 # Inexact Newton method with a line search.
 #
 # A step reduces the residual of the linear model to a fraction η. The nonlinear residual must decrease by a small part of
-# the predicted decrease; otherwise the step is shortened to the minimum of a parabola through the known values. Near the
-# root, full steps are taken, and η is proportional to the square of the ratio of residuals: convergence is quadratic.
+# the predicted decrease; otherwise the step is shortened to the minimum of a parabola that interpolates squared norms. Near
+# the root, full steps are taken, and η is proportional to the squared ratio of successive norms: convergence is quadratic.
 
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
 _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
@@ -71,17 +71,17 @@ def find_root(
         system.usable = system.block(u)
         step = _newton_step(system, linear(system.block(u), tolerance), METHODS[settings.method], u, f)
         before = norm
-        found = _search(system, u, step, norm, tolerance)
-        if found is not None:
-            u, f, norm = found
+        accepted = _search(system, u, step, norm, tolerance)
+        if accepted is not None:
+            u, f, norm = accepted
             system.note(np.array([norm]))
         reference = system.history[-1 - _PATIENCE :][0]
         stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * reference
-        if found is None or stalled:
-            # The residual may exceed the target if this is only an effect of rounding u.
+        if accepted is None or stalled:
+            # A residual above the target is accepted if it is only an effect of rounding u.
             if norm <= rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
                 break
-            if found is None:
+            if accepted is None:
                 system.fail(
                     f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: its norm "
                     "has a minimum but no root, or a kink. Start nearer to the solution, for example from the solution "
@@ -92,7 +92,7 @@ def find_root(
                 f"to {norm:.3e}, but it must fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) shows whether "
                 "the derivative is right; if it is, start nearer to the solution"
             )
-        # Choice 2 of Eisenstat and Walker, with γ = 0.9 and α = 2, and their safeguard against too small tolerances.
+        # Choice 2 of Eisenstat and Walker, with γ = 0.9 and α = 2, and the safeguard of the paper against small tolerances.
         safeguard, forcing = 0.9 * forcing**2, 0.9 * (norm / before) ** 2
         forcing = min(max(forcing, safeguard) if safeguard > 0.1 else forcing, _LARGEST_FORCING)
     system.settle()
@@ -109,7 +109,7 @@ def _newton_step(system: System, linear: System, method: Method, u: LocalArray, 
             raise
         system.fail(f"{failure} ({error})")
     lengths = np.sqrt(np.real(system.dots((step, step), (u, u), (f, f))[:, 0]))
-    # If a step is very long, the Jacobian may be singular to working precision; one more product shows whether it is.
+    # If a step is very long, one more product shows whether the Jacobian is singular to working precision.
     if lengths[0] > _LONG_STEP * (lengths[1] + lengths[2]):
         if rounding_floor(linear, step, np.zeros(1))[0] > lengths[2]:
             system.fail(f"{failure}: the Jacobian is singular to working precision. {diagnosis(linear)}")
@@ -124,17 +124,17 @@ def _search(
     while length > _SHORTEST:
         new = u + np.zeros(0, u.dtype).real.dtype.type(length) * step
         f = system.apply(new)
-        found = float(system.norms(f)[0])
-        if found <= (1.0 - _SUFFICIENT * length * (1.0 - tolerance)) * norm:
-            return new, f, found
-        # The minimum of the parabola that has the squared norms at 0 and at this length, and the known slope at 0.
-        shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
+        new_norm = float(system.norms(f)[0])
+        if new_norm <= (1.0 - _SUFFICIENT * length * (1.0 - tolerance)) * norm:
+            return new, f, new_norm
+        # The minimum of the parabola through the squared norms at 0 and at this length, with the slope at 0 of the model.
+        shorter = 0.1 if not np.isfinite(new_norm) else norm**2 * length / (new_norm**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
 
 
 _CALL = "linalg.newton"
-_DERIVATIVE_RTOL = 1e-10  # relative tolerance of derivatives if the user passes only an absolute one
+_DERIVATIVE_RTOL = 1e-10  # relative tolerance of the solves of derivatives if `rtol` is zero
 
 
 @opaque
@@ -157,14 +157,14 @@ def newton(
 ) -> LocalArray:
     """Solve residual(u, params) = 0 by Newton's method, with a block of u on each rank.
 
-    The linear systems are solved only as accurately as needed (Eisenstat and Walker's second choice), with Jacobian
-    products by forward mode. Each step is shortened until the residual decreases.
+    The tolerance of each linear system is Eisenstat and Walker's second choice; products with the Jacobian use forward
+    mode. Each step is shortened until the residual decreases.
 
     Parameters
     ----------
     residual : callable
         ``residual(u, *params)`` returns this rank's block of the residual. It may communicate, and is written with
-        autograd.numpy and this library's functions. The variables of derivatives must be among the params.
+        autograd.numpy and this library's functions. Arrays to differentiate with respect to must be among the params.
     u0 : array of float32, float64, complex64 or complex128
         This rank's block of the initial guess. No derivative flows through it.
     *params : pytree of arrays
@@ -178,8 +178,8 @@ def newton(
         As in `solve`.
     rtol, atol : float
         The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(residual at u0), atol)``, or to the
-        level of rounding. In the linear systems of derivatives, the norm of the residual must fall to ``rtol`` times that
-        of the right-hand side.
+        level of rounding. In the linear systems of derivatives, the norm of the residual must fall to ``rtol`` (1e-10 if
+        `rtol` is zero) times the norm of the right-hand side.
     maxiter : int
         Maximum number of steps.
     linear_maxiter : int, optional
@@ -196,7 +196,7 @@ def newton(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid, or if the result of `residual` isn't like `u0`, or isn't finite at `u0`.
+        On all ranks, if an argument is invalid, or if `residual` doesn't return finite floats of the shape of `u0` at `u0`.
     Exception
         On all ranks, if a user function raises it on any rank; the other ranks raise an exception with the same type and
         text. If other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
@@ -235,7 +235,7 @@ def newton(
     def arguments(all_leaves: Tree) -> tuple:
         return all_leaves[0], *build(all_leaves[1:])
 
-    jacobian = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, talkers=set())
+    jacobian = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, communicated=set())
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), jacobian))
 
 

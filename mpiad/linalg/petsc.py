@@ -41,13 +41,13 @@ def solve(
     verify: bool = True,
     comm: Comm = None,
 ) -> LocalArray:
-    """Solve A(params) u = b with PETSc, with a block of u and b on each rank; derivatives as in `mpiad.linalg.solve`.
+    """Solve A(params) u = b with PETSc, with blocks of u and b on each rank; derivatives as in `mpiad.linalg.solve`.
 
     Parameters
     ----------
     operator : callable or DistributedMatrix
-        ``operator(u, *params)``, like the `matvec` of `linalg.solve`, which PETSc uses as a shell matrix; or a sparse
-        matrix, which all preconditioners of PETSc accept.
+        A function ``operator(u, *params)``, like the `matvec` of `linalg.solve`, which PETSc uses as a shell matrix; or a
+        sparse matrix, which PETSc's preconditioners accept.
     b : array
         This rank's block of the right-hand side. Its dtype is PETSc's scalar type, float64 or complex128.
     *params : pytree of arrays
@@ -68,7 +68,7 @@ def solve(
     Exception
         On all ranks, if `operator` raises it on any rank, as in `solve`.
     TypeError, ValueError, ConvergenceError
-        On all ranks, as in `solve`. If PETSc fails, the message contains its name of the reason.
+        On all ranks, as in `solve`. If PETSc fails, the message contains PETSc's name of the reason.
 
     Ranks
     -----
@@ -116,8 +116,8 @@ def _arg_error(petsc: ModuleType, operator: object, b: LocalArray, params: tuple
                 "mpiad.device.to_host, and the result back with mpiad.device.to_device; linalg.solve runs on devices."
             )
     if not isinstance(b, np.ndarray) or b.dtype != scalar:
-        integer_type = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
-        return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {integer_type}.")
+        dtype = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
+        return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {dtype}.")
     return settings_error(settings, ("petsc",), b.ndim)
 
 
@@ -172,7 +172,7 @@ def _method(
 def _shell(petsc: ModuleType, group: Channel, system: System) -> Any:
     class Context:
         def mult(self, matrix: Array, x: Array, y: Array) -> None:
-            # The vector is copied, since PETSc owns its memory, and the user's operator may keep its argument.
+            # The vector is copied, since PETSc owns its memory, and the user's operator may store its argument.
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
@@ -185,5 +185,5 @@ def _assemble(petsc: ModuleType, group: Channel, matrix: DistributedMatrix, valu
     size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
     integer_type = petsc.IntType
     csr = rows.indptr.astype(integer_type), rows.indices.astype(integer_type), rows.data.astype(petsc.ScalarType)
-    found = petsc.Mat().createAIJ(size, csr=csr, comm=group.user)
-    return found.transpose() if transposed else found
+    assembled = petsc.Mat().createAIJ(size, csr=csr, comm=group.user)
+    return assembled.transpose() if transposed else assembled

@@ -1,8 +1,9 @@
 """`eigsh`: the largest eigenvalues of A u = λ B u by a randomized algorithm; A and B are given as matrix-vector products.
 
 First, B⁻¹A is applied to k + p random directions, and the results are orthonormalized in the inner product of B. Second, A
-is projected onto their span. The error is small if the eigenvalues decay rapidly, as for Hessians A of data misfits and
-precisions B of priors: if the ratio of successive eigenvalues is 0.8, the first 40 have relative errors of 1e-3 for p = 20.
+is projected onto the span of the results. The error is small if the eigenvalues decay rapidly, as for Hessians A of data
+misfits and precisions B of priors: if the ratio of successive eigenvalues is 0.8, the first 40 have relative errors of 1e-3
+for p = 20.
 
 References
 ----------
@@ -29,7 +30,7 @@ from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.exits.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
-_ASYMMETRY = 1e-3  # accepted asymmetry of a projected matrix, relative to its norm: products may contain inexact solves
+_ASYMMETRY = 1e-3  # largest asymmetry of a projected matrix, relative to its norm: products may contain inexact solves
 _DEPENDENT = 1e-15  # vectors are dependent if an eigenvalue of their Gram matrix is below this fraction of the largest
 _BATCH = 16  # number of vectors per product; a product needs memory for about ten times as many vectors
 
@@ -145,7 +146,7 @@ def ritz_pairs(
                 f"{np.shape(seed)}."
             )
         if (mass is None) != (mass_solve is None):
-            raise ValueError(f"{_CALL}: mass and mass_solve must be given together, but got one of them.")
+            raise ValueError(f"{_CALL}: mass and mass_solve must be passed together, but got only one of them.")
     seed_name = seed if isinstance(seed, (int, np.integer)) else "directions"
     mass_name = "given" if mass else None
     require_same(group, f"k={k}, oversample={oversample}, seed={seed_name}, mass={mass_name}, batch={batch}", _CALL)
@@ -160,7 +161,7 @@ def ritz_pairs(
         samples = np.asarray(seed)[:size]
         images = _products(failures, "product", product, samples, batch)
         range_vectors = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
-        # `images` are the products of B with `range_vectors`.
+        # B `range_vectors` = `images`, so the first orthonormalization needs no product with B.
         basis = _combined(_orthonormal(group, range_vectors, images), range_vectors)
         for _ in range(2):  # twice, since orthonormalization by a Gram matrix loses half of the digits
             weighted = basis if mass is None else _products(failures, "mass", mass, basis, batch)
@@ -168,15 +169,15 @@ def ritz_pairs(
         projected = _gram(group, basis, _products(failures, "product", product, basis, batch))
         asymmetry = np.linalg.norm(projected - projected.T)
         if not asymmetry <= _ASYMMETRY * np.linalg.norm(projected):
-            found = f"its projection differs from its transpose by {asymmetry:.3e}, of {np.linalg.norm(projected):.3e}"
-            raise agreed(group, ValueError(f"{_CALL}: product must be symmetric, but {found}."))
+            problem = f"its projection differs from its transpose by {asymmetry:.3e}, of {np.linalg.norm(projected):.3e}"
+            raise agreed(group, ValueError(f"{_CALL}: product must be symmetric, but {problem}."))
         values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
         order = np.argsort(values)[::-1][:k]
         return EigenPairs(values[order], _combined(vectors[:, order], basis)), float(values[0])
 
 
 def _products(failures: DeferredFailures, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:
-    found = []
+    images = []
     for part in [vectors[k : k + _BATCH] for k in range(0, len(vectors), _BATCH)] if batch else list(vectors):
         image = failures.attempt(
             name, lambda v: np.asarray(product(v), dtype=float), part, again=partial(np.zeros_like, part)
@@ -184,23 +185,23 @@ def _products(failures: DeferredFailures, name: str, product: Product, vectors: 
         if image is not None and image.shape != part.shape:
             shapes = f"the shape of its argument, {part.shape}, but returned one of {image.shape}"
             failures.note(ValueError(f"{_CALL}: {name} must return an array of {shapes}. Does it belong to another grid?"))
-        found.append(part if image is None else image)
+        images.append(part if image is None else image)
     failures.raise_together()
-    return np.concatenate(found) if batch else np.stack(found)
+    return np.concatenate(images) if batch else np.stack(images)
 
 
 def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
     return np.tensordot(coefficients.T, vectors, 1)
 
 
-def _gram(group: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
+def _gram(group: Channel, vectors_1: LocalArray, vectors_2: LocalArray) -> np.ndarray:
     """Return the inner products of all vectors of two sets, bitwise the same on all ranks."""
-    return _total(group, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
+    return _total(group, vectors_1.reshape(len(vectors_1), -1) @ vectors_2.reshape(len(vectors_2), -1).T)
 
 
 def _total(group: Channel, local: np.ndarray) -> np.ndarray:
     total = np.array(allreduce(group, local, SUM, _CALL))
-    group.data.Bcast(total, 0)  # the results of an all-reduction may differ between ranks by rounding
+    group.data.Bcast(total, 0)  # results of an all-reduction may differ between ranks by rounding errors
     if not np.all(np.isfinite(total)):
         raise agreed(group, ValueError(f"{_CALL}: a product isn't finite."))
     return total
@@ -212,8 +213,8 @@ def _orthonormal(group: Channel, vectors: LocalArray, weighted: LocalArray) -> n
     asymmetry, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
     if not asymmetry <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
-        found = f"vᵀ B v has the values {values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {asymmetry:.3e}"
-        text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {found}."
+        problem = f"vᵀ B v has the values {values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {asymmetry:.3e}"
+        text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {problem}."
         raise agreed(group, ValueError(text))
     independent = values > _DEPENDENT * values[-1]
     return rotation[:, independent] / np.sqrt(values[independent])

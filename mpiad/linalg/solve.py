@@ -27,8 +27,6 @@ from mpiad.transport.devices.device_arrays import is_device_array
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.exits.user_failures import DeferredFailures
 
-# The solution of a linear system as one operator, differentiated by the implicit function theorem.
-#
 # A(p) u = b implies A u̇ = ḃ - (∂A/∂p ṗ) u, so a tangent takes one solve. The transpose of this map follows from Aᵀ λ = ū:
 # the cotangent of b is λ, and the cotangent of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at
 # the solution. The iteration is never traced. Both rules use only this operator and the user's operator, so they can be
@@ -37,9 +35,9 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 # The adjoint of a system with Aᵀ is a system with A, and both cotangents of p are derivatives of λᵀ A u. So the
 # cotangent of p in the transposed system also comes from a reverse pass through A, with u and λ interchanged.
 #
-# An operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
+# The operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
 # preconditioner is the argument `preconditioner_transpose`, its attribute `T`, or the result of its method `transpose()`.
-# Without any of these, the preconditioner is used for both systems; if it isn't symmetric, more iterations are needed.
+# Otherwise the preconditioner is used for both systems; if it isn't symmetric, the adjoint takes more iterations.
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -56,8 +54,8 @@ class Problem(NamedTuple):
     transposed: bool = False  # whether the operator of the system is the transposed one
     # ``solver(params, transposed)`` returns the method of another library; if it is None, the method is in `METHODS`.
     solver: Callable[..., Method] | None = None
-    failures: DeferredFailures | None = None  # this rank's failures in the enclosing call, before the solve
-    talkers: set[str] | None = None  # names of the user functions that have communicated; see `DeferredFailures`
+    failures: DeferredFailures | None = None  # this rank's failures in the enclosing call; None: no enclosing call
+    communicated: set[str] | None = None  # names of user functions that have communicated; see `DeferredFailures`
 
     def derived(self, failures: DeferredFailures) -> Problem:
         """Return the problem for a tangent: the same operator, with zero as the initial guess."""
@@ -96,7 +94,7 @@ class Problem(NamedTuple):
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            # The operator is traced now, so that an exception of the user's function is raised before a reverse pass.
+            # The operator is traced here, so that an exception of the user's function is raised before a reverse pass.
             apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
             precondition = failures.attempt(
@@ -107,8 +105,8 @@ class Problem(NamedTuple):
         return System(apply, precondition, b, self.settings, failures=failures)
 
     def new_failures(self) -> DeferredFailures:
-        """Return an object that collects the failures of this rank's user functions in one call."""
-        return DeferredFailures(self.settings.comm, self.settings.call, self.talkers)
+        """Return a collector of the failures of this rank's user functions in one call."""
+        return DeferredFailures(self.settings.comm, self.settings.call, self.communicated)
 
 
 @custom_operator
@@ -119,9 +117,9 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
         method = METHODS[problem.settings.method]
     else:
         method = problem.solver(tuple(problem.build(leaves)), problem.transposed)
-    found = iterate(method, system, b, problem.start)
+    u = iterate(method, system, b, problem.start)
     system.settle()
-    return found
+    return u
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
@@ -133,7 +131,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
             zero = spec_like(stop_gradient(u)).zeros()
             return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
 
-        # In both cases, the function λᵀ A u of the parameters is differentiated, where A is the user's operator.
+        # In both cases, λᵀ A u is differentiated with respect to the parameters; A is the user's operator.
         if not problem.transposed:
             # The operator is traced before the solve, since the solve's first reduction reports exceptions to all ranks.
             pull = vjp_at(ans)
@@ -149,13 +147,13 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
 
 def param_cotangents(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
-    """Return the cotangents of a user function's arguments except the first; `left` is the cotangent of its result."""
-    found = failures.attempt("adjoint", pull, left) or [None]
+    """Return the cotangents of all arguments of a user function but the first; `left` is the cotangent of its result."""
+    cotangents = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
-        require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
+        require_transpose(stop_gradient(cotangents[0]), stop_gradient(g), problem.settings, failures)
     else:
         failures.raise_together()  # no reduction follows that would report failures
-    return list(found[1:])
+    return list(cotangents[1:])
 
 
 def solution_of_adjoint(g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures) -> LocalArray:
@@ -180,7 +178,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
 
 
 def direction_of(leaf: Array, tangent: Array) -> Array:
-    """Return the tangent of a leaf of the parameters for `make_jvp`; zero if there is none."""
+    """Return the tangent of a leaf of the parameters for `make_jvp`; zero if `tangent` is None."""
     # Python numbers have no dtype, so their zero tangents are Python numbers, too.
     return tangent_of(leaf, tangent) if np.ndim(stop_gradient(leaf)) or tangent is not None else 0.0
 
@@ -193,16 +191,16 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
     """Raise a ValueError on all ranks if Aᵀ λ, `transposed`, differs from g = A λ: A isn't symmetric."""
     gap = (np.nan if transposed is None else transposed) - g
     with restoring_state(), suspended():
-        own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
-        squares = mpi_allreduce(np.real(own).ravel().astype(np.float64), comm=settings.comm)
+        local = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
+        squares = mpi_allreduce(np.real(local).ravel().astype(np.float64), comm=settings.comm)
     if not np.isfinite(squares).all():
         failures.raise_together()
-    found, norm = np.sqrt(squares).tolist()
+    error, norm = np.sqrt(squares).tolist()
     # For ill-conditioned systems rounding errors may exceed the tolerance.
-    if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
+    if error > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
         text = (
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
-            f"Aᵀ λ - g has norm {found:.3e}, whereas g has {norm:.3e}: A isn't its own transpose, and the derivative would "
+            f"Aᵀ λ - g has norm {error:.3e}, whereas g has {norm:.3e}: A isn't its own transpose, and the derivative would "
             "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
         )
         raise agreed(channel(settings.comm, settings.call), ValueError(text))
@@ -262,21 +260,21 @@ def solve(
     comm: Comm = None,
     callback: Callable[[float], Any] | None = None,
 ) -> LocalArray:
-    """Solve A(params) u = b, with a block of u and b on each rank; differentiable by the implicit function theorem.
+    """Solve A(params) u = b, with blocks of u and b on each rank; differentiable by the implicit function theorem.
 
     Parameters
     ----------
     matvec : callable
         ``matvec(u, *params)`` returns this rank's block of A u, linear in u, from this rank's block of u. It may
         communicate, for example by `Domain.exchange`, and is written with autograd.numpy and this library's functions.
-        The variables of derivatives must be among the params, not in the function's closure. Products with the transpose
-        are derived from `matvec`, unless it has a method ``transpose(u, *params)``.
+        Arrays to differentiate with respect to must be among the params, not in the function's closure. Products with the
+        transpose are derived from `matvec`, unless it has a method ``transpose(u, *params)``.
     b : array of float32, float64, complex64 or complex128
         This rank's block of the right-hand side.
     *params : pytree of arrays
         The arguments of the operator; derivatives flow to all of them.
     method : {"cg", "gmres", "bicgstab"}
-        "cg" (conjugate gradients) is for symmetric (complex: Hermitian) positive definite operators, the others for any
+        "cg" (conjugate gradients) requires a symmetric (complex: Hermitian) positive definite operator, the others any
         nonsingular operator. An iteration takes one product and one reduction over all ranks, or two of each ("bicgstab").
     preconditioner : callable, optional
         ``preconditioner(r, *params)`` returns an approximation of this rank's block of A⁻¹ r, linear in r. A function with
@@ -294,7 +292,7 @@ def solve(
     maxiter : int, optional
         Maximum number of iterations; by default 10 times the number of unknowns, at most 10,000.
     restart : int
-        Number of iterations of "gmres" before a restart. "gmres" stores as many blocks.
+        Number of iterations of "gmres" between restarts; "gmres" stores this number of blocks plus one.
     x0 : array of the shape of `b`, optional
         Initial guess; zero by default. No derivative flows through it.
     batch : int
@@ -304,7 +302,7 @@ def solve(
         Whether to check at the end that the true residual is at most 10 times the tolerance, or due to rounding, and that
         the operator doesn't map constants to zero. Each check takes one product.
     comm : mpi4py intracommunicator, optional
-        The ranks that hold the system.
+        The ranks over which the system is distributed.
     callback : callable, optional
         ``callback(norm)`` is called on every rank after each iteration (except in the solves of derivatives).
 
@@ -345,7 +343,7 @@ def solve(
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None)
     leaves, build = flatten(params)
     start = None if x0 is None else stop_gradient(x0)
-    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, talkers=set())
+    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, communicated=set())
     problem = problem._replace(settings=agree_on(settings, _arg_error(problem, stop_gradient(b)), preconditioner))
     return solution(b, *leaves, problem=problem)
 

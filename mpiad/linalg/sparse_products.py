@@ -1,10 +1,10 @@
 """Products with a sparse matrix A whose rows are distributed over the ranks, differentiable to any order.
 
 They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: the
-derivative with respect to y is A x, that with respect to x is Aᵀ y, and that with respect to the values v consists of the
+derivative with respect to y is A x, with respect to x it is Aᵀ y, and with respect to the values v it consists of the
 products x_col(k) y_row(k). Since T is linear in each argument, the adjoints of each of these operators are the other two,
-so that derivatives of any order consist of the three operators. No factor is conjugated. SciPy computes the sums on the
-host, `SegmentSums` on devices.
+and derivatives of any order consist of the three operators. No factor is conjugated. The sums are computed by SciPy on the
+host, and by `SegmentSums` on devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpiad.transport import channel
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import arrays_of, contiguous, empty_like
 
-# Message tags, next to those of halos, below the limit of 32767 that MPI guarantees.
+# Message tags below the limit of 32767 that MPI guarantees.
 _TAG_INDICES, _TAG_FETCH, _TAG_ADD = 32741, 32742, 32743
 
 
@@ -46,7 +46,7 @@ class GhostPlan:
         requested[ranks] = counts
         with restoring_state(), suspended():
             sizes = mpi_alltoall(requested, comm=comm)
-            # Receives are posted first, so that MPI needn't buffer the messages.
+            # Receives are posted before the sends, so that MPI needn't buffer the messages.
             pending = [
                 (int(r), mpi_irecv(np.empty(sizes[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(sizes)
             ]
@@ -67,7 +67,7 @@ class GhostPlan:
         return ghosts
 
     def add_to_owners(self, ghosts: LocalArray, out: LocalArray) -> None:
-        """Add each ghost to the owner's entry, in the owner's `out`: the transpose of `fetch`; collective."""
+        """Add each ghost to its entry in the owner's `out`: the transpose of `fetch`; collective."""
         pending = []
         for r, indices in self._destinations(out):
             buffer = empty_like(out, (*out.shape[:-1], len(indices)))
@@ -154,7 +154,7 @@ def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray
 
 
 def _entry_products(values: LocalArray, of_vector: LocalArray) -> LocalArray:
-    """Return the elementwise product of matrix values and vector entries on a device, followed by a zero."""
+    """Return the elementwise products of matrix values and vector entries on a device, followed by a zero."""
     xp: Any = arrays_of(values)
     lead, count = of_vector.shape[:-1], of_vector.shape[-1]
     out = xp.empty((*lead, count + 1), np.result_type(values.dtype, of_vector.dtype))
@@ -215,8 +215,8 @@ class SegmentSums:
     """Segmented sums on a device, in a fixed order; `segments` contains, for each entry, the number of its segment.
 
     Atomic additions would sum in an unspecified order. Instead, segments of similar lengths are the columns of a table,
-    padded with zeros, whose rows are added. The lengths in a table differ by less than a factor of two, so less than half
-    of the table is padding.
+    padded with zeros, and the rows of the table are added. Lengths in a table differ by less than a factor of two, so less
+    than half of the table is padding.
     """
 
     def __init__(self, segments: np.ndarray, count: int):

@@ -1,8 +1,8 @@
 """`System`: a linear system during its solution, with checked calls of the user's operator, and sums over all ranks.
 
-The iterative methods work on k systems at once, the rows of arrays of shape (k, n); user functions get arrays of the
+The iterative methods work on k systems at once, as the rows of arrays of shape (k, n); user functions get arrays of the
 shape of b. If the operator fails on a rank (it raises an exception, or returns NaN or another shape), this rank adds NaN
-to the next sum, so that the sum is NaN on all ranks. Then the ranks exchange the reasons: see
+to the next sum, so that the sum is NaN on all ranks. Then the ranks exchange the exceptions: see
 `transport.exits.user_failures`.
 """
 
@@ -44,7 +44,7 @@ class Settings(NamedTuple):
     batch: int = 0  # number of leading axes of b that index systems
     verify: bool = True  # whether to check the result by additional products
     call: str = "linalg.solve"  # name of the public function, for error messages
-    probe: bool = True  # whether to check if the null space contains constants; False for derivatives
+    probe: bool = True  # whether to check if the null space contains constants; False in solves of derivatives
     with_x0: bool = False  # whether there is an initial guess
     # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
@@ -95,7 +95,7 @@ def _is_count(value: Any, minimum: int = 1, maximum: float = math.inf) -> bool:
 
 def preconditioner_error(functions: Iterable[Any], b: object) -> Exception | None:
     """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, else None."""
-    # This is checked before a call: if one rank raised during the call, the other ranks would wait for its messages.
+    # The check precedes the call: if a rank raised during the call, the other ranks would wait for its messages.
     errors = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in errors if error is not None), None)
 
@@ -141,7 +141,7 @@ class System:
         return rows.reshape(self._shape)
 
     def apply(self, u: LocalArray) -> LocalArray:
-        """Return the operator's product with this rank's rows, filled with NaN if the operator fails."""
+        """Return the operator's product with this rank's rows; NaN if the operator fails."""
         self._may_have_raised = True
         return self._called(self._apply, u, self._name)
 
@@ -151,12 +151,12 @@ class System:
         return r if self._precondition is None else self._called(self._precondition, r, "preconditioner")
 
     def _called(self, fun: Function, rows: LocalArray, name: str) -> LocalArray:
-        known = self.usable if name == self._name else None
-        again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
+        usable_arg = self.usable if name == self._name else None
+        again = (lambda: self.block(self.full(0.0))) if usable_arg is None else (lambda: usable_arg)
         out, on_device = self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), self._xp is not None
-        usable = (arrays_of(out) == self._xp if on_device else isinstance(out, np.ndarray)) and out.shape == self._shape
+        is_usable = (arrays_of(out) == self._xp if on_device else isinstance(out, np.ndarray)) and out.shape == self._shape
         # A complex product of a real system is an error, since its imaginary part would be lost.
-        if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
+        if is_usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             rows = out.astype(self.dtype, copy=False)
             rows = self._xp.contiguous(rows) if on_device else np.ascontiguousarray(rows)
             return rows.reshape(self.count, self.length)
@@ -174,11 +174,11 @@ class System:
             )
         on_device = self._xp is not None
         if is_device_array(out) != on_device or not (on_device or isinstance(out, np.ndarray)):
-            wanted, advice = "an array", ""
+            expected, advice = "an array", ""
             if on_device or is_device_array(out):
-                wanted += " on the device of b" if on_device else " on the host, as b is"
+                expected += " on the device of b" if on_device else " on the host, as b is"
                 advice = " Copies are never implicit: see mpiad.device.to_device and to_host."
-            return TypeError(f"{subject} must return {wanted}, but returned {named(out)}.{advice}")
+            return TypeError(f"{subject} must return {expected}, but returned {named(out)}.{advice}")
         if out.shape != self._shape:
             shape = f"the shape of b, {self._shape} on this rank"
             return ValueError(f"{subject} must return an array of {shape}, but returned {out.shape}.")
@@ -195,7 +195,7 @@ class System:
         return np.full(shape, value, self.dtype) if self._xp is None else self._xp.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-        """Return inner products x* y of pairs (x, y) of rows over all ranks, shape (pairs, k). For errors see `sums`."""
+        """Return inner products x* y, over all ranks, of pairs (x, y) of rows, shape (pairs, k). For errors see `sums`."""
         return self.sums(inner(*pairs))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
@@ -225,15 +225,15 @@ class System:
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the residuals' target norms, and the norms of `b`; `b` may be scaled in place. Set the iteration limit."""
-        own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
-        squares, size, unknowns = np.split(self.sums(own), [self.count, 2 * self.count])
+        local = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
+        squares, size, unknowns = np.split(self.sums(local), [self.count, 2 * self.count])
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
         # If squares of a row of b or of its residuals would overflow or underflow, the row is divided by a power of two,
         # which causes no rounding errors. `iterate` multiplies the solution by this power.
-        edge = float(np.finfo(self.dtype).tiny) ** 0.25
-        if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
+        bound = float(np.finfo(self.dtype).tiny) ** 0.25
+        if ((size > 0.0) & ((size < bound) | (size > 1.0 / bound))).any():
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
             b /= column(b, self.units.astype(b.real.dtype))
             squares = np.real(self.dots((b, b))[0])
@@ -241,7 +241,7 @@ class System:
         return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
 
     def note(self, norms: np.ndarray) -> None:
-        """Append the norm of all systems' residuals together to the history, and call the user's callback."""
+        """Append the norm of the residual of all systems together to the history, and call the user's callback."""
         norm = math.hypot(*(norms * self.units).tolist())
         self.history.append(norm)
         if len(self.history) > 1:
@@ -250,7 +250,7 @@ class System:
                 self.failures.attempt("callback", self.settings.callback, norm)
 
     def require_finite(self, sums: np.ndarray, array: LocalArray, name: str) -> None:
-        """Raise an error on all ranks if sums over an array aren't finite; it names a rank with NaN or infinities."""
+        """Raise on all ranks if sums over an array aren't finite; the error names a rank with NaN or infinities."""
         if np.isfinite(sums).all():
             return
         # The sums are the same on all ranks, so all ranks raise.
@@ -293,7 +293,7 @@ def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tu
     """Return the residual that the method uses, its norms, and their ratios to the norms of the true residual."""
     if system.settings.side != "left" or not system.settings.preconditioned:
         return r, norms, np.ones_like(norms)
-    preconditioned = system.precondition(r)
-    found = system.norms(preconditioned)
-    system.require_finite(found, preconditioned, "the result of preconditioner")
-    return preconditioned, found, np.where((norms > 0.0) & (found > 0.0), found / np.where(norms > 0.0, norms, 1.0), 1.0)
+    z = system.precondition(r)
+    z_norms = system.norms(z)
+    system.require_finite(z_norms, z, "the result of preconditioner")
+    return z, z_norms, np.where((norms > 0.0) & (z_norms > 0.0), z_norms / np.where(norms > 0.0, norms, 1.0), 1.0)

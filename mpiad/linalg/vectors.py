@@ -1,7 +1,7 @@
 """Operations on the vectors of several systems, and checks that all are on the host, or all on one device.
 
 *Rows* are arrays of shape (k, n), on the host or on a device, with one row per system. *Numbers*, one per row, are always
-on the host; if they are computed on a device, they are copied once per reduction. `add_scaled` and `scale_and_add` work in
+on the host; numbers that are computed on a device are copied once per reduction. `add_scaled` and `scale_and_add` work in
 place.
 """
 
@@ -19,7 +19,7 @@ from mpiad.transport.resources import combination, vdot, vdots
 
 
 def on_device_of(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return a few numbers as an array on the device of the rows, in the rows' dtype or a wider dtype."""
+    """Return numbers as an array on the host or device of the rows, in the rows' dtype or a wider dtype."""
     xp = arrays_of(rows)
     return numbers if xp is None else xp.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
 
@@ -38,12 +38,12 @@ def on_host(x: Array) -> np.ndarray:
 
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Add to each row of `y` (k, n), in place, the row of `x` times the row's number in `a` (k,)."""
+    """Compute y += a x in place, for rows y and x (k, n) and one number in `a` (k,) per row."""
     y += column(y, a.astype(y.dtype)) * x
 
 
 def scale_and_add(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Multiply each row of `y` by the row's number in `a` (k,), and add the row of `x`, in place."""
+    """Compute y = a y + x in place, for rows y and x (k, n) and one number in `a` (k,) per row."""
     y *= column(y, a)
     y += x
 
@@ -56,14 +56,14 @@ def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
 
 
 def products(basis: LocalArray, v: LocalArray) -> LocalArray:
-    """Return this rank's part of the inner products x* v of each system's j vectors x (k, j, n) with its row of v."""
+    """Return this rank's part of inner products x* v, for j vectors x per system (k, j, n) and v (k, n); shape (k, j)."""
     if type(basis) is np.ndarray:
         return np.stack([vdots(vectors, x) for vectors, x in zip(basis, v)])
     return ((basis.conj() if basis.dtype.kind == "c" else basis) @ v[:, :, None])[:, :, 0]
 
 
 def combined(basis: LocalArray, numbers: np.ndarray) -> LocalArray:
-    """Return the linear combination of each system's vectors (k, j, n) with its coefficients (k, j); shape (k, n)."""
+    """Return the linear combination of the vectors (k, j, n) of each system with coefficients (k, j); shape (k, n)."""
     if type(basis) is np.ndarray:
         return np.stack([combination(coefficients, vectors) for coefficients, vectors in zip(numbers, basis)])
     return (on_device_of(basis, numbers)[:, None] @ basis)[:, 0]
@@ -73,7 +73,7 @@ def lengths(x: LocalArray) -> np.ndarray:
     """Return the norm of this rank's part of each row, even if squares overflow or underflow."""
     if not x.shape[1]:
         return np.zeros(len(x))
-    if type(x) is np.ndarray and x.dtype.char in "fF":  # in double precision their squares neither overflow nor underflow
+    if type(x) is np.ndarray and x.dtype.char in "fF":  # in double precision, squares neither overflow nor underflow
         wide = x.astype(np.result_type(x.dtype, float))
         return np.sqrt(inner((wide, wide))[0].real)
     size = np.abs(x).astype(float)
@@ -83,24 +83,24 @@ def lengths(x: LocalArray) -> np.ndarray:
     return on_host(np.where(usable, largest, 1.0) * np.sqrt(np.sum(scaled * scaled, axis=1)))
 
 
-# All arrays of a call must be on the host, or all on one device, since arguments are never copied to match each other.
-# PETSc accepts arrays on the host only. For SciPy's factorizations, `through_host` copies the arguments and results.
+# All arrays of a call must be on the host, or all on one device, since arguments are never copied implicitly. For SciPy's
+# factorizations, `through_host` copies the arguments and results.
 
 
 def require_floats(call: str, value: Array, length: int) -> None:
     """Raise a TypeError if an untraced value isn't an array of floats; `length`, of the last axis, is for the message."""
-    known = isinstance(value, np.ndarray) or is_device_array(value)
-    if not known or value.dtype.kind not in "fc":
-        kind = f"an array of dtype {value.dtype}" if known else type(value).__name__
+    is_array = isinstance(value, np.ndarray) or is_device_array(value)
+    if not is_array or value.dtype.kind not in "fc":
+        kind = f"an array of dtype {value.dtype}" if is_array else type(value).__name__
         raise TypeError(f"{call}: expected an array of floats of shape (..., {length}), but got {kind}.")
 
 
-def block_error(call: str, name: str, value: Array) -> Exception | None:
+def block_error(call: str, name: str, x: Array) -> Exception | None:
     """Return a TypeError if an untraced argument isn't an array of single- or double-precision numbers."""
-    known = isinstance(value, np.ndarray) or is_device_array(value)
-    if known and value.dtype.char in "fdFD" and value.dtype.isnative:
+    is_array = isinstance(x, np.ndarray) or is_device_array(x)
+    if is_array and x.dtype.char in "fdFD" and x.dtype.isnative:
         return None
-    kind = f"dtype {value.dtype}. {conversion(value.dtype, name) or 'Convert it.'}" if known else f"{type(value).__name__}."
+    kind = f"dtype {x.dtype}. {conversion(x.dtype, name) or 'Convert it.'}" if is_array else f"{type(x).__name__}."
     allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
     return TypeError(f"{call}: {name} must be {allowed}, but got {kind}")
 

@@ -46,7 +46,7 @@ def check_adjoint(
     linear_map : callable
         A linear function ``A(x)`` of one array.
     x : array
-        An array of the shape and dtype of this rank's argument; the test uses random values.
+        An array with the shape and dtype of this rank's argument; the test replaces the values by random numbers.
     adjoint : callable, optional
         ``Aᵀ(y)``; by default the vector-Jacobian product of `linear_map`.
     comm : mpi4py intracommunicator, optional
@@ -77,9 +77,9 @@ def check_adjoint(
     --------
     >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises if the adjoint isn't the transpose
     """
-    used = channel(comm, "check_adjoint")
-    # The random numbers differ between ranks, since otherwise an adjoint that confuses ranks would pass.
-    rng = np.random.default_rng((seed, used.rank, 1))
+    group = channel(comm, "check_adjoint")
+    # The random numbers differ between ranks, so that an adjoint that interchanges ranks fails the test.
+    rng = np.random.default_rng((seed, group.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
     # Doubling is exact in binary arithmetic, so A(2x) = 2 A(x) for a linear A.
@@ -87,31 +87,31 @@ def check_adjoint(
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
     x, y, y_bar, x_bar, twice = to_host((x, y, y_bar, x_bar, twice))
-    sides, absolute_sum, nonlinearity = _products(used, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
-    eps = max(used.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
+    sides, absolute_sum, nonlinearity = _products(group, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
+    eps = max(group.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
     scale = eps * max(absolute_sum, np.finfo(float).tiny)
     if nonlinearity > 1e3 * eps * max(1.0, absolute_sum):
         raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) has an entry of {nonlinearity:.3e}.")
     error = abs(sides[0] - sides[1]) / scale
     if error > ulps:
         raise AdjointError(
-            f"check_adjoint: Σ⟨A x, y⟩ = {sides[0]!r}, but Σ⟨x, Aᵀ y⟩ = {sides[1]!r} over {used.size} ranks: "
+            f"check_adjoint: Σ⟨A x, y⟩ = {sides[0]!r}, but Σ⟨x, Aᵀ y⟩ = {sides[1]!r} over {group.size} ranks: "
             f"the two differ by {error:.3g} ulp, more than ulps={ulps:g}. The adjoint isn't the transpose."
         )
     return float(error)
 
 
-def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> tuple[list[complex], float, float]:
+def _products(group: Channel, left: tuple, right: tuple, nonlinearity: float) -> tuple[list[complex], float, float]:
     """Return the correctly rounded inner products, the larger sum of absolute products, and the largest nonlinearity."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
     if not np.iscomplexobj(right[0]):
         # Since the cotangent of a real x is real, only the real parts of the inner products are equal.
         terms = [np.real(part) for part in terms]
-    # All ranks gather all products, since partial sums per rank would be rounded.
-    every = used.data.allgather((terms, nonlinearity))
-    flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
+    # All ranks gather all products, since a sum per rank would be rounded.
+    gathered = group.data.allgather((terms, nonlinearity))
+    flat = [np.concatenate([pair[0][side] for pair in gathered]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
-    return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in every)
+    return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in gathered)
 
 
 def noise_like(leaf: Array, rng: np.random.Generator) -> Any:

@@ -1,4 +1,4 @@
-"""`describe_objective`: determine the `objective` that fits the results of a program on all ranks."""
+"""`describe_objective`: determine the `objective` that matches the results of a program on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALL = "describe_objective"
 
 
 class ObjectiveReport(NamedTuple):
-    """The distribution of a program's results over the ranks, and the objective that fits.
+    """The distribution of a program's results over the ranks, and the matching objective.
 
     Attributes
     ----------
@@ -27,14 +27,14 @@ class ObjectiveReport(NamedTuple):
         "root" if all ranks except the root return None or zero; otherwise "same" if all ranks return one value; otherwise
         "share", a share per rank. A single rank is "same".
     objective : str
-        The value of the argument `objective` that fits, "root" or "sum".
+        The matching value of the argument `objective`, "root" or "sum".
     values : list
         The value that each rank returned.
     factors : dict
-        The ratio of each objective's gradient to the gradient of the objective that fits; NaN if the two gradients aren't
+        The ratio of each objective's gradient to the gradient of the matching objective; NaN if the two gradients aren't
         proportional.
     largest : list
-        Each rank's largest absolute entry of the gradient with respect to the first argument, for the objective that fits;
+        Each rank's largest absolute entry of the gradient of the matching objective with respect to the first argument;
         None if the argument contains no real or complex floating-point values.
     text : str
         A description of the results, with a remark if the gradient is zero on all ranks, or on all except one.
@@ -59,7 +59,7 @@ class ObjectiveReport(NamedTuple):
 
 
 def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = None) -> ObjectiveReport:
-    """Run a function once, forwards and backwards, and determine the objective that fits its values on all ranks.
+    """Run a function once, forwards and backwards, and determine the objective that matches its values on all ranks.
 
     Parameters
     ----------
@@ -74,8 +74,8 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Returns
     -------
     ObjectiveReport
-        The same report on all ranks. Its `kind` depends only on the values: equal shares can't be
-        distinguished from copies of one value.
+        The same report on all ranks. Its `kind` depends only on the values: equal shares can't be distinguished from copies
+        of one value.
 
     Raises
     ------
@@ -97,29 +97,29 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     >>> mpiad.testing.describe_objective(lambda x: mpiad.mpi_allreduce(x**2), 3.0).objective
     'root'
     """
-    used = channel(comm, _CALL)
-    root = root_of(root, used, _CALL)
+    group = channel(comm, _CALL)
+    root = root_of(root, group, _CALL)
     try:
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
     # Ranks without variables also run a reverse pass, since other ranks wait for the adjoints of their messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
-    values = _values(traced, used)
+    values = _values(traced, group)
     kind, objective, factors, text = _classify(values, root)
-    gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight_of(objective, used, root)), variables)
-    largest = used.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
+    gradients = cotangents_of_variables(traced, seeds_of_term(traced, weight_of(objective, group, root)), variables)
+    largest = group.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
     return ObjectiveReport(kind, objective, values, factors, largest, text + _zero_gradient_remark(largest))
 
 
-def _values(traced: Traced, used: Channel) -> list:
+def _values(traced: Traced, group: Channel) -> list:
     """Gather the values of all ranks; raise an error on all ranks if a value isn't a real number or None."""
-    found = traced.build(traced.values)
-    scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
-    local_value = None if found is None else float(found) if scalar else repr(found)[:60]
-    gathered = used.data.allgather((local_value, traced.problem is not None))
+    result = traced.build(traced.values)
+    scalar = result is None or (np.ndim(result) == 0 and np.isrealobj(result) and not isinstance(result, str))
+    local_value = None if result is None else float(result) if scalar else repr(result)[:60]
+    gathered = group.data.allgather((local_value, traced.problem is not None))
     if any(unfinished for _, unfinished in gathered):
-        raise_everywhere(used, traced.problem)
+        raise_everywhere(group, traced.problem)
     invalid = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(gathered) if isinstance(value, str)]
     if invalid:
         raise TypeError(f"{_CALL}: every rank must return one real number or None, but got {'; '.join(invalid)}.")

@@ -44,7 +44,7 @@ class _Line:
     def __init__(
         self, fun: Function, args: tuple, argnum: Argnum, shared: bool, comm: Comm, seed: int, options: dict[str, Any]
     ):
-        self.used, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
+        self.group, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
         self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
         options = {**options, "shared": shared, "comm": comm}
 
@@ -53,7 +53,7 @@ class _Line:
 
         self.value_and_grad, self.hvp, self.grad = (make(fun_of_x, **options) for make in (value_and_grad, hvp, grad))
         # A shared argument is one variable, so its direction is the same on all ranks.
-        rng = np.random.default_rng((seed, 0 if shared else self.used.rank))
+        rng = np.random.default_rng((seed, 0 if shared else self.group.rank))
         self.v = map_leaves(lambda leaf: noise_like(leaf, rng) if is_variable(leaf) else leaf, self.x)
 
     def point(self, h: float) -> Any:
@@ -66,7 +66,7 @@ class _Line:
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
         # In autograd's convention dJ = Re Σ g v, without conjugation.
         local_product = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
-        return float(local_product) if self.shared else sum(self.used.data.allgather(float(local_product)))
+        return float(local_product) if self.shared else sum(self.group.data.allgather(float(local_product)))
 
 
 def check_grads(
@@ -160,9 +160,9 @@ def check_grads(
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
         return line.inner_product(line.hvp(line.x, line.v))
-    # Reverse over reverse: the gradient of the sum of g·v over the ranks. If g is shared, every rank has the same g·v, so
-    # each rank's term has the weight 1 / size.
-    weight = 1.0 / line.used.size if line.shared else 1.0
+    # Reverse over reverse: the gradient of the sum of g·v over the ranks. If the argument is shared, g·v is the same on all
+    # ranks, so each rank's term has the weight 1 / size.
+    weight = 1.0 / line.group.size if line.shared else 1.0
 
     def slope(x: Array) -> Any:
         parts = zip(flatten(line.grad(x))[0], flatten(line.v)[0])
@@ -173,7 +173,7 @@ def _second(line: _Line, mode: str) -> float:
 
 def _rate(remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
     leaves = [leaf for leaf in flatten(line.x)[0] if is_variable(leaf)]
-    eps = max(line.used.data.allgather(max(float(np.finfo(spec_like(leaf).dtype).eps) for leaf in leaves)))
+    eps = max(line.group.data.allgather(max(float(np.finfo(spec_like(leaf).dtype).eps) for leaf in leaves)))
     # Remainders below `floor` are dominated by the rounding of J.
     floor = 200 * eps * max(max(map(abs, values)), np.finfo(float).tiny)
     rates = [

@@ -9,10 +9,10 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
-# Binomial checkpointing: the order in which steps of a loop are run, run again and reversed, and states are stored.
+# Binomial checkpointing: the order in which a loop's steps are run and reversed, and states are stored and restored.
 #
-# The last run of each step is recorded, and isn't counted here. With s stored states, including the first, at most
-# β(s, r) = (s + r)! / (s! r!) steps can be reversed if no step is run more than r times. For β(s, r - 1) < n ≤ β(s, r)
+# The last run of each step is recorded, and isn't counted in the following. With s stored states, including the first, at
+# most β(s, r) = (s + r)! / (s! r!) steps can be reversed if no step is run more than r times. For β(s, r - 1) < n ≤ β(s, r)
 # the minimum total number of runs is r n - β(s + 1, r - 1):
 # Griewank and Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The stored states form a stack, whose least frequently
 # accessed levels are on disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
@@ -59,20 +59,20 @@ def actions(steps: int, schedule: CheckpointSchedule) -> Iterator[Keep | Advance
 
 
 def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | Reverse | Restore]:
-    """Yield the schedule for a stack of states; `on_disk`: whether each level of the stack is on disk."""
-    at, stack = 0, []
+    """Yield the schedule for a stack of states; `on_disk` tells whether each level of the stack is on disk."""
+    position, stack = 0, []
     for end in range(steps, 0, -1):
-        while at < end - 1:
-            if not stack or stack[-1] != at:
-                yield Keep(at, on_disk[len(stack)])
-                stack.append(at)
-            first, at = at, at + _steps_to_next_state(end - at, len(on_disk) - len(stack) + 1)
-            yield Advance(first, at)
+        while position < end - 1:
+            if not stack or stack[-1] != position:
+                yield Keep(position, on_disk[len(stack)])
+                stack.append(position)
+            first, position = position, position + _steps_to_next_state(end - position, len(on_disk) - len(stack) + 1)
+            yield Advance(first, position)
         yield Reverse(end - 1, end)
         if stack:
-            at = stack[-1]
-            last = at == end - 2
-            yield Restore(at, last)
+            position = stack[-1]
+            last = position == end - 2
+            yield Restore(position, last)
             if last:
                 stack.pop()
 
@@ -81,10 +81,10 @@ def _steps_to_next_state(steps: int, states: int) -> int:
     """Return the optimal number of steps from a stored state to the next one.
 
     `steps`: the number of steps from the stored state to the end, at least 2. `states`: the number of states that may be
-    stored from there on, including that state, at least 1.
+    stored after this point, including that state, at least 1.
     """
-    # With n steps left and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is
-    # optimal: the first m steps run at most r - 1 more times, and the remaining steps at most r more times, with s - 1
+    # For n remaining steps and s states, any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r)
+    # is optimal: the first m steps run at most r - 1 more times, and the remaining steps at most r more times, with s - 1
     # states. The returned m leads to the fewest stored states. r is the smallest number of repetitions for which s states
     # suffice.
     repeats = 1
@@ -123,19 +123,19 @@ class CheckpointSchedule(NamedTuple):
     disk : int
         The number of additional states stored in files, namely the states that are accessed least often.
     directory : path, optional
-        Folder for the files; by default the system's folder for temporary files, which may itself be in memory. Each loop
-        on each rank creates a subfolder, which is removed after the gradient.
+        Folder for the files; by default the system's folder for temporary files, which may be in memory. Each loop on each
+        rank creates a subfolder, which is removed after the gradient.
     recorded : int
-        The number of consecutive steps whose intermediate values are in memory at once in the reverse pass. With √n stored
-        states and √n recorded steps, each of n steps runs only twice.
+        The number of consecutive steps whose intermediate values are in memory at the same time in the reverse pass. With
+        √n stored states and √n recorded steps, each of n steps runs only twice.
     dtype : str, optional
         With ``"float32"``, states in double precision are stored in single precision (complex64 if complex), which halves
         the memory. The reverse pass then runs the steps again from states with seven digits; the forward run is unaffected.
     compress : bool
         Whether states are stored in 16 bits per entry, a quarter of the memory of double precision, as differences of
-        neighboring entries. Smooth fields keep five to seven digits, rough fields four.
+        neighboring entries. The accuracy is five to seven digits for smooth fields, and four digits for rough fields.
     host : bool
-        Whether states on devices are stored in the host's memory; with `compress` this is always so.
+        Whether states on devices are stored in the host's memory, as they always are with `compress`.
 
     Examples
     --------
@@ -154,11 +154,11 @@ class CheckpointSchedule(NamedTuple):
     host: bool = False
 
 
-def schedule_of(given: Any) -> CheckpointSchedule | None:
+def schedule_of(value: Any) -> CheckpointSchedule | None:
     """Return the user's argument `checkpoints` as a schedule, or None; raise a TypeError or ValueError if it is invalid."""
-    if given is None:
+    if value is None:
         return None
-    call, schedule = "timestepping.scan", given if isinstance(given, CheckpointSchedule) else CheckpointSchedule(given)
+    call, schedule = "timestepping.scan", value if isinstance(value, CheckpointSchedule) else CheckpointSchedule(value)
     for name, number in (("memory", schedule.memory), ("disk", schedule.disk)):
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise TypeError(
@@ -179,10 +179,10 @@ def schedule_of(given: Any) -> CheckpointSchedule | None:
             raise TypeError(f"{call}: {name} must be True or False, but got {type(switch).__name__} {switch!r:.40}.")
     if schedule.compress and schedule.dtype is not None:
         raise ValueError(
-            f"{call}: compress=True stores 16 bits per entry, but dtype={schedule.dtype!r} stores 32: give one of them."
+            f"{call}: compress=True stores 16 bits per entry, but dtype={schedule.dtype!r} stores 32: use one of them."
         )
     if schedule.memory + schedule.disk < 1:
-        raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs at least the first state.")
+        raise ValueError(f"{call}: checkpoints={value!r} stores no state, but a gradient needs at least the first state.")
     if schedule.disk and schedule.directory is not None and not os.path.isdir(schedule.directory):
         raise ValueError(f"{call}: no folder {os.fspath(schedule.directory)!r} for the checkpoints. Create it first.")
     return schedule._replace(memory=int(schedule.memory), disk=int(schedule.disk), recorded=int(schedule.recorded))

@@ -2,8 +2,9 @@
 
 Each loop reads the field once. NumPy would read the field a dozen times, which takes as long as one or two time steps of a
 wave equation. The loops are written in the kernel language (see `mpiad.compiling.translation`), and compiled from the
-source code of this file. A field consists of rows of `width` entries. The loops process it in blocks of columns: a ring
-buffer, which fits into the cache, holds the last eight rounded rows of a block, from which differences are computed.
+source code of this file. A field consists of rows of `width` entries. The loops process a field in blocks of
+columns: a ring buffer, which fits into the cache, contains the last eight rounded rows of a block, from which differences
+are computed.
 
 Integers are represented exactly, by doubles. Adding 1.5 * 2^52 rounds a double to the nearest integer, with ties to even as
 in NumPy, and the last bits of the sum contain this integer. The addition is used because few processors have vector
@@ -19,8 +20,7 @@ import numpy as np
 
 from mpiad.compiling.cache import functions_of
 
-# Minimum numbers of entries of a field and of a row. For smaller fields compilation (half a second) takes longer than
-# NumPy.
+# Minimum numbers of entries of a field and of a row. For smaller fields compilation (half a second) takes too long.
 _MIN_ENTRIES, _MIN_WIDTH = 1 << 16, 32
 _RING = 8 * 512  # entries of the ring buffer: eight rows of a block
 
@@ -31,21 +31,21 @@ def pays_off(dtype: np.dtype, size: int, width: int) -> bool:
 
 
 def weights(order: int) -> np.ndarray:
-    """Return the coefficients of the four preceding numbers in the backward difference of order `order`."""
+    """Return the coefficients of the four preceding numbers in the backward difference of the given order."""
     return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
 
 
 def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the maximum absolute value of each row, and that of its change from `before`; NaN if the row contains NaN."""
-    found = np.zeros((2, len(field)), np.int64)
-    _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), found[0], found[1])
-    return found[0].view(np.float64), found[1].view(np.float64)
+    """Return each row's maximum absolute value, and its maximum change from `before`; NaN if the row contains NaN."""
+    maxima = np.zeros((2, len(field)), np.int64)
+    _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), maxima[0], maxima[1])
+    return maxima[0].view(np.float64), maxima[1].view(np.float64)
 
 
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write differences of rows of the field, minus `before`, in units of `step`; return the maximum modulus.
+    """Write differences of rows of the field (minus `before`) in units of `step`; return the maximum absolute difference.
 
     The first rows, which have too few preceding rows, are omitted.
     """
@@ -59,7 +59,7 @@ def write_differences(
 def write_sums(
     differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the field with given differences; `head` is the first rows, minus those of `before`, in units of `step`."""
+    """Write the field with given differences; `head` contains the first rows (minus `before`), in units of `step`."""
     flat, width, ring = out.reshape(-1), out.size // len(out), np.zeros(_RING)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     _functions()[2](differences.reshape(-1), *relative, step, weights, len(head), width, head.reshape(-1), ring, flat)
@@ -77,7 +77,7 @@ def _functions() -> tuple:
     return tuple(functions_of(__name__, signatures))
 
 
-def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.ndarray, change: np.ndarray) -> None:
+def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, maxima: np.ndarray, changes: np.ndarray) -> None:
     """Compute the maximum absolute value and the maximum change of each row, as the bits of doubles."""
     row = 0
     for begin in range(0, field.size, width):
@@ -87,8 +87,8 @@ def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.
             # The bits of absolute values, read as integers, are ordered like the values; NaN is larger than infinity.
             m = max(m, bits_of(a[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
             n = max(n, bits_of(a[i] - b[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
-        most[row] = m
-        change[row] = n
+        maxima[row] = m
+        changes[row] = n
         row += 1
 
 
@@ -98,7 +98,7 @@ def differences_of_rows(
 ) -> None:  # fmt: skip
     """Round rows to multiples of a step, and write their differences."""
     u, v, w, x = weights[0], weights[1], weights[2], weights[3]
-    most = 0
+    maximum = 0
     for start in range(0, width, 512):
         n, row = min(512, width - start), 0
         for begin in range(start, field.size, width):
@@ -125,9 +125,9 @@ def differences_of_rows(
                     difference = rounded[i] + u * c[i] + v * d[i] + w * e[i] + x * f[i]
                     bits = bits_of(difference + 6755399441055744.0)  # type: ignore  # noqa: F821
                     target[i] = bits
-                    most = max(most, abs(bits - 0x4338000000000000))
+                    maximum = max(maximum, abs(bits - 0x4338000000000000))
             row += 1
-    largest[0] = most
+    largest[0] = maximum
 
 
 def sums_of_rows(
@@ -142,9 +142,9 @@ def sums_of_rows(
             k = 512 * (row & 7)
             rounded = ring[k : k + n]
             if row < order:
-                given = head[begin : begin + n]
+                first_row = head[begin : begin + n]
                 for i in range(n):
-                    rounded[i] = given[i]
+                    rounded[i] = first_row[i]
             else:
                 k = 512 * ((row - 1) & 7)
                 c = ring[k : k + n]

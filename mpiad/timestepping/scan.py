@@ -30,7 +30,7 @@ class Loop:
 
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule):
         self.stepping, self.steps, self.schedule = stepping, steps, schedule
-        self.observed_specs: list[Spec] | None = None  # specs of the arrays observed in one step; None before the first run
+        self.observed_specs: list[Spec] | None = None  # of the arrays observed in one step; None before the first run
         self._stored: _CheckpointedRun | None = None
 
     def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
@@ -44,8 +44,8 @@ class Loop:
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Return the cotangents of the leaves `active`, given the cotangents of the last state and the observed arrays."""
-        # The first reverse pass releases the stored states; a second one runs the loop again.
+        """Return the cotangents of the leaves `active`, from the cotangents of the last state and the observed arrays."""
+        # The first reverse pass releases the stored states; a second reverse pass runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = None
         cotangents = _Cotangents(args, active)
@@ -75,8 +75,8 @@ class Loop:
         leaves = args.all()
         indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
 
-        def called(given: list[Any]) -> list[Any]:
-            after, rows = self.stepping.run(span, args.like(given))
+        def called(new_leaves: list[Any]) -> list[Any]:
+            after, rows = self.stepping.run(span, args.like(new_leaves))
             return [*after, *[leaf for row in rows for leaf in row]]
 
         traced = trace_backwards(called, Variables(leaves, indices, list))
@@ -86,7 +86,7 @@ class Loop:
 
 
 class _Observed:
-    """The arrays observed in all steps, one array per leaf of the observed pytree, with a first axis for the steps."""
+    """The arrays observed in all steps: one per leaf of the observed pytree, with a first axis for the steps."""
 
     def __init__(self, loop: Loop):
         self._loop = loop
@@ -118,7 +118,7 @@ def _copies(state: list[Any]) -> list[Array]:
 
 
 class _CheckpointedRun:
-    """One pass through the checkpoint schedule: forward to the last steps in the constructor, backward in `reversed`."""
+    """One pass through the checkpoint schedule: the constructor runs forward to the last steps, `reversed` backward."""
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
         # The loop isn't stored: without a reference cycle, stored states and files are released immediately.
@@ -175,14 +175,13 @@ class _Cotangents:
     def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
         """Accumulate the cotangents of some steps; return the cotangents of the state before them."""
         indices, trace = traced
-        given = zip([*state, *observed], trace.values, trace.places)
-        seeds = [(place, conform(g, *spec_like(value))) for g, value, place in given if place >= 0]
+        results = zip([*state, *observed], trace.values, trace.places)
+        seeds = [(place, conform(g, *spec_like(value))) for g, value, place in results if place >= 0]
         before: list[Any] = [None] * self._states
         for k, g in zip(indices, run_backward(trace.recording, seeds, len(indices))):
             if k < self._states:
                 before[k] = g
-            # In the record of a step all floats are variables, but only leaves that are traced outside the loop need
-            # cotangents.
+            # All floats of a recorded step are variables, but only leaves that are traced outside the loop need cotangents.
             elif g is not None and k in self._active:
                 self._add(k, span, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
@@ -202,8 +201,8 @@ class _Cotangents:
 
     def of_arguments(self, state: list[Any]) -> list[Any]:
         """Return the accumulated cotangents of the active arguments, in their order."""
-        found = dict(enumerate(state)) | self._sums
-        return [found[k] if k in found else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
+        cotangents = dict(enumerate(state)) | self._sums
+        return [cotangents[k] if k in cotangents else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
 
 
 # A loop as one operator on its first state, its inputs and its parameters (together x), differentiable to any order.
@@ -212,8 +211,8 @@ class _Cotangents:
 # states. The tangent T(x, w) = L(x) w is also a loop, over the state together with its tangent. L(x)ᵀ g is the gradient of
 # ⟨g, T(x, w)⟩ with respect to w. Since second derivatives are symmetric, the tangent of the adjoint is
 # L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩. A cotangent w of the adjoint contributes T(x, w) to the cotangent of g, and ∂ₓ⟨g, T(x, w)⟩ to
-# the cotangent of x; both come from one forward and reverse pass of the tangent loop,
-# with the same number of stored states.
+# the cotangent of x; both come from one forward and reverse pass of the tangent loop, with the same
+# number of stored states.
 
 
 class LoopOperator:
@@ -228,12 +227,12 @@ class LoopOperator:
         # pass of steps that communicate.
         self._recorded = bool(self.active) or tracing.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
-        # Only of the active arguments, since the cotangents of all inputs could need much memory.
+        # The vector contains active arguments only, since the cotangents of all inputs could need much memory.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Return the last state and the observed arrays."""
-        # One vector, since a custom operator returns one array. `_results` depends on the observed arrays of this call.
+        # A custom operator returns one array, a vector. `_results` depends on the observed arrays of this call.
         vector = _run(*args.all(), loop=self)
         parts = self._results.parts(vector)
         return parts[: len(self._state)], parts[len(self._state) :]
@@ -252,11 +251,11 @@ class LoopOperator:
         """Return the cotangents of the active arguments as one vector, given plain arguments."""
         parts = self._results.parts(g)
         count = len(self._state)
-        found = self._loop.backwards(self._like.like(leaves), self.active, parts[:count], parts[count:])
-        return self._cotangents.vector(found)
+        cotangents = self._loop.backwards(self._like.like(leaves), self.active, parts[:count], parts[count:])
+        return self._cotangents.vector(cotangents)
 
     def tangent(self, leaves: Sequence[Any], directions: Sequence[Any]) -> Array:
-        """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the run."""
+        """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the loop."""
         args, tangents = self._like.like(leaves), self._like.like(directions)
         inputs = [k for k, direction in enumerate(tangents.inputs) if direction is not None]
         params = [k for k, direction in enumerate(tangents.params) if direction is not None]
@@ -273,20 +272,20 @@ class LoopOperator:
 
     def directions(self, vector: Array) -> list[Any]:
         """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active."""
-        found: list[Any] = [None] * len(self._like.all())
+        directions: list[Any] = [None] * len(self._like.all())
         for k, part in zip(self.active, self._cotangents.parts(vector)):
-            found[k] = part
-        return found
+            directions[k] = part
+        return directions
 
     def curvature(self, g: Array, leaves: Sequence[Any], directions: Sequence[Any]) -> tuple[Array, Array]:
         """Return the tangent of the results along directions, and the gradient of ⟨g, tangent⟩ as one vector."""
         leaves = list(leaves)
-        traced = trace_backwards(lambda given: self.tangent(given, directions), Variables(leaves, self.active, list))
+        traced = trace_backwards(lambda new: self.tangent(new, directions), Variables(leaves, self.active, list))
         tangent, place = traced.values[0], traced.places[0]
         seeds = [(place, conform(g, *spec_like(tangent)))] if place >= 0 else []
-        found = run_backward(traced.recording, seeds, len(self.active))
+        gradient = run_backward(traced.recording, seeds, len(self.active))
         # The cotangent of a leaf on which the tangent doesn't depend is None, and becomes zero.
-        return tangent, self._cotangents.vector([tangent_of(leaves[k], part) for k, part in zip(self.active, found)])
+        return tangent, self._cotangents.vector([tangent_of(leaves[k], part) for k, part in zip(self.active, gradient)])
 
 
 @custom_operator
@@ -301,7 +300,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # If the variables of the tape are cotangents, the enclosing trace differentiates with respect to g only.
+        # If the variables of the tape are cotangents, derivatives with respect to g only are needed.
         linear = tracing.tape is not None and tracing.tape.of_cotangents
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
@@ -312,8 +311,8 @@ def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, li
     def vjp(w: Array) -> list:
         if linear:  # only the derivative with respect to g is needed: the tangent of the loop, without a reverse pass
             return [loop.tangent(leaves, loop.directions(w))]
-        tangent, found = loop.curvature(g, leaves, loop.directions(w))
-        return [tangent, *loop.directions(found)]
+        tangent, gradient = loop.curvature(g, leaves, loop.directions(w))
+        return [tangent, *loop.directions(gradient)]
 
     return vjp
 
@@ -347,25 +346,24 @@ def scan(
     ----------
     step : callable
         ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the same structure as `u`. With `inputs` it
-        is called as ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state,
-        because the gradient calls `step` again. Variables with respect to which to differentiate must be among its
-        arguments, not in its closure.
+        is called as ``step(u, k, x, *params)``. It may communicate. It must return the same state for the same arguments,
+        because the gradient calls `step` again. Arrays to differentiate with respect to must be among the arguments of
+        `step`, not in its closure.
     u0 : pytree of arrays of floats
         The initial state. All states have the same shapes and dtypes.
     n_steps : int
         The number of steps.
     *params : pytree of arrays
-        Parameters, the same in all steps. The loop is differentiable with respect to them.
+        Parameters, the same in all steps; differentiable.
     inputs : pytree of arrays of shape (n_steps, ...), optional
-        Step k gets entry k of each array. The loop is differentiable with respect to these arrays. The reverse pass of
-        step k computes only the cotangent of entry k, whereas the cotangent of an array in `params` has full size in each
-        step.
+        Step k gets entry k of each array; differentiable. The reverse pass of step k computes the cotangent of entry k
+        only, whereas it computes the cotangents of whole arrays in `params`.
     observe : callable, optional
         ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
     checkpoints : int or CheckpointSchedule, optional
         The number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options.
-        The other states are recomputed with the fewest steps; with `n_steps` or more stored states every step runs twice.
-        By default all intermediate values of the steps are stored, and no step runs again.
+        The other states are recomputed with the minimum number of steps; with `n_steps` or more stored states every step
+        runs twice. By default all intermediate values of the steps are stored, and no step runs again.
 
     Returns
     -------
@@ -384,7 +382,7 @@ def scan(
     Ranks
     -----
     The ranks that communicate in `step` and `observe` call it, with the same `n_steps` and `checkpoints`. The loop itself
-    doesn't communicate: an exception of `step` is raised on that rank only.
+    doesn't communicate: if `step` raises an exception on a rank, only this rank raises.
 
     Adjoint
     -------
@@ -425,7 +423,7 @@ _opaque_scan = opaque(_scan)
 
 
 def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
-    """Run the loop in a function that is being compiled: as one call with compiled steps, or unrolled if it is short."""
+    """Run the loop in a function that is being compiled: unrolled if short, otherwise as one call with compiled steps."""
     # A late import, since user programs without jit don't need this package.
     from mpiad.programs import Jitted, jit
     from mpiad.programs.steps import Traced
@@ -438,7 +436,7 @@ def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, 
 
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[Any]]:
-    """Run the loop such that the enclosing tape records every step."""
+    """Run the loop so that the enclosing tape records every step."""
     args, rows = stepping.args, []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.
     state = list(map(own, args.state))

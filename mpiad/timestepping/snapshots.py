@@ -17,11 +17,10 @@ from mpiad.transport.devices.device_arrays import arrays_of
 
 # Fields in 16 bits per entry: values are rounded to multiples of a step, and differences of neighbors are stored.
 #
-# If the values themselves were rounded to 16 bits, finite differences of the field would magnify the rounding errors,
-# which are like noise: for a wave with 25 cells per wavelength, the gradient would be accurate only to 1e-3. The
-# differences of a smooth field are small, so a smaller step suffices to store them in 16 bits. Integers are added and
-# subtracted exactly, so for differences of any order the error is at most half a step. The order that allows the smallest
-# step is chosen.
+# If the values themselves were rounded to 16 bits, finite differences of the field would magnify the rounding errors: for a
+# wave with 25 cells per wavelength, the gradient would be accurate only to 1e-3. The differences of a smooth field are
+# small, so 16 bits suffice for a smaller step. Integers are added and subtracted exactly, so for differences of any order
+# the error is at most half a step. The order that allows the smallest step is chosen.
 #
 # Large fields are processed by compiled loops, with bitwise equal results: see `compiled_coding`.
 #
@@ -45,7 +44,7 @@ class Coded(NamedTuple):
     """An array coded in 16 bits per entry."""
 
     differences: np.ndarray  # int16; for a complex array, the last axis has real and imaginary parts
-    # int32; the first entries along all axes, which have no differences of this order, and may exceed 16 bits
+    # int32; the first entries along all axes, which have no differences of this order, and may need more than 16 bits
     corner: np.ndarray
     step: float
     # Order of the differences along the first axis. For the first entries, differences along the next axis are stored.
@@ -53,7 +52,7 @@ class Coded(NamedTuple):
     relative: bool  # whether the difference from the preceding array is coded
 
     def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
-        """Return the array, with an error of at most half a step per entry; `before`: the preceding array."""
+        """Return the array, with an error of at most half a step per entry; `before` is the preceding array."""
         differences, kind = self.differences, np.finfo(dtype).dtype
         entries, axes = np.empty(differences.shape, kind), _axes(differences.ndim, dtype)
         before = _real(before) if self.relative and before is not None else None
@@ -102,23 +101,23 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
     step, order = _best_order(entries, before, int(np.argmax(changes if relative else row_maxima)), largest / _RANGE)
     take = _by_compiled_passes if compiled else _by_numpy
     while True:
-        numbers, corner, found = take(entries, before, step, order, axes)
-        finest = step <= largest / _RANGE
-        if found <= _LARGEST and (found >= _FULL or finest):
+        numbers, corner, largest_difference = take(entries, before, step, order, axes)
+        is_smallest = step <= largest / _RANGE
+        if largest_difference <= _LARGEST and (largest_difference >= _FULL or is_smallest):
             return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
         # The factor 0.9 is a margin, since the rounding to integers may increase the differences.
-        step = max(step * max(found, 1) / (0.9 * _LARGEST), largest / _RANGE)
+        step = max(step * max(largest_difference, 1) / (0.9 * _LARGEST), largest / _RANGE)
 
 
 def _by_compiled_passes(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the same as `_by_numpy`, computed by compiled loops except for the first few rows."""
+    """Return the result of `_by_numpy`, computed by compiled loops except for the first few rows."""
     numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
-    found = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
-    first, corner, most = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
+    largest = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
+    first, corner, first_largest = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
     numbers[:rows] = first
-    return numbers, corner, max(found, most)
+    return numbers, corner, max(largest, first_largest)
 
 
 def _by_numpy(
@@ -137,22 +136,22 @@ def _by_numpy(
 
 
 def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the maximum absolute value of each row, and that of its change from `before`; NaN if the row contains NaN."""
+    """Return each row's maximum absolute value, and its maximum change from `before`; NaN if the row contains NaN."""
     sizes = np.abs(field), np.abs(field - before)
-    return tuple(each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)
+    return tuple(size.reshape(len(field), -1).max(1) if field.ndim > 1 else size for size in sizes)
 
 
-def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least: float) -> tuple[float, int]:
-    """Return the smallest step, at least `least`, and its order of differences, estimated near the largest entry."""
-    top = np.abs(entries[row] if before is None else entries[row] - before[row])
-    index = row, *np.unravel_index(np.argmax(top), top.shape)
+def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, min_step: float) -> tuple[float, int]:
+    """Estimate, near the largest entry, the smallest step (at least `min_step`) and the order of differences for it."""
+    largest_row = np.abs(entries[row] if before is None else entries[row] - before[row])
+    index = row, *np.unravel_index(np.argmax(largest_row), largest_row.shape)
     nearby = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in index)
     sample = entries[nearby] if before is None else entries[nearby] - before[nearby]
     steps = []
     for order in range(min(_HIGHEST + 1, len(sample))):
         sample = np.diff(sample, axis=0) if order else sample
         # The factor 1.5 is a margin, since differences may be larger elsewhere.
-        steps.append((max(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order), least), order))
+        steps.append((max(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order), min_step), order))
     return min(steps)
 
 
@@ -198,7 +197,7 @@ class Packed(NamedTuple):
     device: Any = None  # the leaf's device, if it is stored on the host or in a file
 
     def leaf(self, before: Any) -> Any:
-        """Return the leaf in its original dtype; `before`: the preceding leaf."""
+        """Return the leaf in its original dtype; `before` is the preceding leaf."""
         if self.code is not None:
             return Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype, before)
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
@@ -209,9 +208,9 @@ def _packed(leaf: Array, before: Any, schedule: CheckpointSchedule) -> Packed:
     dtype = getattr(leaf, "dtype", None)
     if schedule.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
         similar = isinstance(before, np.ndarray) and (before.shape, before.dtype) == (leaf.shape, leaf.dtype)
-        found = coded(leaf, before if similar else None)
-        if found is not None:
-            return Packed([found.differences, found.corner], dtype, found[2:])
+        code = coded(leaf, before if similar else None)
+        if code is not None:
+            return Packed([code.differences, code.corner], dtype, code[2:])
     if schedule.dtype is not None and dtype in _SINGLE:
         # Overflow is an error, since infinities would make the gradient NaN.
         with np.errstate(over="raise"):
@@ -232,41 +231,41 @@ class Snapshots:
         """Store a copy of a state; raise an OSError, or a FloatingPointError for an overflow in single precision."""
         moved = self._schedule.host or self._schedule.compress
         devices = [arrays_of(leaf) if moved else None for leaf in state]
-        given = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
+        arrays = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
         try:
-            # Each leaf may be coded relative to the preceding one: the two fields of a wave, for example, are similar.
-            leaves = [_packed(leaf, before, self._schedule) for leaf, before in zip(given, [None, *given])]
+            # Each leaf may be coded relative to the preceding leaf: the two fields of a wave, for example, are similar.
+            leaves = [_packed(leaf, before, self._schedule) for leaf, before in zip(arrays, [None, *arrays])]
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
                 "which don't fit into CheckpointSchedule(dtype='float32'). Scale the state, or omit dtype."
             ) from error
-        leaves = [each._replace(device=device) for each, device in zip(leaves, devices)]
+        leaves = [item._replace(device=device) for item, device in zip(leaves, devices)]
         if on_disk:
             self._files[number] = self._written(number, leaves)
         else:
             # Uncompressed leaves are copied, since a step may return the same buffer each time.
             self._memory[number] = [
-                each._replace(arrays=[own(leaf)]) if each.arrays[0] is leaf else each for each, leaf in zip(leaves, state)
+                item._replace(arrays=[own(leaf)]) if item.arrays[0] is leaf else item for item, leaf in zip(leaves, state)
             ]
 
     def state(self, number: int, last: bool) -> list[Array]:
         """Return a stored state; release it if `last`."""
         if number in self._memory:
-            found = self._memory.pop(number) if last else self._memory[number]
+            stored = self._memory.pop(number) if last else self._memory[number]
         else:
-            found = self._read(*(self._files.pop(number) if last else self._files[number]), last)
+            stored = self._read(*(self._files.pop(number) if last else self._files[number]), last)
         leaves: list[Any] = []
         before = None
-        for each in found:
-            # A leaf may be coded as the difference from the preceding one.
-            before = each.leaf(before)
-            leaves.append(before if each.device is None else each.device.to_device(before))
+        for packed in stored:
+            # A leaf may be coded as the difference from the preceding leaf.
+            before = packed.leaf(before)
+            leaves.append(before if packed.device is None else packed.device.to_device(before))
         return leaves
 
     def _read(self, name: str, leaves: Sequence[Packed], last: bool) -> list[Packed]:
         with open(name, "rb") as file:
-            read = [each._replace(arrays=[np.load(file, allow_pickle=False) for _ in each.arrays]) for each in leaves]
+            read = [packed._replace(arrays=[np.load(file, allow_pickle=False) for _ in packed.arrays]) for packed in leaves]
         if last:
             os.remove(name)
         return read
@@ -275,16 +274,16 @@ class Snapshots:
         """Write the arrays of a state to a file; return the file's name, and the leaves without their arrays."""
         try:
             if self._folder is None:
-                # The folder is removed together with this object, even if no gradient is computed.
+                # The folder is removed with this object, even if no gradient is computed.
                 self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._schedule.directory)
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:
-                for array in (array for each in leaves for array in each.arrays):
+                for array in (array for packed in leaves for array in packed.arrays):
                     np.save(file, to_host(array), allow_pickle=False)
         except OSError as error:
             folder = self._folder.name if self._folder is not None else self._schedule.directory
             text = f"timestepping.scan: the state before step {number} can't be written in {folder}: {error.strerror}. "
-            raise OSError(error.errno, f"{text}Name another folder by CheckpointSchedule(directory=...).") from error
-        devices = [each.device or arrays_of(each.arrays[0]) for each in leaves]
-        empty = [each._replace(arrays=[None] * len(each.arrays)) for each in leaves]
-        return name, [each._replace(device=device) for each, device in zip(empty, devices)]
+            raise OSError(error.errno, f"{text}Choose another folder with CheckpointSchedule(directory=...).") from error
+        devices = [packed.device or arrays_of(packed.arrays[0]) for packed in leaves]
+        empty = [packed._replace(arrays=[None] * len(packed.arrays)) for packed in leaves]
+        return name, [packed._replace(device=device) for packed, device in zip(empty, devices)]

@@ -2,7 +2,7 @@
 
 If the step function is compiled, several steps may run as one program. Separate programs copy fields into the buffers in
 which halos are exchanged, but within one program a field is computed directly in the memory that the next step reads. One
-program also accumulates the cotangents of parameters in compiled loops, and has the overhead of Python only once.
+program for several steps also accumulates the cotangents of parameters in compiled loops, and has less Python overhead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
         return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
 
     def at(self, span: Span, state: list[Any]) -> Arguments:
-        """Return the arguments of the steps in a span: the given state, their entries of the inputs, and all params."""
+        """Return the arguments of the steps in a span: the state, these steps' entries of the inputs, and all params."""
         first, stop = span
         # The input of a single step has no axis for steps.
         entries = first if stop == first + 1 else slice(first, stop)
@@ -79,7 +79,7 @@ class CompiledFunction(Protocol):
         ...
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Any:
-        """Return the compiled form of ``make()``, cached by key; `optional`: whether to ignore failures of compilation."""
+        """Return the compiled form of ``make()``, cached by key; if `optional`, failures of compilation are ignored."""
         ...
 
 
@@ -88,8 +88,7 @@ class UserStepping:
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether several steps may be compiled into one program. (`length`: the number of steps that the loop records at
-        # once.)
+        # Whether several steps may be compiled into one program. (`length`: number of steps that are recorded together.)
         self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
@@ -106,9 +105,9 @@ class UserStepping:
         """The number of steps that can run together: 1 before the first step, or if several steps can't be compiled."""
         if not self._compiled or tracing.recorder is not None or not self._advance.operations:
             return 1
-        length, most = self._length, min(_MAX_STEPS, self._length, max(_MAX_OPERATIONS // self._advance.operations, 1))
+        length, max_count = self._length, min(_MAX_STEPS, self._length, max(_MAX_OPERATIONS // self._advance.operations, 1))
         # The number with the smallest remainder is chosen, since the remaining steps run one by one.
-        count = min(range(most, most // 2, -1), key=lambda count: length % count)
+        count = min(range(max_count, max_count // 2, -1), key=lambda count: length % count)
         return count if count > 1 and not self._several(count).refused else 1
 
     def _several(self, count: int) -> Any:
@@ -123,14 +122,14 @@ class UserStepping:
         entry = (self._build_input(args.inputs),) if self._has_inputs else ()
         first, stop = span
         if stop > first + 1:
-            several = self._several(stop - first)
-            state, observed = several(self.build_state(args.state), first, *(entry or (None,)), params)
+            advance_span = self._several(stop - first)
+            state, observed = advance_span(self.build_state(args.state), first, *(entry or (None,)), params)
         else:
             state = self._advance(self.build_state(args.state), first, *entry, *params)
             observed = [] if self._observe is None else [self._observe(state, first, *params)]
         rows = []
-        for each in observed:
-            leaves, self.build_observed = flatten(each)
+        for tree in observed:
+            leaves, self.build_observed = flatten(tree)
             rows.append(leaves)
         return self._checked(flatten(state)[0], stop - 1), rows
 
@@ -155,10 +154,10 @@ def _spec(leaf: Array) -> Spec:
 
 def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
     is_array = hasattr(leaf, "dtype")
-    found = f"dtype {leaf.dtype} and shape {leaf.shape}" if is_array else f"{type(leaf).__name__} {leaf!r:.40}"
+    result = f"dtype {leaf.dtype} and shape {leaf.shape}" if is_array else f"{type(leaf).__name__} {leaf!r:.40}"
     text = (
         f"timestepping.scan: step must return a state like its argument u: {name} has dtype {spec.dtype} and shape "
-        f"{spec.shape}, but step {number} returned {found}."
+        f"{spec.shape}, but step {number} returned {result}."
     )
     if getattr(leaf, "shape", None) == spec.shape:
         return TypeError(f"{text} Convert it in step, or pass an initial state of the dtype that step returns.")

@@ -72,7 +72,7 @@ def test_wrong_files_are_refused_on_all_ranks(folder, rank, size):
     refused("truncated")
     if rank == 0:
         np.save(path, np.ones((8, 6)))
-    refused(r"holds shape \(8, 6\), but the grid has \(6, 8\)")
+    refused(r"contains an array of shape \(8, 6\), but the grid has shape \(6, 8\)")
     if rank == 0:
         path.write_text("not an array, but long enough to be looked at")
     refused("can't be read")

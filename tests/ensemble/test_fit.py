@@ -229,7 +229,7 @@ REFUSED = {
     "ftol": ({"ftol": -1.0}, ValueError, "ftol must be a number, zero or more, but got -1.0"),
     "rtol": ({"rtol": 0.0}, ValueError, "rtol must be above zero, but got 0.0"),
     "columns": ({"residuals": rows}, ValueError, r"can't compute with columns.*\(11, 1, \d+\).*an axis for trajectories"),
-    "coupled": ({"residuals": lambda u, p, data: u[:, 0] - anp.sum(u)}, ValueError, "depend on the others"),
+    "coupled": ({"residuals": lambda u, p, data: u[:, 0] - anp.sum(u)}, ValueError, "depend on other trajectories"),
     "one number": ({"residuals": lambda u, p, data: anp.sum(u)}, ValueError, r"shape \(\), but \(..., \d+\) was expected"),
     "math": ({"residuals": lambda u, p, data: [erf(u)[:, 0]]}, TypeError, "can't be differentiated.*autograd.numpy"),
     "complex": ({"residuals": lambda u, p, data: 1j * u[:, 0]}, TypeError, "must be real numbers, but are complex128"),

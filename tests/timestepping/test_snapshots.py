@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "wrong, kind, text",
     [
-        ({"checkpoints": 0}, ValueError, "keeps no state"),
+        ({"checkpoints": 0}, ValueError, "stores no state"),
         ({"checkpoints": -1}, ValueError, "memory=-1"),
         ({"checkpoints": 2.5}, TypeError, "float 2.5"),
         ({"checkpoints": True}, TypeError, "bool True"),
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
             ValueError,
             r"dtype='float32'\), but got dtype='float16'",
         ),
-        ({"checkpoints": CheckpointSchedule(2, dtype="float32", compress=True)}, ValueError, "give one of them"),
+        ({"checkpoints": CheckpointSchedule(2, dtype="float32", compress=True)}, ValueError, "use one of them"),
         ({"checkpoints": CheckpointSchedule(2, host=1)}, TypeError, "host must be True or False, but got int 1"),
         (
             {"checkpoints": CheckpointSchedule(2, recorded=0)},

@@ -2,9 +2,9 @@
 
 A point's color is the parity of its indices, so there are 4 colors in two dimensions, and 8 in three. Points of one color
 aren't neighbors, not even diagonal ones, so a Gauss-Seidel step updates all of them at once. The points of color (0, ...)
-are the points of the next coarser level. In the array of a color, entry k is the point with the index 2k + color; one layer
-of entries around the entries of the block is its halo. All arrays are flat, so that the neighbors of all points of a color
-are one shifted slice: on small levels, loops over rows would take longer than the arithmetic.
+are the points of the next coarser level. In the array of a color, entry k is the point with the index 2k + color; the
+entries of the block are surrounded by one layer, the halo. All arrays are flat, so that the neighbors of all points of a
+color are one shifted slice: on small levels, loops over rows would take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Distribution:
     """The blocks of a level, and the ranks that own them."""
 
     cuts: tuple[tuple[int, ...], ...]  # per dimension, the first point of each block, followed by the number of points
-    # Per dimension, the contribution of each position to the rank: the owner of a block is their sum over dimensions.
+    # Per dimension, the contribution of each position to the rank: the owner of a block is the sum over dimensions.
     ranks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]
 
     @property
     def shape(self) -> Shape:
         """Return the number of points along each dimension."""
-        return tuple(along[-1] for along in self.cuts)
+        return tuple(cuts[-1] for cuts in self.cuts)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Distribution:
 
     def owner(self, position: tuple[int, ...]) -> Rank:
         """Return the rank of a block."""
-        return sum(along[index] for along, index in zip(self.ranks, position))
+        return sum(ranks[index] for ranks, index in zip(self.ranks, position))
 
     def position(self, rank: Rank) -> tuple[int, ...] | None:
         """Return the position of a rank's block, or None for a rank without a block."""
@@ -85,8 +85,8 @@ class Distribution:
 
     def box(self, position: tuple[int, ...]) -> Box:
         """Return the points of a block."""
-        low = tuple(along[index] for along, index in zip(self.cuts, position))
-        return Box(low, tuple(along[index + 1] for along, index in zip(self.cuts, position)))
+        low = tuple(cuts[index] for cuts, index in zip(self.cuts, position))
+        return Box(low, tuple(cuts[index + 1] for cuts, index in zip(self.cuts, position)))
 
     def neighbor(self, position: tuple[int, ...], axis: int, step: int) -> Rank | None:
         """Return the owner of the neighboring block in a direction, or None beyond a physical side."""
@@ -97,10 +97,10 @@ class Distribution:
 
     def coarse(self) -> Distribution:
         """Return the distribution of the points of even index, in which some blocks may be empty."""
-        return Distribution(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
+        return Distribution(tuple(tuple((cut + 1) // 2 for cut in cuts) for cuts in self.cuts), self.ranks, self.periodic)
 
     def merged(self, length: int) -> Distribution:
-        """Return the distribution with neighboring blocks merged until no block with neighbors is shorter than `length`."""
+        """Return the distribution after merging blocks until no block with neighbors is shorter than `length`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
             # Blocks are merged in pairs, so that a rank gathers data from few other ranks; the next level may merge again.
@@ -111,7 +111,7 @@ class Distribution:
 
     def on_one_rank(self) -> Distribution:
         """Return the distribution in which the first rank owns all points."""
-        # While there are several blocks along a dimension, the shortest is shorter than the dimension, so they are merged.
+        # If there are several blocks along a dimension, the shortest one is shorter than the dimension.
         return self.merged(max(self.shape))
 
 
@@ -150,7 +150,7 @@ class Layout:
         self.inner = slice(margin, self.size - margin)
         self.colors: list[Color] = list(itertools.product((0, 1), repeat=len(self.shape)))
         self.row = {color: row for row, color in enumerate(self.colors)}
-        # The results are cached, since on small levels this method takes longer than the arithmetic.
+        # The results are cached, since on small levels their computation takes longer than the arithmetic.
         self.slices_of = functools.cache(self._slices_of)
 
     def shifted(self, steps: Iterable[int], sign: int = 1) -> slice:
@@ -174,11 +174,11 @@ class Layout:
         return tuple(slice(a - f + 1, b - f + 1) for a, b, f in zip(box.low, box.high, self.first))
 
     def whole(self, flat: LocalArray) -> LocalArray:
-        """Return flat arrays of colors with the axes of `shape`."""
+        """Return flat arrays (..., size) of colors in the shape (..., *shape)."""
         return flat.reshape(flat.shape[:-1] + self.shape)
 
     def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:
-        """Return a block (..., *box.shape) as doubles (..., colors, size), zero outside of it; `out` must contain zeros."""
+        """Return a block (..., *box.shape) as doubles (..., colors, size), zero in the halo; `out` must contain zeros."""
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
             out = Spec((*lead, len(self.colors), self.size), np.dtype(float), arrays_of(block)).zeros()

@@ -61,11 +61,12 @@ class Elliptic:
     spacing : float, or one per dimension
         Distance between neighboring points.
     boundary : {"dirichlet", "neumann"} or a tuple
-        Conditions on physical sides: u = 0 ("dirichlet") or no flux. A tuple has a name, or a pair of names (before,
-        after), per dimension. Periodic dimensions have no sides.
+        Conditions on physical sides: u = 0 ("dirichlet") or no flux. A tuple contains a name, or a pair of names
+        (before, after), per dimension. Periodic dimensions have no sides.
     centred : bool
-        Whether points are centers of cells, as in `Domain.coordinates`. If so, sides with u = 0 are half a spacing beyond
-        the last points, otherwise one spacing. Sides without flux are half a spacing beyond the last points in both cases.
+        Whether points are centers of cells, as in `Domain.coordinates`. If True, sides with u = 0 are half a spacing
+        beyond the last points, otherwise one spacing. Sides without flux are always half a spacing beyond
+        the last points.
 
     Raises
     ------
@@ -98,11 +99,11 @@ class Elliptic:
     ):
         if not isinstance(domain, Domain):
             raise TypeError(f"Elliptic: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r}.")
-        given = [f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}"]
+        settings = [f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}"]
         self.sides = alike_on_all(
             channel(domain.comm, "Elliptic"),
             lambda: sides_of(domain, spacing, boundary, centred, "Elliptic"),
-            lambda _: given,
+            lambda _: settings,
             "Elliptic",
         )
         # The same domain with a halo of one point.
@@ -144,7 +145,7 @@ class Elliptic:
             kappa = kappa * (np.ones(shape) if xp is None else xp.full(shape, 1, np.float64))
         if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
             kappa = kappa.astype(stop_gradient(u).dtype)
-        # The flux through a side with u = 0 is κ u at the last point, divided by the distance: a term of the diagonal.
+        # The flux through a side with u = 0 is κ u at the last point, divided by the distance to the side.
         (walls,) = self._walls.on(xp)
         total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
         # With "edge", u is constant across all physical sides; sides with u = 0 contribute through `walls`.
@@ -152,7 +153,7 @@ class Elliptic:
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
             of_u, of_kappa = _layers(padded, axis, ndim), _layers(padded_kappa, axis, ndim)
-            # The mean of κ on the two sides of a face, times the difference of u, divided by the square of the spacing.
+            # The mean of κ at the two adjacent points, times the difference of u, divided by the square of the spacing.
             flux = (of_kappa(1, None) + of_kappa(0, -1)) * (of_u(1, None) - of_u(0, -1)) * (0.5 / step**2)
             faces = _layers(flux, axis, ndim, cut=False)
             total = total + faces(0, -1) - faces(1, None)
@@ -170,7 +171,7 @@ class Elliptic:
         -----
         All ranks of the domain call it.
         """
-        padded_kappa, found = self.domain.exchange(kappa, "edge", corners=False), []
+        padded_kappa, couplings = self.domain.exchange(kappa, "edge", corners=False), []
         ndim = len(self.sides.spacing)
         for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.domain.neighbours)):
             of_kappa = _layers(padded_kappa, axis, ndim)
@@ -180,8 +181,8 @@ class Elliptic:
             for layer, rank in zip((slice(0, 1), slice(-1, None)), pair):
                 if rank is None:
                     inside(layer.start, layer.stop)[...] = 0.0
-            found.append((inside(0, -1), inside(1, None)))
-        return found
+            couplings.append((inside(0, -1), inside(1, None)))
+        return couplings
 
 
 def _layers(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
@@ -199,8 +200,8 @@ def _walls(domain: Domain, sides: Sides) -> np.ndarray:
     walls = np.zeros(domain.local_shape)
     for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):
         layers = _layers(walls, axis, len(sides.spacing), cut=False)
-        for start, stop_, rank, given in zip((0, -1), (1, None), pair, fixed):
-            if rank is None and given:
-                # With half the distance to the side, the difference quotient is twice as large.
+        for start, stop_, rank, is_fixed in zip((0, -1), (1, None), pair, fixed):
+            if rank is None and is_fixed:
+                # At half the distance to the side, the difference quotient is twice as large.
                 layers(start, stop_)[...] += (2.0 if sides.centred else 1.0) / step**2
     return walls

@@ -54,7 +54,7 @@ def solve_elliptic(
         This rank's block of the right-hand side. Several right-hand sides, along leading axes, are solved together, each to
         its own tolerance.
     c : array of shape local_shape, or number
-        The coefficient c, zero or positive. All arrays are on the host, or all on one device.
+        The coefficient c, zero or positive. All arrays must be on the host, or all on one device.
     spacing, boundary, centred
         As in `Elliptic`. For a nonzero value on a side, add κ times the value, divided by the square of the spacing, to `b`
         at the points next to the side (twice this term if `centred`).
@@ -115,8 +115,8 @@ class _Problem(NamedTuple):
 
     levels: Multigrid
     settings: dict[str, Any]  # arguments of `Multigrid.solve`, also for the solves of derivatives
-    initial: dict[str, Any] = {}  # further arguments, for the first solve only
-    linear: bool = False  # whether nothing is differentiated with respect to κ and c
+    initial: dict[str, Any] = {}  # further arguments of `Multigrid.solve`, for the first solve only
+    linear: bool = False  # whether derivatives with respect to κ and c are omitted
 
     def product(self, arguments: Sequence[LocalArray]) -> LocalArray:
         """Return the operator's product with u, for the list [u, κ, c]."""
@@ -133,8 +133,8 @@ def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *
     """Return the transpose of the solution's derivative, for which A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
-        # On a tape of cotangents, nothing is differentiated with respect to κ and c, since an enclosing trace
-        # differentiates the reverse pass only. The kind of tape, and thus the decision, is the same on all ranks.
+        # On a tape of cotangents, derivatives with respect to κ and c are omitted, since an enclosing trace differentiates
+        # the reverse pass only. The kind of tape is the same on all ranks.
         tape = tracing.tape
         linear = tape is not None and tape.of_cotangents
         # The operator is its own transpose, so the same levels solve for all cotangents at once.

@@ -4,10 +4,10 @@ The steps on each level are smoothing, restriction of the residual, correction b
 smoother is a Gauss-Seidel sweep over groups of colors. The second sweep, in the reverse order, is the transpose of the
 first, so the cycle is a symmetric operator. After the first sweep, the equations of the last group are satisfied, so its
 residuals are zero. The second sweep begins with this group, and computes its values from the other groups, so the
-correction isn't interpolated to it. On the finest level, which has two groups, this halves the work.
+correction isn't interpolated to this group. On the finest level, which has two groups, this halves the work.
 
 A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up, and the number of iterations
-grows with the size of the grid. This number stays constant if the two levels below the finest level are visited twice.
+grows with the size of the grid. This is avoided by visiting the two levels below the finest level twice.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Agglomeration:
         ]
 
     def gather(self, block: LocalArray) -> LocalArray:
-        """Return this rank's new block, or None if it has none, from the old blocks; all owners of old blocks call it."""
+        """Return this rank's new block (None if it owns none) from the old blocks; all owners of old blocks call it."""
         if self._same:
             return block
         with restoring_state(), suspended():
-            # A block without coarse points isn't sent. Sends come first, since they don't block.
+            # Empty blocks aren't sent. Sends come first, since they don't block.
             if self._leader != self._rank and block.size:
                 mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
             if self.box is None:
@@ -81,7 +81,7 @@ class Agglomeration:
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return this rank's old block from the new blocks, `whole`; both blocks include a layer around them."""
+        """Return this rank's old block from the new blocks `whole`, all with a layer around them; `block` is a template."""
         if self._same:
             return whole
         # The layer is included, so that interpolation needs no exchange of halos.
@@ -99,8 +99,8 @@ class Agglomeration:
 
 def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]) -> Rank:
     """Return the new owner of a block: along each dimension, the last new owner at or before the old owner."""
-    shares = [along[k] for along, k in zip(before.ranks, position)]
-    return sum(max(start for start in along if start <= share) for along, share in zip(after.ranks, shares))
+    owners = [starts[k] for starts, k in zip(before.ranks, position)]
+    return sum(max(start for start in starts if start <= owner) for starts, owner in zip(after.ranks, owners))
 
 
 # The coarsest level, on one rank: a sparse factorization by SciPy, on the host. For arrays on a device, a small level
@@ -111,7 +111,7 @@ _DENSE = 512  # largest number of points for which the inverse (2 MiB) is used
 
 
 class Coarsest:
-    """The factors of an operator, given by its diagonal and couplings; if `singular`, the last point's value is zero."""
+    """Factors of an operator with a given diagonal and couplings; if `singular`, the value at the last point is zero."""
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
@@ -134,7 +134,7 @@ class Coarsest:
         return through_host(lambda f: self._with_layer(self._solved(f.reshape(len(f), -1).T).T), f)
 
     def _solved(self, f: np.ndarray) -> np.ndarray:
-        # The omitted value is zero; `Multigrid` subtracts the mean of the solution.
+        # If the operator is singular, `Multigrid` subtracts the mean of the solution.
         u = np.zeros(f.shape)
         if self._factors is not None:
             u[: self._size] = self._factors.solve(f[: self._size])
@@ -154,16 +154,16 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     numbers = np.arange(stack[0].size)
     rows, columns, values = [numbers], [numbers], [stack[0].ravel()]
     for offset, coupling in zip(offsets(len(shape)), stack[1:]):
-        target = [along + step for along, step in zip(points, offset)]
+        target = [axis_points + step for axis_points, step in zip(points, offset)]
         inside = np.ones(shape, bool)
         for axis, n in enumerate(shape):
             if periodic[axis]:
                 target[axis] = target[axis] % n
             inside &= (target[axis] >= 0) & (target[axis] < n)
-        # Along a periodic dimension of one or two points, several offsets lead to the same point: their entries are added.
+        # Along a periodic dimension of one or two points, several offsets refer to the same point: their entries are added.
         inside &= coupling != 0
         rows.append(numbers.reshape(shape)[inside])
-        columns.append(np.ravel_multi_index([along[inside] for along in target], shape))
+        columns.append(np.ravel_multi_index([axis_points[inside] for axis_points in target], shape))
         values.append(-coupling[inside])
     triplets = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
     return sp.coo_array(triplets, (numbers.size, numbers.size)).tocsc()
@@ -171,7 +171,7 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
 
 # Largest number of points, by number of dimensions, for which a factorization is cheaper than further levels.
 _FACTORIZED = {1: 4096, 2: 400, 3: 216}
-# Smallest length of a block, by number of dimensions; the exchanges of shorter blocks would take too long.
+# Smallest length of a block, by number of dimensions; for shorter blocks, messages would dominate the run time.
 _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
@@ -257,12 +257,12 @@ class Level:
             self._before.append((step([self._relaxed(color, updated) for color in group]), group))
             updated = updated + group
         # The colors whose equations aren't satisfied after the first sweep.
-        self._unfinished = rest = [color for color in self.layout.colors if color not in stencil.sweep[-1]]
+        self._unfinished = unfinished = [color for color in self.layout.colors if color not in stencil.sweep[-1]]
         later = _later(stencil.sweep)
-        self._residuals = step([self._residual(color, later.get(color)) for color in rest])
-        self._restriction = step([self._restricted(rest)])
-        self._interpolation = step([self._interpolated(color) for color in rest])
-        # The second sweep, in reverse order; all neighbors contribute.
+        self._residuals = step([self._residual(color, later.get(color)) for color in unfinished])
+        self._restriction = step([self._restricted(unfinished)])
+        self._interpolation = step([self._interpolated(color) for color in unfinished])
+        # In the second sweep, in reverse order, all neighbors contribute.
         self._after = [(step([self._relaxed(c, None) for c in group]), group) for group in reversed(stencil.sweep)]
         self._product = step([self._multiplied(color) for color in self.layout.colors])
 
@@ -305,7 +305,7 @@ class Level:
     def _relaxed(self, color: Color, among: list[Color] | None) -> WeightedSum:
         """Return the sum that solves a color's equations for the values of this color."""
         row = self.layout.row[color]
-        # Entries of points of other ranks are zero until the halo is filled, since the inverse diagonal is zero there.
+        # Until the halo is filled, its values are zero, since the inverse diagonal is zero at points of other ranks.
         return WeightedSum(row, self._stencil.terms(color, among), base=row, scale=self._count + row)
 
     def _residual(self, color: Color, later: list[Color] | None) -> WeightedSum:
@@ -322,18 +322,18 @@ class Level:
             return WeightedSum(2 * self._count + row, base=row)
         return WeightedSum(2 * self._count + row, self._stencil.terms(color), diagonal=Term(row, row), negative=True)
 
-    def _restricted(self, rest: list[Color]) -> WeightedSum:
-        terms = []
-        for color in rest:
+    def _restricted(self, colors: list[Color]) -> WeightedSum:
+        terms, has_coarse = [], self.layout.colors[0] in colors
+        for color in colors:
             for weights, shift in self._corners(color) if any(color) else ():
                 terms.append(Term(weights, self._count + self.layout.row[color], -shift, -shift))
-        return WeightedSum(self._coarse, terms, base=self._count if self.layout.colors[0] in rest else None, of_right=False)
+        return WeightedSum(self._coarse, terms, base=self._count if has_coarse else None, of_right=False)
 
     def _interpolated(self, color: Color) -> WeightedSum:
         """Return the interpolation to a color, the transpose of restriction: a sum of neighboring coarse values."""
         row = self.layout.row[color]
-        found = self._corners(color) if any(color) else [(None, 0)]
-        return WeightedSum(row, [Term(weights, self._coarse, shift) for weights, shift in found], base=row, of_right=False)
+        pairs = self._corners(color) if any(color) else [(None, 0)]
+        return WeightedSum(row, [Term(weights, self._coarse, shift) for weights, shift in pairs], base=row, of_right=False)
 
     def _corners(self, color: Color) -> list[tuple[int, int]]:
         """Return the row of each of a color's weights, and the offset of its coarse point."""

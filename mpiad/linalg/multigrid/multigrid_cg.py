@@ -1,6 +1,6 @@
 """Conjugate gradients preconditioned by multigrid V-cycles.
 
-A is applied to the preconditioned residual z, which takes half a product after the V-cycle that computed z. A p, for the
+A is applied to the preconditioned residual z; after the V-cycle that computes z, this takes half a product. A p, for the
 search direction p, follows from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. Vectors are
 updated by NumPy or the device's module, or by compiled loops, one per reduction. The loops are written in the kernel
 language (see `mpiad.compiling.translation`), and are compiled from this file's source.
@@ -27,7 +27,7 @@ from mpiad.transport.exits.user_failures import DeferredFailures
 
 _CALL = "linalg.Multigrid.solve"
 _RIGHT = "the right-hand side"
-_SMALLEST_SQUARE = 1e-260  # bound for the squared norm of b, so that squares of residuals of size 1e-20 |b| don't underflow
+_SMALLEST_SQUARE = 1e-260  # bound for |b|², so that squares of residuals of size 1e-20 |b| don't underflow
 
 
 class Tolerance(NamedTuple):
@@ -47,7 +47,7 @@ def preconditioned_cg(
     level: Level, r: LocalArray, group: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
     """Return the solutions and the history of norms; `r` is overwritten. For errors see `Multigrid.solve`."""
-    # `r`, of shape (systems, colors, size), contains the right-hand sides, or with `b` the residuals of an initial guess.
+    # `r`, of shape (systems, colors, size), contains the right-hand sides or, if `b` is passed, the residuals of x0.
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
     norms = _norms(group, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
     targets = np.maximum(tolerance.rtol * (norms if b is None else _norms(group, b, squares_of(b), _RIGHT)), tolerance.atol)
@@ -57,8 +57,8 @@ def preconditioned_cg(
         if len(history) > tolerance.maxiter:
             if tolerance.reported:
                 failures.raise_together()
-            found = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
-            _fail(group, f"{found}; {tolerance.slowness_reason()}", history)
+            text = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
+            _fail(group, f"{text}; {tolerance.slowness_reason()}", history)
         # Both arrays are memory of the level, which its next cycle overwrites.
         z = level.cycle(r)
         w = level.product_after(r)
@@ -70,8 +70,8 @@ def preconditioned_cg(
         invalid = active & ~((rz > 0.0) & (curvature > 0.0))
         if invalid.any():
             failures.raise_together()
-            found = f"r·z = {rz[invalid][0]:.3e} and p·Ap = {curvature[invalid][0]:.3e} should be positive"
-            _fail(group, f"{found}: rounding errors dominate. Increase rtol; {tolerance.slowness_reason()}", history)
+            text = f"r·z = {rz[invalid][0]:.3e} and p·Ap = {curvature[invalid][0]:.3e} should be positive"
+            _fail(group, f"{text}: rounding errors dominate. Increase rtol; {tolerance.slowness_reason()}", history)
         squares = vectors.advance(z, w, beta, np.where(active, rz, 0.0) / np.where(active, curvature, 1.0))
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
         norms = _norms(group, r, squares, "the residual")
@@ -124,8 +124,8 @@ class Vectors:
         self.r, self.x, self._p, self._s = r, np.zeros_like(r), np.zeros_like(r), np.zeros_like(r)
 
     def products(self, z: LocalArray, w: LocalArray) -> np.ndarray:
-        """Return this rank's part of r·z and w·z on the host, shape (2, systems), by one copy from a device."""
-        r, z, w = (one.reshape(len(one), -1) for one in (self.r, z, w))
+        """Return this rank's part of r·z and w·z, shape (2, systems), on the host."""
+        r, z, w = (vector.reshape(len(vector), -1) for vector in (self.r, z, w))
         return inner((r, z), (w, z))
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ class FusedVectors(Vectors):
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
         """See `Vectors.advance`."""
         out = np.empty(len(z))
-        vectors = (one.reshape(-1) for one in (self._p, self._s, self.x, self.r))
+        vectors = (vector.reshape(-1) for vector in (self._p, self._s, self.x, self.r))
         self._advance(*_rows(z, w), np.stack([beta, alpha]), *vectors, out)
         return out
 
@@ -165,7 +165,7 @@ def _rows(z: LocalArray, w: LocalArray) -> tuple[Array, Array, int]:
     stride = z.strides[0] // z.itemsize if len(z) > 1 else length
     size = (len(z) - 1) * stride + length
     # These views include the memory between the systems.
-    z, w = (np.lib.stride_tricks.as_strided(one, (size,), (one.itemsize,)) for one in (z, w))
+    z, w = (np.lib.stride_tricks.as_strided(vector, (size,), (vector.itemsize,)) for vector in (z, w))
     return z, w, stride
 
 
@@ -176,7 +176,7 @@ def _functions() -> tuple:
         "inner_products": f"void({row}, {row}, int64, {row}, float64[:, ::1])",
         "conjugate_step": f"void({row}, {row}, int64, float64[:, ::1], {row}, {row}, {row}, {row}, {row})",
     }
-    # Fast-math flags that allow reordering, but don't assume that numbers are finite.
+    # These fast-math flags allow reordering, but don't assume that numbers are finite.
     return tuple(functions_of(__name__, signatures, "reassoc contract nsz arcp"))
 
 

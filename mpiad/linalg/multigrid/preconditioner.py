@@ -82,15 +82,15 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
             f"{_CALL}: {name} is traced, but a preconditioner isn't differentiated. Pass mpiad.stop_gradient({name}), or "
             f"use linalg.solve_elliptic, which is differentiable with respect to {name}."
         )
-    found = np.asarray(on_host(value))
-    if found.dtype.kind not in "fiu":
-        raise TypeError(f"{_CALL}: {name} must be real numbers, but got {type(value).__name__} of dtype {found.dtype}.")
-    if found.shape not in ((), domain.local_shape):
+    array = np.asarray(on_host(value))
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{_CALL}: {name} must be real numbers, but got {type(value).__name__} of dtype {array.dtype}.")
+    if array.shape not in ((), domain.local_shape):
         raise ValueError(
             f"{_CALL}: {name} must be a number or an array of shape {domain.local_shape}, this rank's block, but has shape "
-            f"{found.shape}."
+            f"{array.shape}."
         )
-    field = np.broadcast_to(found, domain.local_shape).astype(np.float64)
+    field = np.broadcast_to(array, domain.local_shape).astype(np.float64)
     usable = np.isfinite(field) & (field >= 0.0 if zero_allowed else field > 0.0)
     if not usable.all():
         kind = ValueError if np.isfinite(field).all() else NotFiniteError
@@ -106,7 +106,7 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
 
 # If κ varies by more than the factor `_SMOOTH`, `_DOUBLED` levels are visited twice in each cycle.
 _DOUBLED, _SMOOTH = 2, 100.0
-# Maximum number of right-hand sides per cycle; a cycle needs memory for three more arrays per right-hand side.
+# Maximum number of right-hand sides per cycle; a cycle needs memory for three additional arrays per right-hand side.
 _BATCH = 8
 _EXTREME = 1e8  # error messages mention the contrast of κ if it is at least this large
 
@@ -220,7 +220,7 @@ class Multigrid:
             out = empty_like(r, systems.shape)
             for start in range(0, len(systems), _BATCH):
                 batch = slice(start, start + _BATCH)
-                # A singular system has solutions if its right-hand side has mean zero; the one with mean zero is returned.
+                # If the operator is singular, the right-hand side must have mean zero, as the result does.
                 split = self._layout.split(self._without_mean(systems[batch]))
                 out[batch] = self._without_mean(self._layout.join(level.cycle(split)))
             return out.reshape(r.shape)
@@ -283,8 +283,8 @@ class Multigrid:
             if x0 is not None and self._checked(x0, settings.call).shape != b.shape:
                 raise ValueError(f"{settings.call}: x0 must have the shape of b, {b.shape}, but has {x0.shape}.")
             require_together(settings.call, b=b, x0=0.0 if x0 is None else x0)
-        except (TypeError, ValueError) as found:
-            error = found
+        except (TypeError, ValueError) as invalid:
+            error = invalid
         with restoring_state(), suspended():
             settings = agree_on(settings, error)
             if not b.size:
@@ -303,10 +303,10 @@ class Multigrid:
 
     def _slowness_reason(self) -> str:
         """Return a possible reason for slow convergence; collective."""
-        found = contrast(self.kappa, self._channel)
-        if found < _EXTREME:
+        ratio = contrast(self.kappa, self._channel)
+        if ratio < _EXTREME:
             return "very different spacings need more iterations"
-        return f"kappa varies by a factor of {found:.0e}, an extreme contrast (double precision resolves up to 5e+15)"
+        return f"kappa varies by a factor of {ratio:.0e}, an extreme contrast (double precision resolves up to 5e+15)"
 
     def refusal(self, r: LocalArray) -> Exception | None:
         """Return the error if `r` doesn't match this rank's block, else None."""

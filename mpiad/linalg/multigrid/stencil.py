@@ -1,9 +1,9 @@
 """The operator of a level with its halo, its interpolation, and the operator of the coarser level.
 
-Interpolation depends on the operator: across a jump of the coefficient, it preserves the flux, not the slope. Between two
-coarse points, the interpolated value satisfies the operator's equation, after the couplings across the line are added to
-the diagonal. At a point amid four coarse points (in three dimensions), couplings across the plane are added; amid eight,
-none.
+Interpolation depends on the operator: across a jump of the coefficient, it preserves the flux, not the slope. At a point
+between two coarse points, the interpolated value satisfies the operator's equation, after the couplings perpendicular to
+their line are subtracted from the diagonal. At a point between four coarse points in three dimensions, the couplings
+perpendicular to their plane are subtracted; at a point between eight, none.
 
 References
 ----------
@@ -27,12 +27,12 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import ArrayModule, empty_like
 
-# Message tags below the limit of 32767 that MPI guarantees; users rarely choose large tags.
+# Message tags below the limit of 32767 that MPI guarantees.
 _TAG_UP, _TAG_DOWN = 32752, 32753
 
 
 class _Side(NamedTuple):
-    """One side of a block: the sent layer (`own`), the received layer of the halo (`ghost`), and their parities."""
+    """One side of a block: the indices and parities of the sent layer (`own`) and the received layer (`ghost`)."""
 
     rank: Rank
     axis: int
@@ -59,16 +59,16 @@ class LevelHalo:
         for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
             rank = distribution.neighbor(position, axis, step)
             if rank is not None:
-                # In the arrays of colors, entries are shifted by one, because of the halo.
-                place = [index // 2 - first + 1 for index in (own, ghost)]
-                sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
+                # In the arrays of colors, indices are shifted by one, because of the halo.
+                indices = [index // 2 - first + 1 for index in (own, ghost)]
+                sides.append(_Side(rank, axis, indices[0], own % 2, indices[1], ghost % 2, *tags))
         return sides
 
     def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
         """Fill the halo, including corners, of arrays (..., size) of some colors, the same on all ranks; collective."""
         if self._has_neighbors and arrays:
             whole = {color: self._layout.whole(array) for color, array in arrays.items()}
-            # Dimensions are exchanged one after the other: the layers that are sent along a dimension include the halo of
+            # Dimensions are exchanged one after another: the layers that are sent along a dimension include the halo of
             # earlier dimensions, and thus the corners. `suspended` marks the channel as unusable if an exception leaves a
             # message pending.
             with restoring_state(), suspended():
@@ -89,8 +89,8 @@ class LevelHalo:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
-        # If a rank is its own neighbor, the layer before the block is a copy of the block's last layer, and the layer after
-        # the block is a copy of its first layer.
+        # In this case, the layer before the block is a copy of the block's last layer, and the layer after the block is a
+        # copy of the first layer.
         for side, other in zip(own_sides, reversed(own_sides)):
             for ghost, own in zip(
                 _layers(whole, side.axis, side.ghost, side.ghost_parity),
@@ -105,9 +105,9 @@ class LevelHalo:
 
 
 def _layers(whole: dict[Color, LocalArray], axis: int, index: int, parity: int) -> list[LocalArray]:
-    along = len(next(iter(whole))) - axis - 1
-    place = (..., index, *[slice(None)] * along)
-    return [array[place] for color, array in whole.items() if color[axis] == parity]
+    later_axes = len(next(iter(whole))) - axis - 1
+    layer = (..., index, *[slice(None)] * later_axes)
+    return [array[layer] for color, array in whole.items() if color[axis] == parity]
 
 
 Offset = tuple[int, ...]
@@ -127,15 +127,15 @@ def corners(color: Color) -> list[tuple[int, ...]]:
 class Stencil:
     """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset)."""
 
-    def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
+    def __init__(self, layout: Layout, offsets: Sequence[Offset], memory: LocalArray):
         # The rows of the memory, which are zero outside of the block: D for each color; 1 / D, or 0 if D is 0, for each
         # color; N for each offset and color; and the interpolation weights, for each color except (0, ...) and each corner.
-        self.layout, self.memory, self._offsets, count = layout, memory, list(found), len(layout.colors)
+        self.layout, self.memory, self._offsets, count = layout, memory, list(offsets), len(layout.colors)
         self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
-        self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(found, 2)}
-        self.sweep = _sweep(layout.colors, any(np.count_nonzero(offset) > 1 for offset in found))
+        self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(offsets, 2)}
+        self.sweep = _sweep(layout.colors, any(np.count_nonzero(offset) > 1 for offset in offsets))
         self.weights: dict[Color, int] = {}
-        first = (2 + len(found)) * count
+        first = (2 + len(offsets)) * count
         for color in layout.colors[1:]:
             self.weights[color] = first
             first += len(corners(color))
@@ -160,21 +160,21 @@ class Stencil:
 
 
 def _sweep(colors: list[Color], corners: bool) -> list[list[Color]]:
-    # In a star stencil, neighbors of points with an even sum of indices have odd sums, so all even points are one group.
+    # In a stencil without diagonal neighbors, neighbors of points with an even sum of indices have odd sums.
     even = [color for color in colors if sum(color) % 2 == 0]
     odd = [color for color in colors if sum(color) % 2]
     if corners:
         return [[color] for color in even + odd]
-    # Without corners, two groups suffice, as on a chessboard. In three dimensions, the smoothing of the finest level limits
-    # the convergence: an additional half sweep saves three of eleven iterations.
+    # Without diagonal neighbors, two groups suffice. In three dimensions, the smoothing of the finest level limits the
+    # convergence: an additional half sweep saves three of eleven iterations.
     return [odd, even, odd] if len(colors) == 8 else [even, odd]
 
 
-def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndarray]) -> Stencil:
-    """Return the stencil with the given diagonal and couplings per offset; its interpolation weights are still zero."""
+def stencil_of(layout: Layout, offsets: Sequence[Offset], blocks: Sequence[np.ndarray]) -> Stencil:
+    """Return the stencil with the diagonal and the couplings per offset in `blocks`; interpolation weights are zero."""
     count = len(layout.colors)
     weights = sum(len(corners(color)) for color in layout.colors[1:])
-    stencil = Stencil(layout, found, np.zeros(((2 + len(found)) * count + weights, layout.size)))
+    stencil = Stencil(layout, offsets, np.zeros(((2 + len(offsets)) * count + weights, layout.size)))
     for out, block in zip((stencil.diagonal, *stencil.couplings.values()), blocks, strict=True):
         layout.split(block, out)
     np.divide(1.0, stencil.diagonal, out=stencil.inverse, where=stencil.diagonal > 0)
@@ -184,7 +184,7 @@ def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndar
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
     """Compute the weights of a level's interpolation, including those in the halo, in the stencil's memory; collective."""
     colors = stencil.layout.colors
-    # Weights of points between two coarse points come first, since those of other points are computed from them.
+    # Weights of points between two coarse points come first, since the other weights are computed from them.
     for odd in range(1, len(colors[0]) + 1):
         group = [color for color in colors if sum(color) == odd]
         for color in group:
@@ -193,30 +193,30 @@ def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
 
 
 def _find_weights(stencil: Stencil, color: Color) -> None:
-    layout, at = stencil.layout, {corner: k for k, corner in enumerate(corners(color))}
+    layout, row_of = stencil.layout, {corner: k for k, corner in enumerate(corners(color))}
     inner, row = stencil.weights_of(color)[:, layout.inner], layout.row[color]
     center = stencil.diagonal[row, layout.inner].copy()
-    for along, coupling in _couplings_along(stencil, color).items():
-        if not any(along):
+    for offset, coupling in _couplings_along(stencil, color).items():
+        if not any(offset):
             center -= coupling
             continue
-        neighbor, steps = neighbor_color(color, along)
+        neighbor, steps = neighbor_color(color, offset)
         entries = layout.shifted(steps)
         for k, corner in enumerate(corners(neighbor)):
-            target = at[tuple(s + t for s, t in zip(steps, corner))]
+            target = row_of[tuple(s + t for s, t in zip(steps, corner))]
             inner[target] += coupling * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else coupling
     # The weights are zero outside of the block, and for points with a nonpositive `center`.
     inner *= np.divide(1.0, center, out=np.zeros_like(center), where=center > 0)
 
 
 def _couplings_along(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np.ndarray]:
-    """Return a color's couplings, summed over the dimensions along which its points have even indices."""
+    """Return a color's couplings, summed over the dimensions in which its points have even indices."""
     layout = stencil.layout
     out: dict[tuple[int, ...], np.ndarray] = {}
     for offset, coupling in stencil.couplings.items():
-        along = tuple(o if odd else 0 for o, odd in zip(offset, color))
+        projected = tuple(o if odd else 0 for o, odd in zip(offset, color))
         part = coupling[layout.row[color], layout.inner]
-        out[along] = out[along] + part if along in out else part
+        out[projected] = out[projected] + part if projected in out else part
     return out
 
 
@@ -229,13 +229,13 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     ndim = len(layout.shape)
     out = np.zeros((3**ndim, layout.size))
     targets = [(0,) * ndim, *offsets(ndim)]
-    for color, (rows, at) in products.items():
+    for color, (rows, row_of) in products.items():
         for k, corner in enumerate(corners(color)):
             # Restriction is the transpose of interpolation, so its offsets have opposite signs.
             entries = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
-                # Offsets in `at` are relative to the product's entry; `target` is relative to the result's coarse point.
-                row = at.get(tuple(s + t for s, t in zip(target, corner)))
+                # Keys of `row_of` are relative to the product's entry; `target` is relative to the coarse point.
+                row = row_of.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, entries]
                     out[number, layout.inner] += part * stencil.weights_of(color)[k, entries] if any(color) else part
@@ -244,11 +244,11 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
 
 
 def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
-    """Return AP for a color, one row per neighboring coarse point; and these points' rows by their offsets in entries."""
+    """Return A P at a color's points, one row per neighboring coarse point, and the rows' numbers by offset in entries."""
     layout, number = stencil.layout, stencil.layout.row[color]
     coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in color])
-    at = {steps: k for k, steps in enumerate(coarse)}
-    rows = np.zeros((len(at), layout.size))
+    row_of = {steps: k for k, steps in enumerate(coarse)}
+    rows = np.zeros((len(row_of), layout.size))
     inner = rows[:, layout.inner]
     zero = (0,) * len(color)
     # In the rows of A, each neighbor's value is replaced by its interpolation from coarse points.
@@ -257,6 +257,6 @@ def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int
         neighbor, steps = neighbor_color(color, offset)
         entries, factor = layout.shifted(steps), coefficient[number, layout.inner]
         for k, corner in enumerate(corners(neighbor)):
-            row = inner[at[tuple(s + t for s, t in zip(steps, corner))]]
+            row = inner[row_of[tuple(s + t for s, t in zip(steps, corner))]]
             gather(row, factor * stencil.weights_of(neighbor)[k, entries] if any(neighbor) else factor, out=row)
-    return rows, at
+    return rows, row_of

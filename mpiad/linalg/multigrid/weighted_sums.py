@@ -1,9 +1,9 @@
-"""The operations of a level, as descriptions: weighted sums of shifted rows; all right-hand sides share the weights.
+"""Weighted sums of shifted rows, with the same weights for all right-hand sides: all operations of a level.
 
-Smoothing, restriction, interpolation and the operator's product are all of this form. `Sums` uses NumPy or the device's
-module. `CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides while its
+Smoothing, restriction, interpolation and the operator's product have this form. `Sums` uses NumPy or the device's module.
+`CompiledSums` uses a compiled kernel, which computes each range of a row for all right-hand sides while the range's
 weights are in cache. The kernel is written in the language of `mpiad.compiling.translation`, and is compiled from this
-file's source. Rows are given by their numbers in memory, so all levels use the same kernel, in any dimension.
+file's source. Its arguments are positions of rows in memory, so all levels use the same kernel, in any dimension.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Sums:
         def run(f: LocalArray) -> None:
             nonlocal bound, state
             if state is not self.state:
-                # Slices are created once, since on small levels this takes longer than the arithmetic.
-                bound, state = [self._bind(one) for one in sums], self.state
+                # Slices are created once, since on small levels their creation takes longer than the arithmetic.
+                bound, state = [self._bind(item) for item in sums], self.state
             for compute in bound:
                 compute(f)
 
@@ -89,15 +89,15 @@ class Sums:
         )
         return weights, self.state[:, term.row, self._at(term.shift)]
 
-    def _bind(self, one: WeightedSum) -> Step:
+    def _bind(self, item: WeightedSum) -> Step:
         state, inner, part = self.state, self._layout.inner, self._part
-        out, terms = state[:, one.out, inner], [self._factors(term) for term in one.terms]
-        diagonal = None if one.diagonal is None else self._factors(one.diagonal)
-        scale = None if one.scale is None else self._coefficients[one.scale, inner]
-        accumulate = np.subtract if one.negative else np.add
+        out, terms = state[:, item.out, inner], [self._factors(term) for term in item.terms]
+        diagonal = None if item.diagonal is None else self._factors(item.diagonal)
+        scale = None if item.scale is None else self._coefficients[item.scale, inner]
+        accumulate = np.subtract if item.negative else np.add
 
         def compute(f: LocalArray) -> None:
-            base = None if one.base is None else (f if one.of_right else state)[:, one.base, inner]
+            base = None if item.base is None else (f if item.of_right else state)[:, item.base, inner]
             if base is not None and scale is not None and not terms:
                 np.multiply(base, scale, out=out)
                 return
@@ -105,7 +105,7 @@ class Sums:
                 np.multiply(*diagonal, out=out)
                 if base is not None:
                     np.subtract(base, out, out=out)
-            elif one.of_right or one.base != one.out:
+            elif item.of_right or item.base != item.out:
                 out[...] = 0 if base is None else base
             for weights, values in terms:
                 if weights is not None:
@@ -159,12 +159,12 @@ class CompiledSums(Sums):
                 return [-1, -1]
             return [position(term.coefficient, term.coefficient_shift), position(term.row, term.shift)]
 
-        for one in sums:
-            base = [position(one.base), -1] if one.of_right else [-1, position(one.base)]
+        for item in sums:
+            base = [position(item.base), -1] if item.of_right else [-1, position(item.base)]
             first = len(terms)
-            terms += map(numbers_of, one.terms)
-            scale = [position(one.scale), one.negative, first, len(terms)]
-            rows.append([position(one.out), *base, *numbers_of(one.diagonal), *scale])
+            terms += map(numbers_of, item.terms)
+            scale = [position(item.scale), item.negative, first, len(terms)]
+            rows.append([position(item.out), *base, *numbers_of(item.diagonal), *scale])
         numbers = [0, len(self._layout.colors) * size, self._rows * size, stop - start, len(sums)]
         tables = np.array(rows).ravel(), np.array(terms or [[-1, -1]]).ravel()
         return np.array(numbers, np.int64), *(table.astype(np.int64) for table in tables)
@@ -181,10 +181,10 @@ def weighted_sums(
     numbers: np.ndarray, sums: np.ndarray, terms: np.ndarray, coefficients: np.ndarray, right: np.ndarray,
     state: np.ndarray, part: np.ndarray,
 ) -> None:  # fmt: skip
-    """Compute sums of rows; `part` is memory for one range."""
+    """Compute sums of rows, described by the tables of `_numbers_of`; `part` is memory for one range."""
     systems, of_right, of_state, length = numbers[0], numbers[1], numbers[2], numbers[3]
-    for one in range(numbers[4]):
-        k = 9 * one
+    for number in range(numbers[4]):
+        k = 9 * number
         out, base_right, base_state, diagonal, multiplied = sums[k], sums[k + 1], sums[k + 2], sums[k + 3], sums[k + 4]
         scale, negative, first, last = sums[k + 5], sums[k + 6], sums[k + 7], sums[k + 8]
         for start in range(0, length, 2048):
