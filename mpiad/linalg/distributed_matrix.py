@@ -529,7 +529,7 @@ class GatheredFactors:
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
-            whole = self._factors.solve(columns, self._kind).reshape(whole.shape)
+            whole = back_substituted(self._factors, columns.T, self._kind).T.reshape(whole.shape)
         return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)
 
 
@@ -539,3 +539,12 @@ def factors_of(matrix: object, name: str) -> Any:
         return splu(matrix)
     except RuntimeError as error:
         raise ValueError(f"{name} can't be factorized: {error}.") from error
+
+
+def back_substituted(factors: Any, rows: LocalArray, kind: str) -> LocalArray:
+    """Return the solutions for right-hand sides (k, n), by SciPy's factors; `kind`: "N", or "T" for the transpose."""
+    if rows.dtype.kind == "c" and factors.L.dtype.kind == "f":
+        return back_substituted(factors, rows.real, kind) + 1j * back_substituted(factors, rows.imag, kind)
+    if len(rows) == 1:
+        return factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
+    return np.ascontiguousarray(factors.solve(np.ascontiguousarray(rows.T), kind).T)

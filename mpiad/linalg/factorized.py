@@ -24,7 +24,7 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
-from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, factors_of, operator_rows
+from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, back_substituted, factors_of, operator_rows
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
 from mpiad.linalg.solve import direction_of, function_error, transposed_function
@@ -221,7 +221,7 @@ class Factorized:
         dtype = np.result_type(b, self.matrix.values)
         rows = np.ascontiguousarray(b, dtype).reshape(-1, math.prod(self.operator.shape))
         if self._options.group.size == 1:
-            return _back_substituted(self._factors, rows, "T" if transposed else "N").reshape(b.shape)
+            return back_substituted(self._factors, rows, "T" if transposed else "N").reshape(b.shape)
         settings = Settings(
             "gmres", _RTOL, 0.0, None, self._options.comm, None, batch=1, call=_CALL, preconditioned=True, probe=False
         )
@@ -364,14 +364,6 @@ def _factors_of(rows: Any) -> Any:
         raise ValueError(f"{error} The null vector is largest in row {int(np.abs(vector).argmax())}.") from error
 
 
-def _back_substituted(factors: Any, rows: LocalArray, kind: str) -> LocalArray:
-    if rows.dtype.kind == "c" and factors.L.dtype.kind == "f":
-        return _back_substituted(factors, rows.real, kind) + 1j * _back_substituted(factors, rows.imag, kind)
-    if len(rows) == 1:
-        return factors.solve(rows[0], kind)
-    return np.ascontiguousarray(factors.solve(np.ascontiguousarray(rows.T), kind).T)
-
-
 @recoverable(_CALL)
 def factorized(
     matvec: Function | DistributedMatrix,
@@ -435,13 +427,14 @@ def factorized(
     group = channel(comm, _CALL)
     with raising_together(group):
         _check(matvec, like, params, pattern, method, group)
+    product: Any = matvec
     if matrix is not None:
         params, like = (matrix.values,), np.empty(matrix.local_shape[1])
-        matvec = matrix.operator()
+        product = matrix.operator()
     leaves, build = flatten(params)
     indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
     plain = [stop_gradient(leaf) for leaf in leaves]
-    operator = _Operator(matvec, build, plain, getattr(like, "shape", ()), matrix is not None)
+    operator = _Operator(product, build, plain, getattr(like, "shape", ()), matrix is not None)
     return Factorized(operator, [leaves[k] for k in indices], indices, _Options(group, comm, pattern, method, matrix))
 
 

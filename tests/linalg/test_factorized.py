@@ -4,6 +4,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 import scipy.sparse
+from mpi4py import MPI
 
 import mpiad
 from mpiad.domain import Domain
@@ -185,14 +186,13 @@ def test_a_missing_entry_is_named(rank_rng, rank, size):
         factorized(matrix.operator(), b[own], matrix.values, pattern=pattern.tocsr()[own])
 
 
-@pytest.mark.mpi(max_size=1)
 def test_without_a_pattern_on_one_rank(rng):
     matrix = rng.standard_normal((6, 6)) + 6 * np.eye(6)
-    solve = factorized(lambda u, a: a @ u, np.zeros(6), matrix)
+    solve = factorized(lambda u, a: a @ u, np.zeros(6), matrix, comm=MPI.COMM_SELF)
     b = rng.standard_normal(6)
     np.testing.assert_allclose(solve(b), np.linalg.solve(matrix, b), rtol=1e-12)
     with pytest.raises(ValueError, match=r"can't be factorized.*largest in row 3"):
-        factorized(lambda u: u * np.array([1.0, 2.0, 3.0, 0.0, 5.0]), np.zeros(5))
+        factorized(lambda u: u * np.array([1.0, 2.0, 3.0, 0.0, 5.0]), np.zeros(5), comm=MPI.COMM_SELF)
 
 
 def test_changed_params_are_factored_again(case):
