@@ -58,7 +58,7 @@ __all__ = [
     "mpi_waitall", "reset", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
-# Imported at first use, since importing these packages would double the import time of the library.
+# Imported at first use, since these packages would double the import time of the library.
 _PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
     "tasks", "testing", "timestepping", "vi",
@@ -71,8 +71,8 @@ _FROM_PACKAGES = {
 def __getattr__(name: str) -> Any:
     if name in _FROM_PACKAGES:
         # Cached, so that the next access doesn't call this function.
-        globals()[name] = found = getattr(import_module(f"{__name__}.{_FROM_PACKAGES[name]}"), name)
-        return found
+        globals()[name] = value = getattr(import_module(f"{__name__}.{_FROM_PACKAGES[name]}"), name)
+        return value
     if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -82,7 +82,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
 
 
-# A relative path in MPIAD_TRACE is relative to this folder; the program may change its working directory later.
+# Relative paths in MPIAD_TRACE are relative to this folder, although the program may change its working directory.
 _folder = getcwd() if environ.get("MPIAD_TRACE") else ""
 
 

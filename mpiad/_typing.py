@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-# NumPy arrays, autograd boxes and device arrays have no common base type that type checkers know.
+# NumPy arrays, autograd boxes and device arrays have no common static type.
 Array: TypeAlias = Any
 Scalar: TypeAlias = Any
 Tree: TypeAlias = Any
 """A pytree: nested dicts, lists and tuples of arrays and scalars."""
 Comm: TypeAlias = Any
-"""An mpi4py intracommunicator; None means the library's own duplicate of the world."""
+"""An mpi4py intracommunicator; None for the library's duplicate of the world."""
 Op: TypeAlias = Any
 """An mpi4py reduction operation, such as `MPI.SUM`."""
 Request: TypeAlias = Any
 """A request of mpi4py, or a wrapper of it in `transport.watch`."""
 Status: TypeAlias = Any
-"""An mpi4py status object that the call fills in, or None."""
+"""An mpi4py status object, in which the call writes its result, or None."""
 Buffer: TypeAlias = Any
 """A buffer argument of mpi4py: an array, bytes, or a list of an array or bytes and counts."""
 Index: TypeAlias = Any
@@ -25,7 +25,7 @@ Index: TypeAlias = Any
 Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
 Argnum: TypeAlias = int | tuple[int, ...]
-"""The index of the argument with respect to which a function is differentiated, or a tuple of indices."""
+"""The index of a differentiated argument, or a tuple of indices."""
 Axis: TypeAlias = int | tuple[int, ...] | None
 Function: TypeAlias = Callable[..., Any]
 

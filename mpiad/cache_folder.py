@@ -1,4 +1,4 @@
-"""The folder for data that later processes of this user read: compiled kernels, and records of notices already shown."""
+"""The folder for data that later processes of this user read: compiled kernels, and records of displayed notices."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _log = logging.getLogger("mpiad")
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, created if necessary; None if nothing can be cached.
+    """Return the cache folder, which is created if necessary; None if nothing can be cached.
 
     ``MPIAD_CACHE`` is the path of the folder; 0 disables caching. The default is ``mpiad`` in the user's cache directory,
     or ``mpiad-UID`` in the system's temporary directory for a user without a home directory. Since the folder contains
     code, it isn't used if other users can write into it or replace it.
     """
-    given = path("MPIAD_CACHE")
-    if given is None:
+    setting = path("MPIAD_CACHE")
+    if setting is None:
         return None
     try:
-        folder = Path(given).expanduser() if given else _default_folder()
-        # Mode 700, since under a umask of 002 the group could write into new folders.
+        folder = Path(setting).expanduser() if setting else _default_folder()
+        # Mode 700, since with a umask of 002 the group could write into new folders.
         for missing in [f for f in (*reversed(folder.parents), folder) if not f.exists()]:
             missing.mkdir(mode=0o700, exist_ok=True)
         # The parents of the path, before and after symbolic links are resolved.
@@ -36,7 +36,7 @@ def cache_folder() -> Path | None:
         reason = f"other users can write into {exposed}" if exposed else "this user can't write into it"
     except (OSError, RuntimeError) as error:  # a RuntimeError if "~user" is the home directory of an unknown user
         reason = str(error)
-    _log.info("nothing is cached in %s: %s.", given or "the user's cache", reason)
+    _log.info("nothing is cached in %s: %s.", setting or "the user's cache", reason)
     return None
 
 

@@ -1,9 +1,9 @@
 """Checkpoint files with the state of a long computation, written atomically and without pickling.
 
-A file has NumPy's npz format: arrays by name, and a JSON description of the problem to which the state belongs. It is
-written under a unique name in the same folder, flushed to the disk, and renamed. If the process is killed,
-either the old file or the new file remains. A file ends with a checksum of all other bytes, since NumPy reads some
-damaged files without an error.
+A file has NumPy's npz format: arrays by name, and a JSON description of the problem to which the state belongs. The file is
+written under a unique name in the same folder, flushed to the disk, and renamed. If the process is killed, either the old
+file or the new file remains. A file ends with a checksum of all other bytes, since NumPy reads some damaged files without
+an error.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _lock(file: IO[bytes]) -> bool | None:
 
 @functools.cache  # once per path and process, since listing a large folder takes long
 def _remove_unfinished(path: Path) -> None:
-    """Remove unfinished files of killed processes. Such files aren't locked, since a lock ends with its process."""
+    """Remove unfinished files of killed processes; such files aren't locked, since the end of a process ends its locks."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.part"):
         # Another process may remove the file first.
         with contextlib.suppress(OSError), open(part, "r+b") as file:
@@ -107,7 +107,7 @@ def data_of(part: Path) -> Path:
 
 
 def files_of_ranks(path: Path) -> list[Path]:
-    """Return the checkpoint files of all ranks for a path, sorted by name, from runs on any number of ranks."""
+    """Return the checkpoint files of all ranks for a path, from runs on any number of ranks, sorted by name."""
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*of*.?{glob.escape(path.suffix)}"))
 
 
@@ -119,14 +119,14 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None
 
 def _checksum(file: IO[bytes]) -> bytes:
     """Return the checksum of all bytes before the stored checksum; leave the file's position at the stored checksum."""
-    remaining, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
+    remaining, checksum = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
     file.seek(0)
     while remaining > 0:
         chunk = file.read(min(remaining, _READ_SIZE))
         if not chunk:  # another process has truncated the file
             break
-        remaining, found = remaining - len(chunk), zlib.crc32(chunk, found)
-    return b"%08x" % found
+        remaining, checksum = remaining - len(chunk), zlib.crc32(chunk, checksum)
+    return b"%08x" % checksum
 
 
 def sync_folder(folder: Path) -> None:
@@ -139,7 +139,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remedy(error: OSError, path: Path) -> str:
-    """Return advice for an error message, if the file `path` couldn't be written because of `error`."""
+    """Return advice for the message of an error that occurred when the file `path` was written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "Free space on the disk."
     if error.errno == errno.EFBIG:
@@ -149,18 +149,18 @@ def remedy(error: OSError, path: Path) -> str:
 
 def read_description(path: Path) -> dict[str, Any]:
     """Return a file's description; raise a ValueError if the file is damaged or can't be read."""
-    with _opened(path) as found:
-        return _description(found)
+    with _opened(path) as archive:
+        return _description(archive)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return a file's description and its arrays by name; raise a ValueError if the file is damaged or can't be read."""
-    with _opened(path) as found:
-        return _description(found), {name: found[name] for name in found.files if name != _DESCRIPTION}
+    with _opened(path) as archive:
+        return _description(archive), {name: archive[name] for name in archive.files if name != _DESCRIPTION}
 
 
-def _description(found: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return json.loads(bytes(found[_DESCRIPTION]))
+def _description(archive: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return json.loads(bytes(archive[_DESCRIPTION]))
 
 
 @contextlib.contextmanager
@@ -174,8 +174,8 @@ def _opened(path: Path) -> Iterator[Any]:
                     "again, or restore a copy."
                 )
             file.seek(0)
-            with np.load(file, allow_pickle=False) as found:
-                yield found
+            with np.load(file, allow_pickle=False) as archive:
+                yield archive
     except OSError as error:
         raise ValueError(
             f"the checkpoint {path} can't be read ({error.strerror or error}). Make it readable for this user, pass "
@@ -183,12 +183,12 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def require_problem(path: Path, found: dict[str, Any], wanted: dict[str, Any], call: str) -> None:
-    """Raise a ValueError if a file's description, `found`, differs from the description `wanted` of this call."""
+def require_problem(path: Path, found: dict[str, Any], expected: dict[str, Any], call: str) -> None:
+    """Raise a ValueError if the description `found` in a file differs from the description `expected` of this call."""
     differences = []
-    for name in wanted:
+    for name in expected:
         # Compared as JSON, which converts tuples to lists.
-        in_file, in_call = (json.dumps(side.get(name, "nothing")) for side in (found, wanted))
+        in_file, in_call = (json.dumps(side.get(name, "nothing")) for side in (found, expected))
         if in_file != in_call:
             differences.append(f"{name} is {in_file:.80} in the file, but {in_call:.80} in this call")
     if differences:

@@ -1,6 +1,6 @@
 """The environment variables that the library reads, and the meaning of their values.
 
-Functions ignore invalid values of the variables that they read; `check` raises an error for such values at the start.
+`switch` ignores invalid values. At the start of the library, `check` raises an error for invalid switches and paths.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
-# The types of the variables' values.
+# The type of each variable's value.
 VARIABLES = {
     "MPIAD_ABORT": "switch", "MPIAD_CACHE": "path", "MPIAD_CUDA_AWARE": "switch", "MPIAD_DEBUG": "switch",
     "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_CHUNK": "number", "MPIAD_DEVICE_PINNED": "number",
@@ -32,15 +32,15 @@ def switch(name: str, default: _Default) -> bool | _Default:
 
 def path(name: str) -> str | None:
     """Return a variable's path: "" if the variable is unset, None if its value is 0, false, no or off."""
-    given = os.environ.get(name, "")
-    return None if given.lower() in _OFF else given
+    value = os.environ.get(name, "")
+    return None if value.lower() in _OFF else value
 
 
 def check() -> None:
     """Raise a ValueError if a switch or a path has an invalid value; numbers are checked by the functions that use them."""
     for name, kind in VARIABLES.items():
-        given = os.environ.get(name, "")
-        if kind == "switch" and given and given.lower() not in _SWITCHES:
-            raise ValueError(f"{name} must be 1, true, yes or on, or 0, false, no or off, but got {given!r}.")
-        if kind == "path" and given.lower() in _ON:
-            raise ValueError(f"{name} must be a path, or 0 for none, but got {given!r}.")
+        value = os.environ.get(name, "")
+        if kind == "switch" and value and value.lower() not in _SWITCHES:
+            raise ValueError(f"{name} must be 1, true, yes or on, or 0, false, no or off, but got {value!r}.")
+        if kind == "path" and value.lower() in _ON:
+            raise ValueError(f"{name} must be a path, or 0 for none, but got {value!r}.")

@@ -44,7 +44,7 @@ class RequestError(RuntimeError):
 
 
 class CommunicationMismatchError(RuntimeError):
-    """Report ranks whose next communication calls don't match; raised only with ``MPIAD_DEBUG=1``.
+    """Report ranks whose next communication calls don't match; raised only under ``MPIAD_DEBUG=1``.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class DeadlockError(RuntimeError):
 
 
 class ForeignTraceError(RuntimeError):
-    """Report communication inside a derivative of plain autograd, whose reverse pass doesn't preserve the order.
+    """Report communication inside a derivative of plain autograd, whose reverse pass changes the order of communications.
 
     Examples
     --------
@@ -102,14 +102,14 @@ class ReplicationError(ValueError):
     Attributes
     ----------
     ranks : list of int
-        The ranks whose values differ from the value on most ranks (for the x0 of a solve, from the root's), as ranks of the
-        communicator of the check.
+        The ranks whose values differ from the value on most ranks (for `x0` of a solve, from the root's value), as ranks of
+        the checked communicator.
     path : str
         The path of the first leaf that differs, on the first rank of `ranks`.
     index : tuple of int
         Index of the first entry of this leaf that differs; empty for numbers, and if shapes or structures differ.
     absolute, relative : float
-        The largest difference between entries of this leaf; NaN if no difference can be computed.
+        The largest absolute and relative difference between entries of this leaf; NaN if no difference can be computed.
 
     Examples
     --------
@@ -155,10 +155,10 @@ class ConvergenceError(RuntimeError):
 
 
 class NotFiniteError(ConvergenceError, ValueError):
-    """Report a system that can't be solved, since a coefficient, a right-hand side or a product isn't finite.
+    """Report a system that can't be solved, since a coefficient, a right-hand side or a matrix-vector product isn't finite.
 
-    If the objective raises it at a trial point of `minimize`, the step is shortened, as for every ConvergenceError. For
-    example, the exponential of a variable may overflow at a trial point.
+    If the objective raises this error at a trial point of `minimize`, for example after an overflow, the step is shortened,
+    as for every ConvergenceError.
 
     Examples
     --------
@@ -194,9 +194,9 @@ class RemoteError(RuntimeError):
     rank : int
         The rank that raised the exception, as a rank of the call's communicator.
     traceback : str
-        The traceback on that rank, also shown at the end of the message; empty if the rank died.
+        The traceback on that rank, which the message also contains; empty if the rank died.
     exit_code : int
-        Exit code of the job if this error isn't caught: the code of `sys.exit` if `rank` called `sys.exit`, otherwise 1.
+        Exit code of the job if this error isn't caught: the argument of `sys.exit` if `rank` called it, otherwise 1.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = "", exit_code: int = 1):

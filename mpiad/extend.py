@@ -1,9 +1,9 @@
 """Custom operators that communicate, and their derivatives.
 
-`custom_operator` turns a function into an operator like the library's own operators. A call is one node of the tape: it is
-recorded on every rank even if no input is traced, and the reverse pass always visits the node. The function gets plain
-arrays, and may use mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, `defadjoint` those of a
-linear operator. Rules that consist of communicating operators can be differentiated again.
+`custom_operator` turns a function into an operator like the operators of the library. A call is one node of the tape: the
+node is recorded on every rank even if no input is traced, and the reverse pass always visits it. The function receives
+plain arrays, and may use mpi4py directly. `defvjp` and `defjvp` define the derivatives of an operator, and `defadjoint`
+the derivatives of a linear operator. Rules that consist of communicating operators can be differentiated.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-        # All rules run in a fixed order, since other ranks, which may trace other arguments, wait for the messages of each
-        # rule.
+        # All rules run, in a fixed order, since other ranks may trace other arguments and wait for a rule's messages.
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 
@@ -114,7 +113,7 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
     ...     return MPI.COMM_WORLD.allreduce(c * x)
     >>> def maker(ans, x, c):
     ...     def vjp(g):
-    ...         total = MPI.COMM_WORLD.allreduce(g)  # once for both
+    ...         total = MPI.COMM_WORLD.allreduce(g)  # one sum for both cotangents
     ...         return c * total, x * total
     ...     return vjp
     >>> defvjp_together(weighted_total, maker)
@@ -178,7 +177,7 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     ...     return MPI.COMM_WORLD.allreduce(x @ y)
     >>> def rule(gs, ans, x, y):
     ...     g, h = (np.zeros_like(x) if each is None else each for each in gs)
-    ...     return MPI.COMM_WORLD.allreduce(g @ y + x @ h)  # one message for both
+    ...     return MPI.COMM_WORLD.allreduce(g @ y + x @ h)  # one sum for both terms
     >>> defjvp_together(inner, rule)
     >>> print(mpiad.make_jvp(lambda x: inner(x, np.ones(2)))(np.ones(2))(np.ones(2))[1] / size)
     2.0
@@ -196,9 +195,9 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     Parameters
     ----------
     operator : Communicating
-        ``operator(x, *rest)``, linear in x; a TypeError is raised as in `defvjp`.
+        A result of `custom_operator`: ``operator(x, *rest)``, linear in x. A TypeError is raised for another object.
     adjoint : callable
-        ``adjoint(y, *rest)`` applies the transpose, without conjugation, of `operator` as a linear map between the arrays
+        ``adjoint(y, *rest)`` applies the transpose, without conjugation, of `operator`, as a linear map between the arrays
         of all ranks. There are no derivatives with respect to `rest`.
 
     Returns
@@ -219,10 +218,9 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     """
     transpose = adjoint if isinstance(adjoint, Communicating) else custom_operator(adjoint)
     _checked(operator, "defadjoint")
-    # The two operators are adjoint to each other.
-    for one, other in ((operator, transpose), (transpose, operator)):
-        defvjp(one, lambda ans, x, *rest, other=other, **kwargs: lambda g: other(g, *rest, **kwargs))
-        defjvp(one, lambda g, ans, x, *rest, one=one, **kwargs: one(g, *rest, **kwargs))
+    for forward, backward in ((operator, transpose), (transpose, operator)):
+        defvjp(forward, lambda ans, x, *rest, backward=backward, **kwargs: lambda g: backward(g, *rest, **kwargs))
+        defjvp(forward, lambda g, ans, x, *rest, forward=forward, **kwargs: forward(g, *rest, **kwargs))
     return transpose
 
 

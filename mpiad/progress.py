@@ -1,4 +1,4 @@
-"""The progress bar of long calls on standard error."""
+"""A progress bar on standard error, for long calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _StandardError:
-    """Standard error that ignores failed writes, so that the computation continues if the reading process has ended."""
+    """Standard error that ignores failed writes, so that the computation continues after the end of the reading process."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -42,8 +42,8 @@ def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
     """Return a tqdm bar that counts from `done` to `total`, or without a limit if `total` is None."""
     from tqdm.auto import tqdm  # imported late, because the import takes long
 
-    stream, quiet = _StandardError(), sys.stderr is None
+    stream, disabled = _StandardError(), sys.stderr is None
     # At most one update per second, since under mpiexec each update is a new line.
     return tqdm(
-        desc=unit, total=total, initial=done, file=stream, disable=quiet, miniters=1, mininterval=1.0, dynamic_ncols=True
+        desc=unit, total=total, initial=done, file=stream, disable=disabled, miniters=1, mininterval=1.0, dynamic_ncols=True
     )

@@ -2,7 +2,7 @@
 
 - Traversal: `flatten`, `map_leaves`, and `named_leaves` with the path of each leaf.
 - Checks of leaves: whether they are variables, unsupported, or on a device.
-- Concatenation of small arrays to one array and its inverse, for messages, copies to and from devices, and arithmetic.
+- Concatenation of small arrays and the inverse, for messages, copies to and from devices, and arithmetic.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
 
     def build(new: object) -> dict:
         # The leaves are sorted by key, but the keys of the result have the order of the user's dict.
-        found = {key: part(new) for key, part in parts}
-        return kind((key, found[key]) for key in keys)
+        values = {key: part(new) for key, part in parts}
+        return kind((key, values[key]) for key in keys)
 
     return build
 
@@ -121,10 +121,10 @@ def leaf_on_device(tree: Tree) -> Any:
     return next(filter(is_device_array, flatten(tree)[0]), None)
 
 
-def places_by_kind(leaves: Sequence[Any], places: Iterable[int]) -> list[list[int]]:
-    """Return the indices `places` in groups of leaves with equal dtypes and devices, which can be concatenated."""
+def places_by_kind(leaves: Sequence[Any], indices: Iterable[int]) -> list[list[int]]:
+    """Group the indices of leaves by dtype and device; the leaves of a group can be concatenated."""
     groups: dict[Any, list[int]] = {}
-    for k in places:
+    for k in indices:
         leaf = leaves[k]
         groups.setdefault(leaf.dtype if type(leaf) is np.ndarray else _kind(leaf), []).append(k)
     return list(groups.values())
@@ -140,7 +140,7 @@ def join(parts: Sequence[Array]) -> Array:
     return np.ravel(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=None)
 
 
-def split(whole: Array, shapes: Iterable[Shape]) -> list[Any]:
+def split(whole: Array, shapes: Iterable[Shape]) -> list[Array]:
     """Split a flat array into consecutive parts of these shapes: views, or numbers for the shape ()."""
     parts, start = [], 0
     for shape in shapes:
@@ -165,44 +165,48 @@ def put(leaves: Sequence[Any], devices: Sequence[ArrayModule | None]) -> list[An
     return _moved(leaves, devices, lambda arrays, whole: arrays.to_device(whole))
 
 
-def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayModule, Array], Array]) -> list[Any]:
-    found, groups = list(leaves), dict[Any, list[int]]()
+def _moved(
+    leaves: Sequence[Any], devices: Sequence[ArrayModule | None], move: Callable[[ArrayModule, Array], Array]
+) -> list[Any]:
+    moved, groups = list(leaves), dict[Any, list[int]]()
     for k, arrays in enumerate(devices):
         if arrays is not None:
             groups.setdefault((arrays, leaves[k].dtype), []).append(k)
-    for (arrays, _), places in groups.items():
-        parts = [leaves[k] for k in places]
-        for k, part in zip(places, split(move(arrays, join(parts)), [part.shape for part in parts])):
-            found[k] = part
-    return found
+    for (arrays, _), indices in groups.items():
+        parts = [leaves[k] for k in indices]
+        for k, part in zip(indices, split(move(arrays, join(parts)), [part.shape for part in parts])):
+            moved[k] = part
+    return moved
 
 
-def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], results: Sequence[int]) -> list[list[Any]]:
+def in_blocks(
+    formula: Callable[..., None], columns: Sequence[Sequence[Array]], results: Sequence[int]
+) -> list[list[Array]]:
     """Apply an elementwise formula to the leaves of several pytrees, in few calls; return a list of leaves for each result.
 
     ``formula(*inputs, *outputs)`` writes the outputs; all are flat arrays of equal length. Small arrays are concatenated,
-    because a call of NumPy takes as long as a few thousand entries. Long arrays are processed in blocks whose temporaries
-    fit into the cache.
+    because the overhead of a NumPy call equals the time for a few thousand entries. Long arrays are processed in blocks
+    whose temporaries fit into the cache.
 
-    `columns`: for each pytree, its list of leaves. `results`: for each result, the index of the column with the same shapes
+    `columns`: the list of leaves of each pytree. `results`: for each result, the index of the column with the same shapes
     and dtypes. The formula is applied if the leaf of the first column is a variable (see `is_variable`); otherwise the
     leaf is taken from the column of the result.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
-    for place, leaf in enumerate(columns[0]):
+    for index, leaf in enumerate(columns[0]):
         plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
         if plain and leaf.size >= _MIN_LONG_SIZE:
-            inputs = [np.ravel(column[place]) for column in columns]
+            inputs = [np.ravel(column[index]) for column in columns]
             for new, flat in zip(out, _applied(formula, inputs, results)):
-                new[place] = flat.reshape(leaf.shape)
+                new[index] = flat.reshape(leaf.shape)
         elif plain or is_variable(leaf):
-            short.append(place)
-    for places in places_by_kind(columns[0], short):
-        inputs = [join([column[k] for k in places]) for column in columns]
-        shapes = [np.shape(columns[0][k]) for k in places]
+            short.append(index)
+    for indices in places_by_kind(columns[0], short):
+        inputs = [join([column[k] for k in indices]) for column in columns]
+        shapes = [np.shape(columns[0][k]) for k in indices]
         for new, flat in zip(out, _applied(formula, inputs, results)):
-            for place, part in zip(places, split(flat, shapes)):
-                new[place] = part
+            for index, part in zip(indices, split(flat, shapes)):
+                new[index] = part
     return out
 
 

@@ -1,6 +1,6 @@
 """`concatenate`, `stack` and `array` for host and device arrays.
 
-The functions of autograd.numpy with these names fail for device arrays, since they convert to NumPy arrays.
+The functions of autograd.numpy with these names fail for device arrays, since they convert their arguments to NumPy arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autograd.builtins import SequenceBox
 from autograd.extend import defjvp_argnums, defvjp_argnum, primitive
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 
 
@@ -24,16 +24,16 @@ def joined(axis: int, *arrays: Array) -> Array:
     return np.concatenate(arrays, axis)
 
 
-def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
-    axis, pieces = args[0], args[1:]
-    start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
+def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Function:
+    axis, arrays = args[0], args[1:]
+    start = sum(x.shape[axis] for x in arrays[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
-    cut = (*lead, slice(start, start + pieces[argnum - 1].shape[axis]))
-    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real array among complex arrays
+    cut = (*lead, slice(start, start + arrays[argnum - 1].shape[axis]))
+    real = ans.dtype.kind == "c" and arrays[argnum - 1].dtype.kind != "c"  # a real array among complex arrays
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 
-def _joined_jvp(argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+def _joined_jvp(argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     tangents = dict(zip(argnums, gs))
     return joined(args[0], *[tangents[k] if k in tangents else anp.zeros_like(args[k]) for k in range(1, len(args))])
 
@@ -59,13 +59,13 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
 
     Ranks
     -----
-    Each rank for itself.
+    Each rank calls it independently.
 
     Adjoint
     -------
     The cotangent is split into one part per array.
     """
-    arrays = [anp.ravel(piece) for piece in arrays] if axis is None else list(arrays)
+    arrays = [anp.ravel(x) for x in arrays] if axis is None else list(arrays)
     axis = axis or 0
     device = _device_in(arrays)
     if device is None:
@@ -96,12 +96,12 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     if device is None:
         return anp.stack(arrays, axis)
     _require_one_device(arrays, device, "stack")
-    shapes = {piece.shape for piece in arrays}
+    shapes = {x.shape for x in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have the same shape, but got {sorted(shapes)}.")
-    # The index None inserts the new axis: all array libraries support it, and autograd differentiates it.
+    # The index None inserts the new axis: all array libraries and autograd's derivatives support this index.
     lead = (slice(None),) * (axis % (len(arrays[0].shape) + 1))
-    return joined(len(lead), *[piece[(*lead, None)] for piece in arrays])
+    return joined(len(lead), *[x[(*lead, None)] for x in arrays])
 
 
 def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
@@ -110,7 +110,7 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
     Parameters
     ----------
     values : array, number, or nested lists and tuples of them
-        Either all arrays are on the host, or all are on one device.
+        All arrays are on the host, or all are on one device.
     *args, **kwargs
         Passed to `numpy.array` if all values are on the host.
 
@@ -121,24 +121,24 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
 
     Ranks
     -----
-    Each rank for itself.
+    Each rank calls it independently.
 
     Adjoint
     -------
     The cotangent of an element is the corresponding entry of the result's cotangent.
     """
-    found = _device_in(values)
-    if found is None:
+    device = _device_in(values)
+    if device is None:
         return anp.array(values, *args, **kwargs)
     dtype = args[0] if args else kwargs.get("dtype")
     if arrays_of(values) is not None:
-        made = found.copy(values)  # a copy, as in NumPy
+        result = device.copy(values)  # a copy, as in NumPy
     else:
-        made = _from_nested(values, found)
-    return made if dtype is None else made.astype(np.dtype(dtype))
+        result = _from_nested(values, device)
+    return result if dtype is None else result.astype(np.dtype(dtype))
 
 
-def _from_nested(values: Tree, arrays: ArrayModule) -> Any:
+def _from_nested(values: Tree, arrays: ArrayModule) -> Array:
     if isinstance(values, (list, tuple, SequenceBox)):
         return stack([_from_nested(values[i], arrays) for i in range(len(values))])
     if arrays_of(getval(values)) is None and np.ndim(getval(values)) == 0:
@@ -151,16 +151,16 @@ def _device_in(values: Tree) -> ArrayModule | None:
     if not isinstance(values, (list, tuple, SequenceBox)):
         return arrays_of(getval(values))
     for i in range(len(values)):
-        found = _device_in(values[i])
-        if found is not None:
-            return found
+        device = _device_in(values[i])
+        if device is not None:
+            return device
     return None
 
 
-def _require_one_device(arrays: Sequence[Any], device: ArrayModule, call: str) -> None:
-    for k, piece in enumerate(arrays):
-        if arrays_of(getval(piece)) is None and not device.takes_host_arrays:
+def _require_one_device(arrays: Sequence[Array], device: ArrayModule, call: str) -> None:
+    for k, x in enumerate(arrays):
+        if arrays_of(getval(x)) is None and not device.takes_host_arrays:
             raise TypeError(
-                f"{call}: array {k} is a {type(getval(piece)).__name__} on the host, but other arrays are on a device. "
+                f"{call}: array {k} is a {type(getval(x)).__name__} on the host, but other arrays are on a device. "
                 "Copies to a device are never implicit: pass mpiad.device.to_device(x)."
             )

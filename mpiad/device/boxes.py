@@ -1,4 +1,4 @@
-"""The registration of device arrays with autograd: their boxes (traced arrays) and vector spaces."""
+"""Registration of device arrays with autograd: boxes (traced arrays) and vector spaces."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.numpy.numpy_vspaces import ArrayVSpace, ComplexArrayVSpace
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.transport.devices.device_arrays import arrays_of
 
 
 @primitive
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Convert a device array to another dtype; a real dtype discards imaginary parts."""
+    """Convert a device array to another dtype; conversion to a real dtype discards imaginary parts."""
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         x = x.real
     return x.astype(dtype)
 
 
-def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
+def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Function:
     original = x.dtype
     return lambda g: cast(anp.real(g) if anp.iscomplexobj(g) and original.kind != "c" else g, original)
 
@@ -41,7 +41,7 @@ class DeviceBox(ArrayBox):
     size = property(lambda self: self._value.size)
     dtype = property(lambda self: self._value.dtype)
 
-    def astype(self, dtype: DTypeLike, *args: Any, **kwargs: Any) -> Any:
+    def astype(self, dtype: DTypeLike, *args: Any, **kwargs: Any) -> Array:
         """Convert the array to another dtype."""
         return cast(self, np.dtype(dtype))
 
@@ -54,15 +54,15 @@ class DeviceSpace(ArrayVSpace):
         self.shape, self.dtype = value.shape, value.dtype
         self.arrays: Any = arrays_of(value)
 
-    def zeros(self) -> Any:
+    def zeros(self) -> Array:
         """Return the zero vector."""
         return self.arrays.full(self.shape, 0, self.dtype)
 
-    def ones(self) -> Any:
+    def ones(self) -> Array:
         """Return the vector of ones, or of 1 + 1j for complex arrays."""
         return self.arrays.full(self.shape, 1 + 1j if self.iscomplex else 1, self.dtype)
 
-    def standard_basis(self) -> Any:
+    def standard_basis(self) -> Array:
         """Yield the unit vectors, for complex arrays also multiplied by 1j."""
         for idx in np.ndindex(*self.shape):
             for unit in (1.0, 1.0j) if self.iscomplex else (1.0,):
@@ -70,8 +70,8 @@ class DeviceSpace(ArrayVSpace):
                 vector[idx] = unit
                 yield vector
 
-    def randn(self) -> Any:
-        """Return normally distributed numbers from NumPy's generator, so that NumPy's seed determines them."""
+    def randn(self) -> Array:
+        """Return normally distributed numbers of NumPy's global generator, so that NumPy's seed determines the numbers."""
         noise = np.random.randn(*self.shape)  # noqa: NPY002
         if self.iscomplex:
             noise = noise + 1j * np.random.randn(*self.shape)  # noqa: NPY002

@@ -11,14 +11,14 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.pytrees import map_leaves
 from mpiad.transport import world
 from mpiad.transport.core.tracing import tracing
 from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of, discover
 
-_chosen: list[int] = []
-"""The GPU that `select` chose last."""
+_selected: list[int] = []
+"""The index of the GPU that `select` selected last."""
 
 
 def select(ids: Sequence[int] | int | None = None) -> int:
@@ -30,7 +30,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     ----------
     ids : int or sequence of int, optional
         The index of this rank's GPU, or a sequence of indices. The GPUs of a sequence are assigned to the ranks of this
-        node in rank order, cyclically if there are fewer GPUs than ranks. By default all GPUs that are visible to CUDA.
+        node in rank order, cyclically if there are fewer GPUs than ranks. The default is all GPUs that are visible to CUDA.
 
     Returns
     -------
@@ -44,11 +44,11 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     RuntimeError
         If no GPU is visible to CUDA.
     ValueError
-        If `ids` is empty, or contains anything but indices of visible GPUs.
+        If `ids` is empty, or contains values that aren't indices of visible GPUs.
 
     Ranks
     -----
-    Each rank calls it independently, unless it is the program's first call of the library, which is collective.
+    Each rank calls it independently. If this is the program's first call of the library, all ranks call it.
     """
     cupy = _import_cupy("select")
     count = _visible_gpu_count(cupy)
@@ -61,13 +61,13 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     number = chosen[local % len(chosen)]
     cupy.cuda.Device(number).use()
     discover()  # registers the arrays of CuPy with autograd
-    _chosen[:] = [number]
+    _selected[:] = [number]
     return number
 
 
 def own_device() -> int:
     """Return the index of this rank's GPU; call `select` if no GPU is selected yet."""
-    return _chosen[0] if _chosen else select()
+    return _selected[0] if _selected else select()
 
 
 def _import_cupy(call: str) -> Any:
@@ -95,7 +95,7 @@ def _visible_gpu_count(cupy: ModuleType) -> int:
 def _check_ids(chosen: list[Any], ids: object, count: int, local: int) -> None:
     invalid = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
     if invalid or not chosen:
-        raise ValueError(f"select: ids must be numbers of GPUs, such as [0, 1], but got {ids!r}.")
+        raise ValueError(f"select: ids must be indices of GPUs, such as [0, 1], but got {ids!r}.")
     missing = [number for number in chosen if not 0 <= number < count]
     if missing:
         raise ValueError(
@@ -136,14 +136,14 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     x : array, number or pytree of them
         Host arrays, which may be traced. Arrays already on a device, strings and None are returned unchanged.
     device : int, optional
-        The index of the GPU; by default the current GPU, which `select` chooses.
+        The index of the GPU. The default is the current GPU (see `select`).
     like : device array, optional
         A device array; the result has the same type and is on the same device.
 
     Returns
     -------
     device array or pytree of them
-        Arrays of the same dtypes in the same structure; numbers become arrays without axes.
+        Arrays of the same dtypes, in the same structure; numbers become arrays of shape ().
 
     Raises
     ------
@@ -154,28 +154,28 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
 
     Ranks
     -----
-    Each rank for itself; nothing is communicated.
+    Each rank calls it independently; nothing is communicated.
 
     Adjoint
     -------
     The cotangent is copied to the host; `to_host` is the transpose.
     """
     arrays = arrays_of(getval(like)) if like is not None else None
-    found: list[ArrayModule] = [] if arrays is None else [arrays]
+    target: list[ArrayModule] = [] if arrays is None else [arrays]
 
-    def move(leaf: Array) -> Any:
+    def move(leaf: Array) -> Array:
         plain = getval(leaf)
         if tracing.recorder is not None:
             tracing.recorder.refuse("it copies arrays to a device, and only functions of NumPy arrays can be compiled")
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
-        if not found:
+        if not target:
             # CuPy is imported only here, since the user's device arrays may come from another library.
             cupy = _import_cupy("to_device")
             from mpiad.transport.devices.cupy_arrays import on_device
 
-            found.append(on_device(cupy.cuda.runtime.getDevice() if device is None else device))
-        return array_to_device(leaf, found[0])
+            target.append(on_device(cupy.cuda.runtime.getDevice() if device is None else device))
+        return array_to_device(leaf, target[0])
 
     return map_leaves(move, x)
 
@@ -191,15 +191,15 @@ def to_host(x: Tree) -> Tree:
     Returns
     -------
     array or pytree of them
-        NumPy arrays of the same dtypes and structure; NumPy scalars for arrays without axes.
+        NumPy arrays of the same dtypes, in the same structure; NumPy scalars for arrays of shape ().
 
     Ranks
     -----
-    Each rank for itself; nothing is communicated.
+    Each rank calls it independently; nothing is communicated.
 
     Adjoint
     -------
-    The cotangent is copied to the device that the array came from; `to_device` is the transpose.
+    The cotangent is copied to the device of `x`; `to_device` is the transpose.
 
     Examples
     --------
@@ -218,18 +218,18 @@ def array_to_device(x: Array, arrays: ArrayModule) -> Array:
             f"to_device: x must hold booleans, integers, or real or complex numbers of up to double precision, but got "
             f"{type(x).__name__} of dtype {host.dtype}."
         )
-    # A number needs no copy: it is an argument of the kernel that fills the array.
+    # A number isn't copied: it is an argument of the kernel that fills the array.
     return arrays.to_device(host) if host.ndim else arrays.full((), host[()], host.dtype)
 
 
 @primitive
 def array_to_host(x: Array) -> Array:
-    """Copy one device array to the host; an array without axes becomes a NumPy scalar."""
+    """Copy one device array to the host; an array of shape () becomes a NumPy scalar."""
     arrays = arrays_of(x)
     return x if arrays is None else arrays.to_host(x)[()]
 
 
-def _to_host_vjp(ans: Array, x: Array) -> Any:
+def _to_host_vjp(ans: Array, x: Array) -> Function:
     arrays = arrays_of(getval(x))
     if arrays is None:
         return lambda g: g

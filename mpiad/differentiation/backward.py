@@ -1,8 +1,8 @@
 """The reverse pass, which visits the nodes of a record, including all communications, from the last to the first.
 
 The *total* of a node is the sum of its cotangents so far. The first cotangent is stored by reference, since it may be
-shared with other nodes, or be a read-only view. With the second cotangent the total becomes a new array, which is *owned*:
-later cotangents are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
+shared with other nodes, or be a read-only view. The sum with the second cotangent is a new array, which is *owned*: later
+cotangents are added in place. A cotangent with few nonzero elements (`Scatter`) is added without a dense array.
 
 Several passes over one record can run at the same time; each is a *lane*. All lanes run the adjoint of a communication
 before any lane continues. Therefore all ranks communicate in the same order.
@@ -20,6 +20,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array
 from mpiad.device.assembly import stack
+from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording
 from mpiad.primitives.cotangents import conform
@@ -31,11 +32,11 @@ from mpiad.transport.devices.device_arrays import is_device_array
 _ndarray, _boxes = np.ndarray, Box.types
 
 
-def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
+def accumulate(total: Array, owned: bool, g: Array) -> tuple[Array, bool]:
     """Add a cotangent g to the total of a node; return the new total, and whether the new total is owned.
 
-    An `owned` total may be overwritten, but g isn't. `total` is None before the first cotangent, and never sparse. None for
-    g is a zero cotangent. `total` and g may be traced.
+    An `owned` total may be overwritten; g is never overwritten. `total` is None before the first cotangent, and never
+    sparse. A zero cotangent may be None. `total` and g may be traced.
     """
     if g is None:
         return total, owned
@@ -79,10 +80,10 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
 
 def run_backward(
     recording: Recording,
-    seeds: Iterable[tuple[int, Any]],
+    seeds: Iterable[tuple[int, Array]],
     variables: int,
     keep: bool = False,
-    ready: Callable[[int, Any], None] | None = None,
+    ready: Callable[[int, Array], None] | None = None,
 ) -> list:
     """Return the cotangents of the variables, which are the first nodes of the record; None for a zero cotangent.
 
@@ -90,21 +91,21 @@ def run_backward(
     memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
     totals = _seeded(recording, seeds)
-    kept = tracing.__dict__.copy()
+    saved = tracing.__dict__.copy()
     try:
         if ready is None:
             sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
         else:
             _sweep_with_callback(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
-        restore_state(kept, error)
+        restore_state(saved, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return totals[:variables]
 
 
-def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]:
-    totals: list[Any] = [None] * len(recording.nodes)
+def _seeded(recording: Recording, seeds: Iterable[tuple[int, Array]]) -> list[Array]:
+    totals: list[Array] = [None] * len(recording.nodes)
     for position, g in seeds:
         totals[position] = g if totals[position] is None else totals[position] + g
     return totals
@@ -113,15 +114,15 @@ def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]
 class Lane(NamedTuple):
     """The totals of one of several reverse passes."""
 
-    totals: list[Any]
+    totals: list[Array]
     owned: bytearray  # a flag for each total
 
     @classmethod
-    def of(cls, nodes: Sequence[Any]) -> Lane:
+    def of(cls, nodes: Sequence[OrderedNode]) -> Lane:
         """Return the totals of a reverse pass that hasn't begun."""
         return cls([None] * len(nodes), bytearray(len(nodes)))
 
-    def add(self, cotangents: Iterable[tuple[int, Any]]) -> None:
+    def add(self, cotangents: Iterable[tuple[int, Array]]) -> None:
         """Add cotangents to the totals; each has the index of its node, -1 for a constant."""
         for place, g in cotangents:
             if place >= 0:
@@ -129,22 +130,22 @@ class Lane(NamedTuple):
 
 
 def run_backward_together(
-    recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
-) -> list[list[Any]]:
-    """Return the results of `run_backward` for several sets of seeds, equally many on all ranks; keep the record."""
+    recording: Recording, seeds: Sequence[Iterable[tuple[int, Array]]], variables: int
+) -> list[list[Array]]:
+    """Return the results of `run_backward` for several sets of seeds, the same number on all ranks; keep the record."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
-    kept = tracing.__dict__.copy()
+    saved = tracing.__dict__.copy()
     try:
         sweep_together(nodes, lanes, len(nodes), variables)
     except BaseException as error:
-        restore_state(kept, error)
+        restore_state(saved, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return [lane.totals[:variables] for lane in lanes]
 
 
-def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: int) -> None:
+def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, first: int) -> None:
     """Run the nodes from `stop` - 1 down to `first` in all lanes."""
     outer = tracing.lane
 
@@ -178,10 +179,10 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
 def _pull_vectorized(node: Any, position: int, lanes: Sequence[Lane]) -> None:
     """Run the adjoint of a node once, with the cotangents of all lanes along a first axis."""
     like = node.like
-    found = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
+    cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
     for lane in lanes:
         lane.totals[position] = None
-    for parent, parts in zip(node.inputs, node.pull(stack(found))):
+    for parent, parts in zip(node.inputs, node.pull(stack(cotangents))):
         if parts is None:
             continue
         for k, (totals, owned) in enumerate(lanes):
@@ -189,9 +190,8 @@ def _pull_vectorized(node: Any, position: int, lanes: Sequence[Lane]) -> None:
 
 
 def _sweep_with_callback(
-    nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
+    nodes: list[OrderedNode], totals: list[Array], variables: int, keep: bool, ready: Callable[[int, Array], None]
 ) -> None:
-    """Run the nodes backwards, and call `ready` for each variable as soon as its cotangent is complete."""
     # The first node that uses a variable is the last node in the reverse pass that adds to the variable's cotangent.
     first_uses: dict[int, int] = {}
     for position in range(len(nodes) - 1, variables - 1, -1):
@@ -210,13 +210,13 @@ def _sweep_with_callback(
     sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
 
 
-def sweep(nodes: list[Any], totals: list[Any], positions: range, keep: bool, owned: bytearray) -> None:
+def sweep(nodes: list[Any], totals: list[Array], positions: range, keep: bool, owned: bytearray) -> None:
     """Run the adjoints of the nodes at `positions`, and add the results to the totals of their inputs."""
     for position in positions:
         node, g = nodes[position], totals[position]
         like = node.like
         if like is None:
-            if g is None:  # no cotangent has arrived at this local step
+            if g is None:  # the cotangent of this local step is zero
                 if not keep:
                     node.pull = None
                 continue

@@ -23,7 +23,7 @@ class Concatenation:
         self.specs = list(specs)
         self.dtype = np.result_type(*[spec.dtype for spec in specs]) if specs else np.dtype(float)
         self._device = next((spec.arrays for spec in specs if spec.arrays is not None), None)
-        self._cuts = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
+        self._offsets = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
 
     def vector(self, parts: Sequence[Array]) -> Array:
         """Return the vector of the given arrays, which may be traced."""
@@ -39,11 +39,11 @@ class Concatenation:
 
     def parts(self, vector: Array) -> list[Array]:
         """Return the arrays contained in a vector."""
-        return [self._part(vector, a, b, spec) for a, b, spec in zip(self._cuts, self._cuts[1:], self.specs)]
+        return [self._part(vector, a, b, spec) for a, b, spec in zip(self._offsets, self._offsets[1:], self.specs)]
 
     def _part(self, vector: Array, a: int, b: int, spec: Spec) -> Array:
         if a == b:
             return spec.zeros()
         # Slicing the whole vector is avoided, since the adjoint would allocate an array.
-        part = anp.reshape(vector if b - a == self._cuts[-1] else vector[a:b], spec.shape)
+        part = anp.reshape(vector if b - a == self._offsets[-1] else vector[a:b], spec.shape)
         return conform(part if spec.arrays == self._device else to_host(part), *spec)

@@ -1,6 +1,6 @@
 """Checks that a shared variable and the objective are the same on all ranks.
 
-The checks run only under ``MPIAD_DEBUG=1``, since each check takes an additional reduction. If the copies of a variable
+The checks run only under ``MPIAD_DEBUG=1``, since each check needs an additional reduction. If the copies of a variable
 differ, for example after initialization with different random seeds, the gradient is wrong for all copies.
 """
 
@@ -27,7 +27,7 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
-    """Under ``MPIAD_DEBUG=1``, raise on all ranks if J differs between ranks, which could then take different branches."""
+    """Under ``MPIAD_DEBUG=1``, raise a ReplicationError on all ranks if J differs between ranks."""
     if watch_settings.debug():
         claim = f"{call}: J must be the same on all ranks"
         advice = (

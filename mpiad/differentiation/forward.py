@@ -49,8 +49,8 @@ def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, ar
     adjoint, w = rule(argnums, ans, args, kwargs), np.zeros_like(getval(ans))
     _, places, recording = trace_list(lambda variables: tuple(adjoint(variables[0])), [w])
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
-    found = run_backward(recording, seeds, 1)[0]
-    return w if found is None else found
+    tangent = run_backward(recording, seeds, 1)[0]
+    return w if tangent is None else tangent
 
 
 class TangentNode(JVPNode):
@@ -60,7 +60,7 @@ class TangentNode(JVPNode):
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node; if the trace of the first input has ended, by the constructor of `DetachedNode`."""
+        """Make a node; if the trace of the first input has ended, call the constructor of `DetachedNode`."""
         if parents[0].tape.record is None:
             return DetachedNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
@@ -127,20 +127,20 @@ class BundleNode(TangentNode):
             self.g = [
                 rule(parent_argnums, gs, value, args, kwargs)
                 if gs[0] is not None and gs[1] is not None
-                else _along(list(zip(parent_argnums, gs)), rule, value, args, kwargs)
+                else _tangent(list(zip(parent_argnums, gs)), rule, value, args, kwargs)
                 for gs in pairs
             ]
             return
         # Inputs of other traces are constants.
-        kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
-        self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
+        inputs = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
+        self.g = [_tangent([(k, g[j]) for k, g in inputs], rule, value, args, kwargs) for j in range(len(parents[0].g))]
 
 
-def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
-    known = [(k, g) for k, g in tangents if g is not None]
-    if not known:
+def _tangent(tangents: list[tuple[int, Array]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
+    nonzero = [(k, g) for k, g in tangents if g is not None]
+    if not nonzero:
         return None
-    argnums, gs = zip(*known)
+    argnums, gs = zip(*nonzero)
     return rule(argnums, gs, value, args, kwargs)
 
 
@@ -161,12 +161,12 @@ class Bundle:
         self._tape.__exit__(*error)
         self._tape.close()
 
-    def variable(self, x: Array, tangents: list[Any]) -> Array:
+    def variable(self, x: Array, tangents: list[Array]) -> Array:
         """Return a traced array with its tangents, one per direction, None for zero tangents."""
         tape = self._tape
         return new_box(x, tape.number, BundleNode.on_tape(tape, tangents))
 
-    def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
+    def parts(self, value: Array) -> tuple[Array, list[Array] | None]:
         """Return the plain value of a result, and its tangents: one per direction, or None if all are zero."""
         while type(value) in _box_types and value._trace >= self._tape.number:
             node = value._node
@@ -180,6 +180,6 @@ class Bundle:
     ) -> tuple[list[Any], list[list[Any]]]:
         """Call a function of a list; return the results, and for each result a list with one tangent per direction."""
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
-        found = [self.parts(value) for value in out]
-        none = [None] * len(tangents[0])
-        return [value for value, _ in found], [none if gs is None else gs for _, gs in found]
+        results = [self.parts(value) for value in out]
+        zeros = [None] * len(tangents[0])
+        return [value for value, _ in results], [zeros if gs is None else gs for _, gs in results]

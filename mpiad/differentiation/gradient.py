@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Argnum, Array, Comm, Function, Rank
+from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.concatenation import Concatenation
@@ -24,7 +24,7 @@ from mpiad.transport.exits.recovery import recoverable
 
 def value_and_grad(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Tree, Tree]]:
     """Make the function that evaluates the objective J and its gradient with respect to each rank's own argument.
 
     Parameters
@@ -114,11 +114,11 @@ def grad(
 
 def _evaluator(
     fun: Function, argnum: Argnum, objective: str, shared: bool, root: Rank, comm: Comm, call: str
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Tree, Tree]]:
     check_objective(objective, call)
 
     @recoverable(call, comm)
-    def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def evaluate(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
         used = channel(comm, call)
         weight = weight_of(objective, used, root_of(root, used, call))
         variables = variables_of(args, argnum, call)
@@ -126,7 +126,7 @@ def _evaluator(
             require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value = traced.build(traced.values)
-        # J is checked before the reverse pass, so that no rank starts this pass if a rank's number is invalid.
+        # J is checked before the reverse pass, so that no rank starts this pass if the value of any rank is invalid.
         problem = traced.problem or problem_with(value, weight, call)
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
@@ -140,10 +140,10 @@ def _evaluator(
     return evaluate
 
 
-def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
-    """Return the seed of the reverse pass: the tape position of the number that a traced run returned, and `weight`.
+def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Array]]:
+    """Return the seed of the reverse pass: the tape position of a traced run's result, and `weight` as its cotangent.
 
-    The list is empty if that number is a constant or `weight` is zero.
+    The list is empty if the result is a constant or `weight` is zero.
     """
     if traced.places[0] < 0 or weight == 0.0:
         return []
@@ -153,18 +153,20 @@ def seeds_of_term(traced: Traced, weight: float) -> list[tuple[int, Any]]:
 
 
 def cotangents_of_variables(
-    traced: Traced, seeds: list[tuple[int, Any]], variables: Variables, keep: bool = False
+    traced: Traced, seeds: list[tuple[int, Array]], variables: Variables, keep: bool = False
 ) -> list[Any]:
     """Run the record backwards; return the variables' cotangents, with the shapes and dtypes of the variables."""
-    found = run_backward(traced.recording, seeds, len(variables.places), keep)
-    return [_writable(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
+    cotangents = run_backward(traced.recording, seeds, len(variables.places), keep)
+    return [_writable(g, variables.leaves[place]) for g, place in zip(cotangents, variables.places)]
 
 
-def several_cotangents_of_variables(traced: Traced, seeds: list[list[tuple[int, Any]]], variables: Variables) -> list[Any]:
+def several_cotangents_of_variables(
+    traced: Traced, seeds: list[list[tuple[int, Array]]], variables: Variables
+) -> list[Array]:
     """Return the cotangents of the variables for several sets of seeds, stacked along a new first axis; keep the record."""
-    found = run_backward_together(traced.recording, seeds, len(variables.places))
+    cotangents = run_backward_together(traced.recording, seeds, len(variables.places))
     leaves = [variables.leaves[place] for place in variables.places]
-    return [stack([_writable(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]
+    return [stack([_writable(g, leaf) for g in several]) for several, leaf in zip(zip(*cotangents), leaves)]
 
 
 def _writable(g: Array, leaf: Array) -> Array:
@@ -178,19 +180,19 @@ def _writable(g: Array, leaf: Array) -> Array:
     return g.copy() if is_device_array(g) and g.size > 1 and 0 in g.strides else g
 
 
-def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
+def shared_sum(gradients: list[Array], comm: Comm) -> list[Array]:
     """Sum the gradients of all ranks, with one message per dtype."""
     specs = [spec_like(g) for g in gradients]
     out = list(gradients)
     # The leaves, and therefore the messages, have the same order on all ranks.
     for kind in dict.fromkeys((spec.dtype, spec.arrays) for spec in specs):
-        chosen = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
-        if len(chosen) == 1:
-            out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
+        members = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
+        if len(members) == 1:
+            out[members[0]] = mpi_allreduce(gradients[members[0]], comm=comm)
             continue
-        # One message instead of many small ones saves more time than the copies take.
-        whole = Concatenation([specs[i] for i in chosen])
-        total = mpi_allreduce(whole.vector([gradients[i] for i in chosen]), comm=comm)
-        for i, part in zip(chosen, whole.parts(total)):
+        # One message instead of many small messages saves more time than the copies take.
+        whole = Concatenation([specs[i] for i in members])
+        total = mpi_allreduce(whole.vector([gradients[i] for i in members]), comm=comm)
+        for i, part in zip(members, whole.parts(total)):
             out[i] = part if specs[i].shape else part[()]
     return out

@@ -9,7 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Argnum, Array, Comm, Function, Rank
+from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
@@ -72,7 +72,7 @@ def jacobian(
     check_objective(objective, "jacobian")
 
     @recoverable("jacobian", comm)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: Any, **kwargs: Any) -> Tree:
         used = channel(comm, "jacobian")
         weight = weight_of(objective, used, root_of(root, used, "jacobian"))
         variables = variables_of(args, argnum, "jacobian")
@@ -102,22 +102,22 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")
     local_spec = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
-    found, copies = zip(*used.data.allgather((local_spec, shapes_text(shapes))))
-    problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
-    if any(problem and problem.kind is RequestError for problem, *_ in found):
+    specs, copies = zip(*used.data.allgather((local_spec, shapes_text(shapes))))
+    problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(specs) if problem]
+    if any(problem and problem.kind is RequestError for problem, *_ in specs):
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
         raise agreed(used, copies_error(copies, "jacobian"))
-    forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
+    forms = {(shape, dtype) for _, shape, dtype, contributes in specs if contributes}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
-        text = f"jacobian: ranks with a weight in J must return real arrays of the same shape and dtype, but got {listed}."
+        text = f"jacobian: ranks with a term in J must return real arrays of the same shape and dtype, but got {listed}."
         raise agreed(used, TypeError(text))
     shape, dtype = forms.pop()
     return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays)
 
 
-def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Any]:
+def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Array]:
     seeds = []
     if traced.places[0] >= 0 and weight != 0.0:
         # A new array for each row, since the reverse pass keeps a reference to the seed.
@@ -130,7 +130,7 @@ def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables
     return cotangents_of_variables(traced, seeds, variables, keep=True)
 
 
-def _stacked(rows: list[list[Any]], i: int, spec: Spec, variables: Variables) -> Array:
+def _stacked(rows: list[list[Array]], i: int, spec: Spec, variables: Variables) -> Array:
     leaf = spec_like(variables.leaves[variables.places[i]])
     if not rows:
         return Spec((*spec.shape, *leaf.shape), leaf.dtype, leaf.arrays).zeros()

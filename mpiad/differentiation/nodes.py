@@ -1,8 +1,8 @@
-"""Nodes of our traces, which append themselves to the tape in execution order.
+"""Nodes of mpiad's traces, which append themselves to the tape in execution order.
 
-Autograd creates the node of an operation's result, with the type of the first traced input's node. A node uses our rule for
-the function, or else autograd's. It refers to its inputs by their positions on the tape: otherwise a value that the user
-keeps after the trace would keep the whole record in memory.
+Autograd creates the node of an operation's result, with the type of the first traced input's node. A node uses mpiad's rule
+for the function, or else autograd's. It refers to its inputs by their positions on the tape: otherwise a value that exists
+after the trace would keep the whole record in memory.
 
 When a trace has ended, its values are constants. But a later trace may have the same number, and an operation may then have
 inputs from both traces. Therefore the nodes of a trace become `DetachedNode` at its end. The constructor of this type
@@ -30,7 +30,7 @@ class OrderedNode(VJPNode):
 
     - `index`, `inputs`: positions of the node and of its traced inputs on the tape. (`parents` is for plain autograd.)
     - `pull`: the function that maps the node's cotangent to the cotangents of its inputs; None for variables.
-    - `like`: for a communication the spec of its result (`Spec(None, None)` if there is no array); None for local steps.
+    - `like`: the spec of the result of a communication (`Spec(None, None)` if it isn't an array); None for local steps.
     """
 
     __slots__ = ("index", "inputs", "like", "pull", "tape")
@@ -76,7 +76,7 @@ class OrderedNode(VJPNode):
 
 
 def all_on(tape: object, parents: Sequence[Any]) -> bool:
-    """Return whether all nodes are on a tape."""
+    """Return whether all nodes are on this tape."""
     for parent in parents:
         if parent.tape is not tape:
             return False
@@ -84,9 +84,9 @@ def all_on(tape: object, parents: Sequence[Any]) -> bool:
 
 
 def still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return the nodes whose traces haven't ended, and the numbers of their arguments."""
-    kept = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
-    return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
+    """Return argument numbers and nodes of those inputs whose traces haven't ended."""
+    active = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
+    return tuple([argnums[k] for k in active]), tuple([parents[k] for k in active])
 
 
 # Substitutes for the tape: `_ENDED` for an ended trace, `_OPEN` for plain autograd, whose traces have no tape.

@@ -17,7 +17,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 import mpiad.errors as errors
-from mpiad._typing import Array, Scalar, Shape
+from mpiad._typing import Array, Function, Scalar, Shape
 from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
@@ -33,7 +33,7 @@ _OBJECTIVES = ("root", "sum", "mean")
 
 
 class Problem(NamedTuple):
-    """An exception that one rank found and all ranks will raise: its type and text."""
+    """Type and text of an exception that one rank detected and all ranks will raise."""
 
     kind: type[Exception]
     text: str
@@ -43,7 +43,7 @@ Shapes = tuple[tuple[Shape, np.dtype], ...]
 
 
 class Sharing(NamedTuple):
-    """Parameters of the reduction: channel, this rank's error, and shapes and dtypes of a shared variable."""
+    """Parameters of the reduction, with this rank's error, and the shapes and dtypes of a shared variable."""
 
     channel: Channel
     problem: Problem | None
@@ -52,7 +52,7 @@ class Sharing(NamedTuple):
 
 
 def check_objective(objective: object, call: str) -> str:
-    """Return the objective; raise a ValueError if it isn't one of the three choices."""
+    """Return `objective`; raise a ValueError if it isn't one of the three choices."""
     if isinstance(objective, str) and objective in _OBJECTIVES:
         return objective
     raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _OBJECTIVES))}, but got {objective!r}.")
@@ -91,19 +91,19 @@ def share(
     value: Array, weight: float, problem: Problem | None, channel: Channel, shapes: Shapes = (), call: str = ""
 ) -> Scalar:
     """Return J on all ranks; raise on all ranks if a rank has a problem, or if `shapes` differ between ranks."""
-    part: Any = 0.0
+    term: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
         value = to_host(value if value.shape == () else value.reshape(()))
     if problem is None and weight != 0.0:
-        part = value if np.ndim(value) == 0 else value.reshape(())
+        term = value if np.ndim(value) == 0 else value.reshape(())
         # The dtype must be the same on all ranks, and ranks with weight zero contribute a float64.
-        if getattr(part, "dtype", None) != _FLOAT64:
-            part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
-        part = part if weight == 1.0 else part * weight
+        if getattr(term, "dtype", None) != _FLOAT64:
+            term = term.astype(np.float64) if hasattr(term, "astype") else float(term)
+        term = term if weight == 1.0 else term * weight
     elif problem is None and type(value) in Box.types:
         # Plain autograd runs an adjoint only if the input is traced, and all ranks must run the adjoint of the reduction.
-        part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
-    return communicate(SHARE, part, Sharing(channel, problem, shapes, call))
+        term = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
+    return communicate(SHARE, term, Sharing(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
@@ -137,7 +137,7 @@ _WORDS = 4
 
 @functools.lru_cache
 def _digest_words(shapes: Shapes, size: int) -> list[int]:
-    # Two words of a digest and their squares; they have few bits, so their sums over the ranks are exact.
+    # Two words of a digest and their squares. The words have few bits, so the sums over the ranks are exact.
     digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
 
@@ -157,20 +157,20 @@ def shapes_text(shapes: Shapes) -> str:
 
 def copies_error(texts: Sequence[str], call: str) -> ValueError:
     """Return the error for copies of a shared variable whose descriptions differ between ranks."""
-    other = next(rank for rank, found in enumerate(texts) if found != texts[0])
+    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     return ValueError(
         f"{call}: with shared=True all ranks must hold copies of one variable, but on rank 0 it is {texts[0]:.200}, and on "
         f"rank {other} {texts[other]:.200}. Pass copies of the same shapes and dtypes on all ranks."
     )
 
 
-def _prepared(p: Sharing, x: Array, out: Array) -> Any:
+def _prepared(p: Sharing, x: Array, out: Array) -> Function | None:
     if p.problem is not None:
         return None
     words = _digest_words(p.shapes, p.channel.size) if p.shapes else []
     buffers: Any = np.array([0.0, 0.0, *words]), np.zeros(2 + len(words))
     sent_message, shared_message = (as_message(buffer.view(complex)) for buffer in buffers)
-    # Access to a number takes half as long through a memoryview as through an array.
+    # Reading or writing a number takes half as long through a memoryview as through an array.
     (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
 
     def run() -> None:
@@ -186,16 +186,16 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
 
 
 def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
-    """Raise the problem of the lowest rank that has a problem, on all ranks; all ranks call this function."""
-    own = None if problem is None else (problem.kind.__name__, problem.text)
-    found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(own)) if theirs]
-    rank, (kind, text) = found[0]
-    others = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
+    """Raise the problem of the lowest rank that has one; all ranks call this function, and raise the same error."""
+    local = None if problem is None else (problem.kind.__name__, problem.text)
+    problems = [(rank, each) for rank, each in enumerate(channel.data.allgather(local)) if each]
+    rank, (kind, text) = problems[0]
+    others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
     error_type = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))
     raise agreed(channel, error_type(f"{text} This happened on rank {rank}{others}."))
 
 
-def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Sharing) -> Function:
     """Return the transpose of a sum whose result is on all ranks: the sum of all ranks' cotangents."""
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 

@@ -3,10 +3,10 @@
 `linearize` and `make_hvp` evaluate a function once. All later products use the record of this evaluation:
 
 - A reverse pass over the record multiplies the cotangent by the transposed Jacobian: a linear map of the cotangent.
-- A record of that reverse pass is therefore a record of a linear map, and a reverse pass over it multiplies by the
-  Jacobian. It costs as much as the first pass, but forward mode would evaluate the function again for each product.
-- The Hessian is symmetric, and the Jacobian of the gradient. So a reverse pass over the record of the gradient multiplies
-  by the Hessian.
+- A record of that reverse pass is therefore a record of a linear map, and a reverse pass over this record multiplies by
+  the Jacobian, at the cost of the first reverse pass. Forward mode would evaluate the function again for each product.
+- The Hessian is the Jacobian of the gradient, and symmetric. Therefore a reverse pass over the record of the gradient
+  multiplies by the Hessian.
 
 References
 ----------
@@ -47,7 +47,7 @@ from mpiad.transport.core.tracing import tracing
 from mpiad.transport.exits.recovery import recoverable
 
 
-def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable, Any]]:
+def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Function, Tree]]:
     """Make the function that evaluates `fun` and returns its transposed Jacobian product.
 
     Parameters
@@ -59,9 +59,9 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
     Returns
     -------
     callable
-        ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)`` returns x̄_r on every rank: the product with the transposed Jacobian of
-        the whole program, from all ranks' results to all ranks' arguments. ȳ_r has the structure of the value. `vjp` may be
-        called repeatedly; with ``batch=True`` it takes several cotangents along a first axis, as `Linearization.vjp` does.
+        ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)`` takes the cotangent of this rank's value, and returns the cotangent x̄_r
+        of its argument: x̄ = Jᵀȳ, with the Jacobian J of all ranks' values with respect to all ranks' arguments. `vjp` may
+        be called repeatedly; with ``batch=True`` it takes several cotangents along a first axis, as `Linearization.vjp`.
 
     Raises
     ------
@@ -87,18 +87,18 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
     return _recorded_vjp(fun, argnum, "kept")
 
 
-def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Callable, Any]]:
+def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Function, Tree]]:
     """Implement `make_vjp` and `linearize`; `passes` as in `Tape`."""
 
-    def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
+    def evaluate(*args: Any, **kwargs: Any) -> tuple[Function, Tree]:
         variables = variables_of(args, argnum, "make_vjp")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
 
-        def seeds(cotangent: Tree) -> list[tuple[int, Any]]:
-            given = _leaves_of(cotangent, len(traced.values), "vjp: the cotangent", "value")
-            triples = zip(given, traced.values, traced.places)
+        def seeds(cotangent: Tree) -> list[tuple[int, Array]]:
+            leaves = _leaves_of(cotangent, len(traced.values), "vjp: the cotangent", "value")
+            triples = zip(leaves, traced.values, traced.places)
             return [(place, _shaped(g, value, "vjp")) for g, value, place in triples if place >= 0]
 
         def vjp(cotangent: Tree, *, batch: bool = False) -> Tree:
@@ -110,16 +110,16 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
 
 
 def _reverse_pass(
-    record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Any]]], given: Tree, batch: bool, call: str
+    record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Array]]], g: Tree, batch: bool, call: str
 ) -> list[Any]:
     """Return the cotangents of the variables of a record, and keep the record.
 
-    ``seeds(given)`` returns the positions of results and their cotangents. With `batch`, all arrays have an additional
-    first axis for several directions; raise a ValueError if the arrays differ in the number of directions.
+    ``seeds(g)`` returns positions of results on the tape, and the cotangent of each. With `batch`, all arrays in `g`
+    have a first axis for several directions; a ValueError is raised if they differ in the number of directions.
     """
     if not batch:
-        return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)
-    leaves, build = flatten(given)
+        return cotangents_of_variables(record[0], seeds(g), record[1], keep=True)
+    leaves, build = flatten(g)
     shapes = [spec_like(leaf).shape for leaf in leaves if is_variable(leaf)]
     if () in shapes:
         raise ValueError(f"{call}: with batch=True each array needs a first axis for the directions, but got a number.")
@@ -164,7 +164,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     Raises
     ------
     TypeError
-        If the argument holds no real or complex floating-point values, or `v` doesn't match its structure.
+        If the argument holds no real or complex floating-point values, or differs from `v` in structure.
     RequestError
         If a request is never waited for.
 
@@ -185,17 +185,17 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     def at(*args: Any, **kwargs: Any) -> Callable:
         variables = variables_of(args, argnum, "make_jvp")
 
-        def along(v: Tree) -> tuple[Any, Any]:
-            given = _leaves_of(v, len(variables.leaves), "jvp: v", "argument")
-            tangents = [_shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
+        def evaluate(v: Tree) -> tuple[Tree, Tree]:
+            leaves = _leaves_of(v, len(variables.leaves), "jvp: v", "argument")
+            tangents = [_shaped(leaves[place], variables.leaves[place], "jvp") for place in variables.places]
             return trace_forwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents)
 
-        return along
+        return evaluate
 
     return at
 
 
-def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
+def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Tree, Tree]:
     """Evaluate a function of one argument and its tangent: ``make_jvp(fun)(x)(v)``.
 
     Parameters
@@ -237,7 +237,7 @@ def hvp(
     fun, argnum, objective, root, comm
         As in `value_and_grad`.
     shared : bool
-        Whether argument and direction are one variable of which every rank holds a copy.
+        Whether all ranks pass copies of one argument and of one direction.
 
     Returns
     -------
@@ -265,7 +265,7 @@ def hvp(
     gradient = grad(fun, argnum, objective=objective, shared=shared, root=root, comm=comm)
 
     @recoverable("hvp", comm)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: Any, **kwargs: Any) -> Tree:
         return make_jvp(gradient, argnum)(*args[:-1], **kwargs)(args[-1])[1]
 
     return evaluate
@@ -334,27 +334,27 @@ class Linearization:
             places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
             zeros = [spec_like(leaf).zeros() if is_variable(leaf) else leaf for leaf in leaves]
             outputs = Variables(zeros, places, build)
-            # With an enclosing trace, not only the cotangent but also the function's arguments may be variables.
+            # In an enclosing trace, the function's arguments may be variables, in addition to the cotangent.
             self._transposed = trace_backwards(self._pull, outputs, of_cotangents=tracing.tape is None), outputs
         traced, outputs = self._transposed
-        found = _reverse_pass((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
-        return outputs.filled(found, no_derivative)
+        products = _reverse_pass((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
+        return outputs.filled(products, no_derivative)
 
 
-def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
-    found = []
-    given = _leaves_of(v, len(traced.values), "linearize: v", "argument")
-    for g, value, place in zip(given, traced.values, traced.places):
+def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Array]]:
+    seeds = []
+    leaves = _leaves_of(v, len(traced.values), "linearize: v", "argument")
+    for g, value, place in zip(leaves, traced.values, traced.places):
         if value is None:  # not a variable
             continue
         seed = _shaped(g, value, "linearize")
         if place >= 0:
-            found.append((place, seed))
-    return found
+            seeds.append((place, seed))
+    return seeds
 
 
 def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]:
-    """Make the function that evaluates `fun` at a point, and keeps its derivative there for many products.
+    """Make the function that evaluates `fun` at a point, and keeps its derivative at this point for many products.
 
     Parameters
     ----------
@@ -412,8 +412,8 @@ class SecondOrder(NamedTuple):
 
     Examples
     --------
-    >>> found = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)) / size)(np.array([1.0, 2.0]))
-    >>> print(found.value, found.gradient * size, found.product(np.ones(2)) * size)
+    >>> at_x = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)) / size)(np.array([1.0, 2.0]))
+    >>> print(at_x.value, at_x.gradient * size, at_x.product(np.ones(2)) * size)
     9.0 [ 3. 12.] [ 6. 12.]
     """
 
@@ -432,13 +432,13 @@ def make_hvp(
     fun, argnum, objective, root, comm
         As in `value_and_grad`.
     shared : bool
-        Whether argument and direction are one variable of which every rank holds a copy.
+        Whether all ranks pass copies of one argument and of one direction.
 
     Returns
     -------
     callable
         ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards, with two linear
-        solves for each linear solve in `fun`. `hvp` keeps no record and needs four solves.
+        solves for each linear solve in `fun`. `hvp` keeps no record, and needs four solves for each solve.
 
     Raises
     ------
@@ -470,15 +470,15 @@ def make_hvp(
             require_alike(used, None, "make_hvp", shapes_text(variables.shapes()))
         pull, (value, gradient) = make_vjp(both, argnum)(*args, **kwargs)
 
-        def completed(found: Tree) -> Tree:
-            leaves = flatten(found)[0]
+        def completed(cotangents: Tree) -> Tree:
+            leaves = flatten(cotangents)[0]
             parts = [leaves[place] for place in variables.places]
             return variables.filled(shared_sum(parts, comm) if shared else parts, no_derivative)
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            # Copies of a shared variable have one direction, and the products of all copies are added. The 0 is the
-            # cotangent of the objective: an integer, so it has no axis for directions.
+            # All copies of a shared variable have the same direction, and their products are added. The 0 is the
+            # cotangent of the objective: an integer, which needs no axis for directions.
             return completed(pull((0, v), batch=batch))
 
         return SecondOrder(value, completed(gradient), product)

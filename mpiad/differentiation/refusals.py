@@ -88,7 +88,7 @@ def itself(node: object, memo: object) -> Any:
 
 
 def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
-    """Replace the error of a conversion of a device array to NumPy: name autograd's function and its replacement."""
+    """Replace the text of an error of NumPy's conversion of a device array by one that names a function for such arrays."""
     from mpiad.device import numpy as ours
 
     while trace is not None:

@@ -2,7 +2,7 @@
 
 The right-hand side of an ODE is traced at each stage of each step, and for a few thousand trajectories the overhead of its
 operators dominates. Autograd's operators search for traced arguments twice per operation. If both operands are
-numbers or arrays of one of our traces, no search is needed, and the operators here create the node at once. All other
+numbers or arrays of one of mpiad's traces, no search is needed, and the operators here create the node at once. All other
 cases use autograd's operators, with the same results.
 """
 
@@ -70,7 +70,7 @@ def _operator(rule: Callable, fun: Function, ufunc: Function, swapped: bool) -> 
     """Return a binary operator; if `swapped`, the traced array is the second operand."""
     argnums = (1,) if swapped else (0,)
 
-    def method(self: Any, other: Array) -> Any:
+    def method(self: Any, other: Array) -> Array:
         node, x, kind = self._node, self._value, type(other)
         if type(node) is OrderedNode and type(x) is _ndarray and node.tape.record is not None:
             if kind in _numbers:
@@ -107,7 +107,7 @@ class BundleBox(_Box):
         return anp.negative(self)
 
 
-def _new_box(value: Array, tangents: list[Any], tape: object, trace: int) -> BundleBox:
+def _new_box(value: Array, tangents: list[Array], tape: object, trace: int) -> BundleBox:
     node, box = _new(BundleNode), _new(BundleBox)
     node.tape, node.g = tape, tangents
     box._value, box._trace, box._node = value, trace, node
@@ -117,7 +117,7 @@ def _new_box(value: Array, tangents: list[Any], tape: object, trace: int) -> Bun
 def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
     first, second, both = tangent
 
-    def method(self: Any, other: Array) -> Any:
+    def method(self: Any, other: Array) -> Array:
         node, x, kind = self._node, self._value, type(other)
         if type(node) is BundleNode and type(x) is _ndarray and node.tape.record is not None:
             if kind in _numbers:
@@ -142,7 +142,7 @@ def _left_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable
 def _right_operator(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
     second = tangent.second
 
-    def method(self: Any, other: Array) -> Any:
+    def method(self: Any, other: Array) -> Array:
         node, y, kind = self._node, self._value, type(other)
         if kind in _numbers and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
             z = ufunc(other, y)

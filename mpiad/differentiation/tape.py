@@ -42,7 +42,7 @@ class Recording(NamedTuple):
 class LibraryTape(Tape):
     """State of reverse-mode and forward-mode tapes: number, enclosing tapes, unfinished requests and used channels."""
 
-    number = before = -1  # number of this trace, and the counter's value before it
+    number = before = -1  # the number of this trace, and the counter's value before this trace
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -109,13 +109,13 @@ class OrderedTape(LibraryTape):
     ) -> Any:
         """Record a communication; return its node, or None if its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
-        # The node keeps only the result's spec, for cotangents of zeros, so the memory of the result can be freed.
+        # The node keeps only the result's spec, for cotangents of zeros, so that the memory of the result can be freed.
         like = _NO_VALUE if dtype is None else spec_like(ans)
-        kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
-        vjp = operator.vjp(ans, args, params, tuple([k for k, _ in kept]), self.number)
+        inputs = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
+        vjp = operator.vjp(ans, args, params, tuple([k for k, _ in inputs]), self.number)
         if operator.batched_adjoint:
             vjp = VectorizedVjp(vjp)
-        node = OrderedNode.on_tape(self, tuple([place for _, place in kept]), vjp, like)
+        node = OrderedNode.on_tape(self, tuple([position for _, position in inputs]), vjp, like)
         return None if dtype is None else node
 
 
@@ -149,7 +149,7 @@ def _close_number(tape: LibraryTape) -> None:
         closed = [other for other, owner in _open.items() if owner == thread and other.number >= tape.number]
         if len(closed) == len(_open):
             trace_stack.top = _base
-        # All other open traces have lower numbers.
+        # If all other open traces have lower numbers, the counter is reset.
         elif trace_stack.top == tape.number or all(owner == thread for owner in _open.values()):
             trace_stack.top = tape.before
         for other in closed:
@@ -160,15 +160,15 @@ def trace_list(
     fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
 ) -> tuple[list[Any], list[int], Recording]:
     """Call a function of a list in reverse mode; return its results, their positions (-1 for constants), and the record."""
-    tape, kept = OrderedTape(), tracing.__dict__.copy()
+    tape, saved = OrderedTape(), tracing.__dict__.copy()
     try:
         with tape:
             number, node = tape.number, OrderedNode.on_tape
-            found = [unboxed(value, tape) for value in fun([new_box(x, number, node(tape)) for x in variables])]
-        places = [-1 if node is None else node.index for _, node in found]
-        return [value for value, _ in found], places, tape.close()
+            results = [unboxed(value, tape) for value in fun([new_box(x, number, node(tape)) for x in variables])]
+        places = [-1 if node is None else node.index for _, node in results]
+        return [value for value, _ in results], places, tape.close()
     except BaseException as error:
-        restore_state(kept, error)
+        restore_state(saved, error)
         raise
 
 

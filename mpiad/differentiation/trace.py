@@ -24,7 +24,7 @@ _box_types = Box.types
 
 
 class Variables(NamedTuple):
-    """The differentiated arguments: all leaves, the indices of the variables, and a function that builds the pytree."""
+    """The differentiated arguments: all leaves, the indices of the variables among them, and the builder of the pytree."""
 
     leaves: list[Any]
     places: list[int]
@@ -34,7 +34,7 @@ class Variables(NamedTuple):
         """Return shape and dtype of each variable."""
         return tuple([(self.leaves[place].shape, self.leaves[place].dtype) for place in self.places])
 
-    def filled(self, values: Sequence[Any], otherwise: Callable[[Any], Any] | None = None) -> Tree:
+    def filled(self, values: Sequence[Array], otherwise: Callable[[Any], Any] | None = None) -> Tree:
         """Build the pytree with these values of the variables, and ``otherwise(leaf)`` for other leaves."""
         leaves = list(self.leaves)
         if otherwise is not None and len(values) < len(leaves):
@@ -104,28 +104,28 @@ def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
 
 
 def trace_backwards(
-    fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False, passes: str = "several"
+    fun: Callable[[Tree], Tree], variables: Variables, of_cotangents: bool = False, passes: str = "several"
 ) -> Traced:
     """Run a function in reverse mode, with its variables traced; `of_cotangents` and `passes` as in `Tape`."""
     discover()
-    tape, kept = OrderedTape(of_cotangents, passes), tracing.__dict__.copy()
+    tape, saved = OrderedTape(of_cotangents, passes), tracing.__dict__.copy()
     try:
         with tape:
-            # Variables are the first nodes of the record: the reverse pass stops at them.
+            # Variables are the first nodes of the record, and the reverse pass stops before these nodes.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.on_tape(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-            # Leaves are unboxed before the tape closes, since closing makes them constants. Errors here end the trace, too.
+            # Leaves are unboxed before the tape closes, since this turns them into constants. An error here ends the trace.
             leaves, build = flatten(out)
-            found = [unboxed(leaf, tape) for leaf in leaves]
-            places = [-1 if node is None else node.index for _, node in found]
+            results = [unboxed(leaf, tape) for leaf in leaves]
+            places = [-1 if node is None else node.index for _, node in results]
         recording = tape.close()
     except BaseException as error:
-        restore_state(kept, error)
+        restore_state(saved, error)
         raise
-    return Traced([value for value, _ in found], places, build, recording, _unfinished(tape))
+    return Traced([value for value, _ in results], places, build, recording, _unfinished(tape))
 
 
-def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any]) -> tuple[Tree, Tree]:
+def trace_forwards(fun: Callable[[Tree], Tree], variables: Variables, tangents: Sequence[Array]) -> tuple[Tree, Tree]:
     """Run a function in forward mode; return its result and the tangent of the result."""
     discover()
     tape = TangentTape()
@@ -140,13 +140,13 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
             if problem is not None:
                 raise problem.kind(problem.text)
             leaves, build = flatten(out)
-            found = [unboxed(leaf, tape) for leaf in leaves]
+            results = [unboxed(leaf, tape) for leaf in leaves]
         tape.close()
-    return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
+    return build([value for value, _ in results]), build([_tangent(value, node) for value, node in results])
 
 
 def no_derivative(leaf: Array) -> Array:
-    """Return the derivative for a leaf that isn't a variable: zero for integers, None for other objects."""
+    """Return the derivative for a leaf that isn't a variable: zeros for integers and arrays, None for other objects."""
     if isinstance(leaf, np.ndarray) and leaf.dtype == object and any(type(part) in _box_types for part in leaf.flat):
         raise TypeError(
             "a result is an object array of traced values, which NumPy makes from a list of traced arrays. Join "
@@ -165,14 +165,14 @@ def _tangent(value: Array, node: Any) -> Array:
 
 
 def _unfinished(tape: Tape) -> Problem | None:
-    """Return the problem of a trace with requests that weren't waited for; None if there are none."""
+    """Return the problem of a trace with requests that weren't waited for; None if all were."""
     if not tape.requests:
         return None
-    # In reverse mode all ranks raise the problem together, before the reverse pass.
+    # In reverse mode the problem isn't raised here, so that all ranks can raise it together before the reverse pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
-    for channel, messages in tape.channels:
-        if messages:
+    for channel, pending in tape.channels:
+        if pending:
             channel.mark("A trace ended before its requests were waited for.")
     listed = ", ".join(map(repr, waiting[:4])) + (", ..." if len(waiting) > 4 else "")
     for request in waiting:

@@ -9,7 +9,7 @@ from weakref import ref
 
 import numpy as np
 
-from mpiad._typing import Array, LocalArray
+from mpiad._typing import Array, Function, LocalArray
 from mpiad.device.assembly import concatenate
 from mpiad.domain.boundary import Boundary, Sides, check_values, homogeneous, shifted, sides_of
 from mpiad.domain.decomposition import Decomposition, check_reflection, checked_block
@@ -146,18 +146,18 @@ def _finish(x: None, begun: ActiveExchange) -> LocalArray:
     return values
 
 
-def _adjoint_of_begin(ans: ActiveExchange, x: Array, exchange: Exchange, level: int) -> Any:
+def _adjoint_of_begin(ans: ActiveExchange, x: Array, exchange: Exchange, level: int) -> Function:
     """Return the function that ends the transposed exchange, which the adjoint of `end_exchange` has begun."""
     cell = ans.cell(level)
 
-    def vjp(g: None) -> Any:
+    def vjp(g: None) -> Array:
         request, cell.request = cell.request, None
         return communicate(_END_OPERATION, None, request)
 
     return vjp
 
 
-def _adjoint_of_end(ans: Array, x: None, begun: ActiveExchange, level: int) -> Any:
+def _adjoint_of_end(ans: Array, x: None, begun: ActiveExchange, level: int) -> Function:
     """Return the function that begins the transposed exchange."""
     cell, transposed = begun.cell(level), begun.exchange.transposed()
 
@@ -172,7 +172,7 @@ def _tangent_of_begin(dx: Array, ans: ActiveExchange, x: Array, exchange: Exchan
     ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, tangent)
 
 
-def _tangent_of_end(dx: None, ans: Array, x: None, begun: ActiveExchange, level: int) -> Any:
+def _tangent_of_end(dx: None, ans: Array, x: None, begun: ActiveExchange, level: int) -> Array:
     cell = begun.cell(level)
     pending, cell.request = cell.request, None
     return communicate(_END_OPERATION, None, pending)
@@ -187,7 +187,7 @@ _END_OPERATION.define(_finish, _adjoint_of_end, _tangent_of_end)
 Finish = Callable[[LocalArray], Any]
 
 
-def exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> Any:
+def exchange(domain: Decomposition, u: Array | Sequence[Array], boundary: Boundary, corners: bool) -> Array | list[Array]:
     """See `Domain.exchange`."""
     u, sides, finish = _prepared(domain, u, boundary, corners, "Domain.exchange")
     return [] if u is None else finish(fill_halo(u, domain._halo, sides, IN_TURN if corners else FACES))

@@ -50,19 +50,19 @@ class DifferentiableSolve(Protocol):
         """All results, concatenated."""
         ...
 
-    def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> Mapping[int, Any]:
+    def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> Mapping[int, Array]:
         """Return the cotangents of arguments, given the cotangent g of the vector; for plain arrays."""
         ...
 
-    def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
+    def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
         """Return the tangent of the vector, given the tangents of arguments; for plain arrays."""
         ...
 
-    def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
+    def pull_traced(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> list[Array]:
         """Return the cotangents of arguments, computed by traceable functions."""
         ...
 
-    def push_traced(self, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
+    def push_traced(self, argnums: Sequence[int], args: Sequence[Array], gs: Sequence[Array]) -> Array:
         """Return the tangent of the vector, computed by traceable functions."""
         ...
 
@@ -86,7 +86,7 @@ def _vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Cal
     return vjp
 
 
-def _jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
+def _jvp(argnums: tuple[int, ...], gs: Sequence[Array], ans: Array, args: tuple, kwargs: dict) -> Array:
     solved: DifferentiableSolve = kwargs["solved"]
     if any(map(isbox, (*args, *gs))):
         return solved.push_traced(argnums, args, gs)
@@ -141,7 +141,7 @@ class _SolvedRun:
 
     # ---- reverse mode
 
-    def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
+    def pull(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> dict[int, Array]:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
         if self._needs_replay and self._settings.gradient != "tangent":
@@ -188,7 +188,7 @@ class _SolvedRun:
         parts = [product_per_trajectory(seeds, end[j], None if saved is None else saved[j]) for j in range(len(end))]
         return list(zip(numbers_of(run, by_u0, places), parts))
 
-    def _replayed_tangents(self, argnums: Sequence[int], args: Sequence[Any], seeds: Seeds) -> dict[int, Array]:
+    def _replayed_tangents(self, argnums: Sequence[int], args: Sequence[Array], seeds: Seeds) -> dict[int, Array]:
         found, run = {}, self._run
         reached = None if seeds.reached is None else run.masked(seeds.reached)
         saved = None if seeds.saved is None else seeds.saved[:, : run.n_saved]
@@ -210,7 +210,7 @@ class _SolvedRun:
 
     # ---- forward mode
 
-    def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
+    def push(self, args: Sequence[Array], tangents: Mapping[int, Array]) -> Array:
         run, given = self._run, dict(tangents)
         if not given.keys().isdisjoint({START, END, DUE}) or run.settings.events or self._needs_replay:
             return self.push_traced(tuple(given), args, list(given.values()))
@@ -223,13 +223,13 @@ class _SolvedRun:
 
     # ---- by traceable functions
 
-    def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
+    def pull_traced(self, argnums: Sequence[int], args: Sequence[Array], g: Array) -> list[Array]:
         return replayed_vjp(self._replayed, argnums, args, g)
 
-    def push_traced(self, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
+    def push_traced(self, argnums: Sequence[int], args: Sequence[Array], gs: Sequence[Array]) -> Array:
         return replayed_jvp(self._replayed, argnums, args, gs)
 
-    def _replayed(self, args: Sequence[Any]) -> Array:
+    def _replayed(self, args: Sequence[Array]) -> Array:
         u0, start, end, due, *leaves = args
         return self.layout.vector(replayed(self._run, u0, start, end, leaves, due))
 

@@ -39,7 +39,7 @@ class Tracing:
         zeros. It may be called only once unless `keep` is true.
         """
 
-        def called(variables: list[Any]) -> Sequence[Any]:
+        def called(variables: list[Array]) -> Sequence[Array]:
             variables = list(map(shortened, variables))
             return self._field.rows(variables[0], self._filled(leaves, variables[1:]), variables[-1] if self._timed else t)
 
@@ -55,7 +55,7 @@ class Tracing:
         # Release the memory of the values before the reverse pass, which needs only the specs.
         del values
 
-        def pull(g: Array) -> list[Any]:
+        def pull(g: Array) -> list[Array]:
             # Device arrays aren't iterable.
             parts = (g,) if whole else [g[i] for i in range(len(g))]
             seeds = [(place, _seed(part, spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
@@ -95,7 +95,7 @@ class Tracing:
 
         return write
 
-    def _filled(self, leaves: Sequence[Any], variables: list[Any]) -> Sequence[Any]:
+    def _filled(self, leaves: Sequence[Any], variables: list[Array]) -> Sequence[Any]:
         if not self._places:
             return leaves
         filled = list(leaves)
@@ -117,7 +117,7 @@ def transposed_columns(
         leaves = [np.concatenate([x, x], axis=-1) if vary else x for x, vary in zip(leaves, varies)]
     pull = Tracing(field, places, timed).transposed(out, u, leaves, t, keep=True)
 
-    def pulled(g: Array) -> list[Any]:
+    def pulled(g: Array) -> list[Array]:
         by_u, *parts = pull(g if count > 1 else np.concatenate([g, np.zeros_like(g)], axis=-1))
         by_t = parts.pop() if timed else None
         parts = [x[..., :count] if varies[place] and x is not None else x for place, x in zip(places, parts)]
@@ -136,7 +136,7 @@ def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> 
         raise TypeError(f"solve: f can't be differentiated ({error}). {advice}") from error
 
 
-def _seed(part: Array, spec: Spec) -> Any:
+def _seed(part: Array, spec: Spec) -> Array:
     """Return the cotangent of a component, summed over the columns if the component is one number for all columns."""
     if part.shape != spec.shape:
         part = part.sum()
@@ -150,11 +150,11 @@ class Field:
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
-    def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Any]:
+    def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Array]:
         """Return the derivative as a list of its components, or a list of one array with all of them."""
         return self.bound(leaves)(u, t)
 
-    def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Any]]:
+    def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Array]]:
         """Return the function of u and t that computes `rows` with these leaves."""
         if self.one_by_one:
             return lambda u, t: [self._each(u, leaves, t)]
@@ -162,7 +162,7 @@ class Field:
         if not self._shape:
             return lambda u, t: [f(u[0], p, t)]
 
-        def rows(u: Array, t: Array) -> Sequence[Any]:
+        def rows(u: Array, t: Array) -> Sequence[Array]:
             value = f(u, p, t)
             return value if isinstance(value, (list, tuple)) else [value]
 
@@ -186,6 +186,6 @@ class Field:
         return columns[0] if len(columns) == 1 else concatenate(columns, axis=1)
 
 
-def is_whole(rows: Sequence[Any], shape: tuple[int, int]) -> bool:
+def is_whole(rows: Sequence[Array], shape: tuple[int, int]) -> bool:
     """Return whether `Field.rows` has returned one array with all components."""
     return len(rows) == 1 and anp.shape(rows[0]) == shape

@@ -30,38 +30,39 @@ def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
 
 
 def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return the trajectories `numbers` of an ensemble of `count` trajectories; `numbers` and `repeat` start at 1."""
+    """Return a batch of the trajectories `numbers` of an ensemble of `count`; `numbers` and `repeat` start at 1."""
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
     fun = ensemble.prob_func
-    extra = _takes_generator(fun)
+    takes_generator = _takes_generator(fun)
 
     def problem_of(i: int) -> ODEProblem:
-        more = {"rng": generator(seed, i, repeat)} if extra else {}
-        return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
+        keywords = {"rng": generator(seed, i, repeat)} if takes_generator else {}
+        return _checked(fun(ensemble.problem, i, repeat, **keywords), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # Leaves shared with the first and the last trajectory are assumed to be shared by all trajectories.
-        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])  # a single one is recreated
+        # Leaves shared with the first and the last trajectory are assumed to be shared by all. A single
+        # trajectory is created again for this comparison.
+        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
         return [flatten(problem_of(i).p)[0] for i in outside]
 
     return columns_of([problem_of(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's batch, and a batch with typical shapes: the same batch, or trajectory 1 if the rank has none."""
-    without = not len(numbers) and count > 0
-    typical = members(ensemble, range(1, 2) if without else numbers, repeat, seed, count)
-    return typical.share(slice(0, 0)) if without else typical, typical
+    """Return a rank's batch, and a batch for shapes and times: the same one, or trajectory 1 if the rank has none."""
+    empty = not len(numbers) and count > 0
+    template = members(ensemble, range(1, 2) if empty else numbers, repeat, seed, count)
+    return template.share(slice(0, 0)) if empty else template, template
 
 
 def columns_of(
     problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (), others: Callable[[], list] = list
 ) -> Batch:
-    """Return a batch of problems, which have the same f and shapes; `numbers` are their numbers in the ensemble.
+    """Return a batch of problems with the same f and shapes; `numbers` are their numbers in the ensemble.
 
-    `common`: the leaves of the parameters of the ensemble's problem. ``others()`` returns the leaves of a few other
-    trajectories.
+    `common`: the leaves of the parameters of the ensemble's problem. ``others()`` returns the parameter leaves of a few
+    other trajectories.
     """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]
@@ -112,7 +113,7 @@ def _rows(numbers: Sequence[int]) -> slice:
 
 
 def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
-    """Return the initial states of some trajectories, shape (d, N), of an ensemble without `prob_func`."""
+    """Return the initial states, shape (d, N), of N trajectories of an ensemble without `prob_func`."""
     first = as_state(ensemble.problem.u0)
     if ensemble.u0 is None:
         return _repeated_column(first, len(numbers))
@@ -187,7 +188,7 @@ def _span(problem: ODEProblem) -> tuple[Any, Any]:
 def _checked(made: object, original: ODEProblem, i: int) -> ODEProblem:
     if not isinstance(made, ODEProblem):
         got = f"{type(made).__name__} for trajectory {i}"
-        raise TypeError(f"solve: prob_func must return an ODEProblem, made by remake, but returned {got}.")
+        raise TypeError(f"solve: prob_func must return an ODEProblem, created by remake, but returned {got}.")
     if made.f is not original.f:
         raise ValueError(
             f"solve: prob_func returned a problem with another f for trajectory {i}. All trajectories share one f; give "

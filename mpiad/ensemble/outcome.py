@@ -17,21 +17,21 @@ from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
-# Values of `save_step` for states that belong to no step: the initial state; no state, since the time wasn't reached or the
-# trajectory failed; the final state.
+# Values of `save_step` for saved values that aren't computed in a step: the initial state, a value at a time that wasn't
+# reached or of a failed trajectory, and the final state.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
 
 class NamedCode(str, Enum):
-    """A code that equals its name as a string, and has a number, which arrays store."""
+    """A code, which is a string equal to its name; arrays store its number."""
 
     def __str__(self) -> str:
         return self.value
 
     @property
     def code(self) -> int:
-        """Return the number of the code in arrays."""
+        """The number that represents the code in arrays."""
         return type(self)._member_names_.index(self.name)
 
     @classmethod
@@ -41,7 +41,7 @@ class NamedCode(str, Enum):
 
 
 class ReturnCode(NamedCode):
-    """How a trajectory ended; equal to its name as a string.
+    """The reason why a trajectory ended, a string equal to its name.
 
     Examples
     --------
@@ -57,13 +57,13 @@ class ReturnCode(NamedCode):
     Terminated = "Terminated"
     """A terminal event ended the trajectory before the end of tspan."""
     MaxIters = "MaxIters"
-    """The maximum number of steps was tried. Raise max_steps, or take `Rodas5P` if the problem is stiff."""
+    """The maximum number of steps was tried. Raise max_steps, or use `Rodas5P` if the problem is stiff."""
     DtLessThanMin = "DtLessThanMin"
     """Steps became smaller than the resolution of time: at a singularity or discontinuity, or for a small tolerance."""
     Unstable = "Unstable"
-    """f returned NaN or infinity even for the smallest step, or the affect of an event returned them."""
+    """A step of the smallest (or fixed) size, or the affect of an event, gave NaN or infinity."""
     Zeno = "Zeno"
-    """An event with an affect occurred again and again with hardly any time in between."""
+    """Events with affects occurred repeatedly at intervals close to zero."""
     InitialFailure = "InitialFailure"
     """The mass matrix is singular, and no state near u0 satisfies the algebraic equations, or the index isn't 1."""
 
@@ -74,7 +74,7 @@ class ReturnCode(NamedCode):
 
 
 class ConvergenceCode(NamedCode):
-    """How a fit or the search for a steady state ended; equal to its name as a string.
+    """The reason why a fit or the search for a steady state ended, a string equal to its name.
 
     Examples
     --------
@@ -107,13 +107,13 @@ def codes_of(names: Array) -> Array:
 
 
 def came_through(codes: Array) -> Array:
-    """Return a mask of the codes, in an array of numbers, that aren't failures."""
+    """Return a mask of the numbers in `codes` that don't represent failures."""
     return codes < _FIRST_FAILURE
 
 
 @dataclass
 class Outcome:
-    """The results of N trajectories, written when they end."""
+    """The results of N trajectories, written when the trajectories end."""
 
     u_end: Array  # shape (d, N); the last accepted state
     t_reached: Array  # shape (N,)
@@ -121,7 +121,7 @@ class Outcome:
     naccept: Array  # int, shape (N,)
     nreject: Array  # int, shape (N,)
     saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
-    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved time, from 0, or a code above
+    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved value (see INITIAL)
     # If events change states, shape (N,): the index of the next given time, and the number of continuations after events.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
@@ -130,24 +130,24 @@ class Outcome:
     # If steps are recorded: for each share of the trajectories, the index of its first trajectory, and all accepted steps.
     steps: list[tuple[int, Steps]] = field(default_factory=list)
     solver: Any = None  # for derivatives of a solve by kernels: the object that computes `steps` on demand
-    tapes: list[Any] = field(default_factory=list)  # the steps as a kernel wrote them
+    tapes: list[Any] = field(default_factory=list)  # the steps in the layout of a kernel
     last: Array | None = None  # the last row of each trajectory in `tapes`
     carried: tuple[Array, Array] | None = None  # tangents from a kernel, of shapes (m, d, N) and (m, N, n_saved, d)
-    crossings: Any = None  # the events that a kernel found, one per row: see `kernel_rows`
+    crossings: Any = None  # the events located by a kernel, one per row: see `kernel_rows`
     record: Any = None  # the recorded steps of a differentiable solve on a device
     saved_times: Array | None = None  # shape (N, n_saved) if a solve on a device saved every step, else None
     jumps: list[Any] = field(default_factory=list)  # the changes of states by events, if steps are recorded
 
     @property
     def failed(self) -> Array:
-        """Which trajectories failed: array of bool, shape (N,)."""
+        """A mask of the trajectories that failed, shape (N,)."""
         return ~came_through(self.codes)
 
     def recorded(self) -> list[tuple[int, Steps]]:
         """Return `steps`, computed by a kernel if necessary."""
         if self.solver is not None and not self.steps:
-            found = self.solver.recorded(self)
-            self.steps = [(tape.first, tape.steps(found.last, found.naccept, self.u_end.dtype)) for tape in found.tapes]
+            solved = self.solver.recorded(self)
+            self.steps = [(tape.first, tape.steps(solved.last, solved.naccept, self.u_end.dtype)) for tape in solved.tapes]
         return self.steps
 
     def recorded_jumps(self) -> list[Any]:
@@ -166,23 +166,23 @@ class Outcome:
                 t, _, states = steps.trajectory(i)
                 times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
         # The record has only the states before each step.
-        every = np.arange(count)
-        times[every, self.naccept], u[every, self.naccept] = self.t_reached, self.u_end.T
+        rows = np.arange(count)
+        times[rows, self.naccept], u[rows, self.naccept] = self.t_reached, self.u_end.T
         return times, u
 
     @classmethod
     def empty(cls, batch: Batch, settings: Settings) -> Outcome:
-        """Return the outcome of trajectories that have not started."""
+        """Return the initial outcome of a solve."""
         d, n = batch.u0.shape
         n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
         saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
         save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record and n_saved is not None else None
-        made = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
-        return cls(batch.u0.copy(), batch.start.copy(), *made, *counters(settings.acting))
+        parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
+        return cls(batch.u0.copy(), batch.start.copy(), *parts, *counters(settings.acting))
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
-        """Return the concatenated outcome of several shares; their steps stay separate."""
+        """Return the concatenated outcomes of several shares, with a list of the shares' steps."""
         tables, steps, jumps, offset = [], [], [], 0
         for part in parts:
             if part.event_table is not None:
@@ -211,12 +211,12 @@ def _join(arrays: list[Any]) -> Any:
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
     """Return the number of calls of f per trajectory; `given`: whether the user chose the size of the first step."""
     tries = naccept + nreject
-    at_start = np.where(given, 1, 2)  # the second call serves to choose the size of the first step
+    at_start = np.where(given, 1, 2)  # the second call is used to choose the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 
 class FactorizationCounts:
-    """A solution of one trajectory or many, with the numbers of matrix factorizations."""
+    """Base class of solutions: the numbers of matrix factorizations and Jacobians."""
 
     naccept: Any
     nreject: Any
@@ -235,29 +235,29 @@ class FactorizationCounts:
 
 
 def failures(kinds: type[NamedCode], retcode: Array, failed: Array, predicate: str) -> str:
-    """Return a text with the number of failures, their codes and the first; `predicate`: such as "trajectories failed"."""
+    """Return a text with the number of failures, their codes and the first; `predicate`: for example "fits failed"."""
     counts = [f"{count} {kind}" for kind in kinds if (count := np.count_nonzero(retcode[failed] == kind))]
     return f"{len(failed)} of {len(retcode)} {predicate} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
 
 def report(call: str, what: str, retcode: Array) -> None:
-    """Log the number of `what`, such as "fits", that ended without success, their codes, and the first of them."""
+    """Log the failures among the codes of `what`, such as "fits"."""
     failed = np.flatnonzero(retcode != ConvergenceCode.Success)
     if len(failed):
         _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))
 
 
 def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
-    """Add the jumps and return codes at the start to an outcome, and number events by position in the user's list."""
+    """Add the jumps and return codes of events at the start, and replace event numbers by indices in the user's list."""
     outcome.jumps = [*acting.started, *outcome.jumps]
     ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
-    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # the event table is a view of it
+    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # `event_table` is a view of this
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
     steps, saved = outcome.save_step, outcome.saved
     if steps is not None:
-        # A value saved at a change of the state belongs to the next step. If no step follows, it is the final state.
+        # A value saved when an event changes the state belongs to the next step, or is the final state if no step follows.
         steps[steps == outcome.naccept[:, None]] = FINAL
     if empty_span.size and saved is not None:
         row, column = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[empty_span] == batch.start[empty_span, None])

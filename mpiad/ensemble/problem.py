@@ -24,7 +24,7 @@ _NO_NUMBER = np.empty(1)
 
 
 class KernelSources:
-    """Base class of problems, which may hold the sources of compiled kernels: the problem of a solution does."""
+    """Base class of problems; the problem of a solution contains the sources of the compiled kernels."""
 
     _kernels: ClassVar[Mapping[str, str]] = {}
 
@@ -50,10 +50,10 @@ class KernelSources:
         return kernels[name]
 
     def with_kernels(self, kernels: Mapping[str, str]) -> Any:
-        """Return a copy of the problem that holds the sources of the kernels, for a solution."""
-        made = copy.copy(self)
-        made.__dict__["_kernels"] = kernels
-        return made
+        """Return a copy of the problem, for a solution, with the sources of its kernels."""
+        problem = copy.copy(self)
+        problem.__dict__["_kernels"] = kernels
+        return problem
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class ODEProblem(KernelSources):
 
     def changed(self, changes: dict[str, Any]) -> ODEProblem:
         """Return the problem with some fields changed; other fields aren't checked again."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, **changes)
-        made._convert(changes)
-        return made
+        problem = object.__new__(type(self))
+        problem.__dict__.update(self.__dict__, **changes)
+        problem._convert(changes)
+        return problem
 
 
 @dataclass(frozen=True)
@@ -174,37 +174,37 @@ class EnsembleProblem(KernelSources):
             if fun is not None and not callable(fun):
                 raise TypeError(f"EnsembleProblem: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
         if self.prob_func is not None and not (self.u0 is None and self.p is None):
-            given = " and ".join(name for name in ("u0", "p") if getattr(self, name) is not None)
-            both = f"prob_func={self.prob_func!r:.60} and {given}"
-            raise ValueError(f"EnsembleProblem: give either prob_func, or arrays u0 and p, not both; but got {both}.")
+            names = " and ".join(name for name in ("u0", "p") if getattr(self, name) is not None)
+            arguments = f"prob_func={self.prob_func!r:.60} and {names}"
+            raise ValueError(f"EnsembleProblem: give either prob_func, or arrays u0 and p, not both; but got {arguments}.")
 
 
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
-    """Return digests of the parts of a problem and of events; ranks compare their digests.
+    """Return digests of the parts of a problem and of events, which ranks compare.
 
-    They depend on the code of functions, the values that functions read, and the entries of host arrays. For arrays on a
-    device they depend only on shape and dtype.
+    Digests depend on the code of functions, the values that functions read, and the entries of host arrays; for arrays on
+    a device, only on shape and dtype.
     """
-    one = problem.problem if isinstance(problem, EnsembleProblem) else problem
-    parts = {"f": one.f, "u0 of the problem": one.u0, "tspan": one.tspan, "p of the problem": one.p}
-    if one is not problem:
+    ode = problem.problem if isinstance(problem, EnsembleProblem) else problem
+    parts = {"f": ode.f, "u0 of the problem": ode.u0, "tspan": ode.tspan, "p of the problem": ode.p}
+    if ode is not problem:
         parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p")}
     parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
     return {name: fingerprint(*_comparable(part)) for name, part in parts.items()}
 
 
 def _comparable(part: Any) -> list[Any]:
-    """Return texts and arrays that represent an argument."""
-    found: list[Any] = []
+    """Return texts and arrays that represent the leaves of an argument."""
+    parts: list[Any] = []
     for leaf in map(getval, flatten(part)[0]):
         if callable(leaf):
-            found.append(text_of(leaf))
+            parts.append(text_of(leaf))
         elif is_device_array(leaf):
-            found.append((leaf.shape, leaf.dtype))
+            parts.append((leaf.shape, leaf.dtype))
         else:
             array = np.asarray(leaf)
-            found += [(array.shape, array.dtype), *([array] if array.dtype.kind in "biufc" else [])]
-    return found
+            parts += [(array.shape, array.dtype), *([array] if array.dtype.kind in "biufc" else [])]
+    return parts
 
 
 def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
@@ -254,7 +254,7 @@ def _check_derivative(f: object) -> None:
 
 
 def check_order(what: str, fun: Function | None) -> None:
-    """Raise a TypeError if the names of a function's arguments show that it takes time first."""
+    """Raise a TypeError if the first argument of a function is time, according to its name."""
     names = _required(fun) if fun is not None else None
     if names and names[0] == "t" and "t" not in names[1:]:
         raise TypeError(
@@ -274,7 +274,7 @@ def _is_number(part: object) -> bool:
 def _required(fun: Function) -> tuple[str, ...] | None:
     """Return the names of the positional arguments without defaults; None if they can't be determined."""
     if type(fun) is FunctionType and not fun.__dict__:
-        # inspect is slow, and a training loop creates its problem again in each step.
+        # `inspect` is slow, and training loops create a problem in each step.
         return fun.__code__.co_varnames[: fun.__code__.co_argcount - len(fun.__defaults__ or ())]
     try:
         kinds = inspect.signature(fun).parameters.values()

@@ -1,4 +1,4 @@
-"""The outcomes of the trajectories of all ranks, exchanged in one message per rank, of a few bytes per trajectory."""
+"""The outcomes of the trajectories of all ranks, which exchange a few bytes per trajectory."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from mpiad.transport.core.agreement import agreed, fingerprint, raise_first
 
 
 class _Share(NamedTuple):
-    """The data that a rank sends about its trajectories. An array whose entries are all equal is sent as one number."""
+    """The data that a rank sends about its trajectories."""
 
     count: int
-    kind: tuple[Shape, np.dtype]  # of a state
+    kind: tuple[Shape, np.dtype]  # shape and dtype of a state
     times: int  # a fingerprint of the saved times if they are the same for all trajectories, else 0
     accepted: Array  # numbers of steps, in as few bytes as possible
     rejected: Array
-    calls: Array | None  # numbers of calls of f, sent if there were events, after which f is called again
-    codes: Array  # return codes
-    reached: Array  # final times
+    calls: Array | None  # numbers of calls of f, sent if events occurred, after which f is called again
+    codes: Array  # return codes; a single number if all are Success
+    reached: Array  # final times; a single number if all are equal
     events: dict  # maps trajectories to their events, with untraced times
     converged: bool  # whether a reduction ended the solve
     compiled: bool
@@ -48,7 +48,7 @@ class RankOutcomes:
     evaluated: Callable[[Array, Array], Array]  # returns the numbers of calls of f, given `naccept` and `nreject`
 
     def any(self, name: str) -> bool:
-        """Return whether the attribute `name` of any share is true."""
+        """Return whether the attribute `name` is true in any share."""
         return any(getattr(share, name) for share in self.shares)
 
     @property
@@ -97,15 +97,15 @@ class RankOutcomes:
 
     @property
     def tries(self) -> Array:
-        """Numbers of all tried steps, array of int, shape (N,)."""
+        """Numbers of tried (accepted and rejected) steps, array of int, shape (N,)."""
         return np.add(self._joined("accepted"), self._joined("rejected"), dtype=np.int32)
 
     @property
     def nf(self) -> Array:
         """Numbers of calls of f, shape (N,)."""
-        found = np.split(self.evaluated(self.naccept, self.nreject), np.cumsum(self.counts)[:-1])
-        own = [share.calls if share.calls is not None else calls for share, calls in zip(self.shares, found)]
-        return np.concatenate(own)
+        computed = np.split(self.evaluated(self.naccept, self.nreject), np.cumsum(self.counts)[:-1])
+        calls_of_ranks = [share.calls if share.calls is not None else calls for share, calls in zip(self.shares, computed)]
+        return np.concatenate(calls_of_ranks)
 
     @property
     def survivors(self) -> Array:
@@ -122,25 +122,25 @@ def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
     evaluated: Callable[[Array, Array], Array], warnings: str, digests: dict[str, int],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
-    """Exchange the ranks' outcomes, and return them with this rank's share; all ranks call it.
+    """Exchange the ranks' outcomes, and return this rank's share and all outcomes; collective.
 
-    `share` is this rank's solution, or the exception that it raised, which is then raised on all ranks. All ranks also
-    raise an error if their states differ in shape or dtype, or the digests of their arguments differ.
+    `share` is this rank's solution, or an exception, which is then raised on all ranks. All ranks also raise an error if
+    their states differ in shape or dtype, or the digests of their arguments differ.
     """
     if isinstance(share, Exception):
         used.data.allgather(None)
         raise_first(used, share)
-    every = used.data.allgather(_share_of(share, compiled, traced, warnings, digests))
-    if any(other is None for other in every):
+    shares = used.data.allgather(_share_of(share, compiled, traced, warnings, digests))
+    if any(other is None for other in shares):
         raise_first(used, None)
-    check_alike([other.kind for other in every], "ranks")
-    for rank, other in enumerate(every):
-        names = [name for name, digest in other.digests.items() if digest != every[0].digests.get(name)]
+    check_alike([other.kind for other in shares], "ranks")
+    for rank, other in enumerate(shares):
+        names = [name for name, digest in other.digests.items() if digest != shares[0].digests.get(name)]
         if names:
             text = f"all ranks must give the same arguments, but rank {rank} has other {', '.join(names)} than rank 0"
             advice = "Draw random numbers with one seed, or broadcast them."
             raise agreed(used, ValueError(f"solve: {text}, or its functions read other values. {advice}"))
-    return share, RankOutcomes(every, _times(used, share, every), evaluated)
+    return share, RankOutcomes(shares, _times(used, share, shares), evaluated)
 
 
 def _share_of(share: EnsembleSolution, compiled: bool, traced: bool, warnings: str, digests: dict[str, int]) -> _Share:
@@ -149,19 +149,19 @@ def _share_of(share: EnsembleSolution, compiled: bool, traced: bool, warnings: s
     counts = _in_few_bytes(share.naccept), _in_few_bytes(share.nreject), share.nf if share.events else None
     codes = np.asarray(codes, np.int8) if codes.any() else np.int8(0)
     reached = reached[0] if len(reached) and same_for_all(reached) else reached
-    events = {i: [(event, getval(time)) for event, time in found] for i, found in share.events.items()}
-    about = share.converged, compiled, traced, share._start is not None, warnings, digests
-    return _Share(len(share), kind, times, *counts, codes, reached, events, *about)
+    events = {i: [(event, getval(time)) for event, time in occurred] for i, occurred in share.events.items()}
+    flags = share.converged, compiled, traced, share._start is not None, warnings, digests
+    return _Share(len(share), kind, times, *counts, codes, reached, events, *flags)
 
 
 def _in_few_bytes(counts: Array) -> Array:
     return counts.astype(np.min_scalar_type(counts.max(initial=0)))
 
 
-def _times(used: Channel, share: EnsembleSolution, every: list[_Share]) -> Array:
-    if every[0].times and all(other.times == every[0].times for other in every):
+def _times(used: Channel, share: EnsembleSolution, shares: list[_Share]) -> Array:
+    if shares[0].times and all(other.times == shares[0].times for other in shares):
         return share.t
     # The times of ranks without trajectories are ignored.
-    found = [(t, other.count) for t, other in zip(used.data.allgather(share.t), every)]
-    busy = [pair for pair in found if pair[1]] or found[:1]
+    times = [(t, other.count) for t, other in zip(used.data.allgather(share.t), shares)]
+    busy = [pair for pair in times if pair[1]] or times[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

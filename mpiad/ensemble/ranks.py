@@ -1,8 +1,8 @@
 """`EnsembleMPI`: the division of an ensemble into contiguous shares of equal cost, and the gathering of solutions.
 
-The cost of a share is estimated from the numbers of steps in the last solve. It is the sum of two terms. One is
-proportional to the number of steps of all its trajectories, the other to the number of iterations of the step loop, which
-is the number of steps of its longest trajectory.
+The cost of a share is estimated from the numbers of steps in the last solve, as the sum of two terms. One is proportional
+to the number of steps of all its trajectories, the other to the number of steps of its longest trajectory, that is, the
+number of iterations of the step loop.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ InitialStates: TypeAlias = Callable[[], Array] | None
 
 
 def gathered(
-    used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: InitialStates, timed: bool, made: object = None
+    used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: InitialStates, timed: bool, u: object = None
 ) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; collective.
 
-    `start` returns the initial states of all trajectories, shape (d, N), or is None if a rank doesn't know them. `timed` is
-    true if the final times have derivatives. `made` is the `u` of the solution if there is a reduction or output function.
+    `start` returns the initial states of all trajectories, shape (d, N), or is None if a rank can't compute them. `timed`:
+    whether the final times have derivatives. `u`: the `u` of the solution if there is a reduction or output function.
     """
-    later = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
-    found: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
-    found |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
+    deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
+    fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
+    fields |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
     dense = share.dense and GatheredOutput(share.dense, len(share), used.user)
-    sol = EnsembleSolution.lazy(later, **found, _codes=outcomes.codes, dense=dense)
+    sol = EnsembleSolution.lazy(deferred, **fields, _codes=outcomes.codes, dense=dense)
     if timed:
         sol.t_reached = _collected(used, share.t_reached, outcomes)
-    if made is not None:
-        sol.u = made
+    if u is not None:
+        sol.u = u
         return sol
     if not outcomes.ends or share._start is None:
         sol.u = _collected(used, widened(share.u, outcomes.t.shape[-1]), outcomes)
@@ -68,8 +68,8 @@ def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm
     if not outcomes.events:
         return {}
     # All ranks sort the events in the same order.
-    mine = [time for i in sorted(share.events) for _, time in share.events[i]]
-    everything = mpi_allgather(anp.array(mine) if mine else np.empty(0), axis=0, comm=comm)
+    own = [time for i in sorted(share.events) for _, time in share.events[i]]
+    everything = mpi_allgather(anp.array(own) if own else np.empty(0), axis=0, comm=comm)
     times = iter(everything if isbox(everything) else everything.tolist())
     return {i: [(event, next(times)) for event, _ in outcomes.events[i]] for i in sorted(outcomes.events)}
 
@@ -87,7 +87,7 @@ class ShardedSolution(EnsembleSolution):
     comm : mpi4py intracommunicator or None
         A communicator created by the user isn't pickled. Set it after unpickling, before computing statistics.
 
-    Notes
+    Ranks
     -----
     All ranks call mean, std, quantile, summary and plot together.
     """
@@ -121,13 +121,13 @@ class ShardedSolution(EnsembleSolution):
 
 
 def sharded(
-    share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm, indices: Array, made: bool = False
+    share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm, indices: Array, has_outputs: bool = False
 ) -> ShardedSolution:
-    """Return this rank's share; `made`: whether its u is the result of an `output_func` or a `reduction`."""
+    """Return this rank's share; `has_outputs`: whether its u is the result of an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
-    # A copy that doesn't compute deferred attributes.
+    # Deferred attributes aren't computed.
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
-    if not made:
+    if not has_outputs:
         # Statistics require the same number of saved times on all ranks.
         if not outcomes.ends:
             sol.u = widened(share.u, outcomes.t.shape[-1])
@@ -135,38 +135,38 @@ def sharded(
     return sol
 
 
-# The measured overhead of an iteration of the step loop, for small f, in units of the cost of one component of one column:
-# without tangents, and with tangents. For kernels it is the number of lanes, in units of the cost of a step.
+# The measured overhead of an iteration of the step loop for an inexpensive f, without and with tangents, in units of the
+# cost of one component of one column. In kernels the overhead is the cost of as many steps as there are lanes.
 _ITERATION, _TRACED_ITERATION, _LANES = 1200.0, 1500.0, 16.0
-# The measured cost of entering and leaving the working set or a kernel's lane, in units of the cost of a step: without
-# kernels, with kernels, and with tangents in kernels.
+# The measured cost of entering and leaving the working set or a kernel's lane, per trajectory, in units of the cost of a
+# step: without kernels, with kernels, and with tangents in kernels.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
-# Number of blocks of trajectories per share. Shares consist of whole blocks, so they deviate by at most 0.1 %.
+# Number of blocks per share. Shares consist of whole blocks, so their boundaries are rounded to 0.1 % of the mean size.
 _BLOCKS = 1024
 _MOST_DIVISIONS = 8
 
 
 class EnsembleMPI(EnsembleAlgorithm):
-    """A contiguous share of the trajectories per rank, balanced by the steps of each trajectory in the last solve.
+    """Backend that solves a contiguous share of the trajectories per rank, balanced by the last solve's numbers of steps.
 
     Parameters
     ----------
     inner : EnsembleAlgorithm
         The algorithm by which a rank solves its share; `EnsembleVectorized` by default.
     gather : bool
-        Whether every rank gets all N solutions. Otherwise a rank gets its share, the trajectories ``sol.indices``. Mean,
-        standard deviation, quantiles and summary are over all N. The solution of an ODEProblem is returned on every rank.
+        Whether every rank gets all N solutions. Otherwise a rank gets its share, the trajectories ``sol.indices``; mean,
+        standard deviation, quantiles and summary are still over all N. Every rank gets the solution of an ODEProblem.
     comm : mpi4py intracommunicator, optional
 
     Raises
     ------
     TypeError
-        If `inner` isn't an algorithm that can run a share.
+        If `inner` isn't an ensemble algorithm, or is an `EnsembleMPI`.
 
     Notes
     -----
     Reuse the object for the next solve of an ensemble of this size: it computes new shares from the number of steps of each
-    trajectory. With ``gather=False`` select each rank's data by ``sol.indices`` of the same solve. In residuals for
+    trajectory. With ``gather=False`` select each rank's data by the ``sol.indices`` of that solve. In residuals for
     `least_squares` create a new object per solve, since the number of a rank's residuals must not change.
 
     Examples

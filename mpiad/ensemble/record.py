@@ -3,7 +3,7 @@
 In each turn of a solve every active trajectory, a column, tries a step. The accepted steps of a turn are stored as a chunk.
 At the end they are sorted into *sweeps*: sweep s has the (s+1)-th step from the end of each trajectory that has it.
 Trajectories are sorted by their numbers of steps, in descending order, so sweep s has the first ``widths[s]`` trajectories.
-Its states form a contiguous block of shape (d, width). Reverse passes visit s = 0, 1, …, forward passes the opposite order.
+The states of a sweep form one block of shape (d, width). Reverse passes visit s = 0, 1, …, forward passes the opposite.
 
 The record takes (d + 2) numbers per accepted step.
 """
@@ -36,21 +36,21 @@ class Step(NamedTuple):
 
     def at(self, columns: Array) -> Step:
         """Return the step of some columns."""
-        taken: list = [np.take(array, columns, axis=-1) for array in self[:8]]
-        block = not isinstance(self.k, list)
-        taken.append(np.take(self.k, columns, axis=-1) if block else [np.take(k, columns, axis=-1) for k in self.k])
-        taken.append(None if self.sign is None else self.sign[columns])
-        return Step._make(taken)
+        fields: list = [np.take(array, columns, axis=-1) for array in self[:8]]
+        one_array = not isinstance(self.k, list)
+        fields.append(np.take(self.k, columns, axis=-1) if one_array else [np.take(k, columns, axis=-1) for k in self.k])
+        fields.append(None if self.sign is None else self.sign[columns])
+        return Step._make(fields)
 
     def at_end(self, columns: Array) -> Step:
-        """Return the steps of some columns, only with times and the states after the steps."""
-        taken = (self.ids, self.number, self.t, self.t_new, self.new)
-        ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in taken)
+        """Return the step of some columns, with only its times and the states after it."""
+        fields = (self.ids, self.number, self.t, self.t_new, self.new)
+        ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in fields)
         sign = None if self.sign is None else self.sign[columns]
         return Step(ids, number, self.accepted[:0], t, self.h[:0], t_new, self.u[:, :0], new, [], sign)
 
     def actual(self, times: Array) -> Array:
-        """Return actual times or signed step sizes, given those in the direction of the solve."""
+        """Return actual times or signed step sizes, given times or sizes in the direction of the solve."""
         return times if self.sign is None else times * self.sign
 
 
@@ -89,7 +89,7 @@ class Steps:
         return len(self.widths)
 
     def sweep(self, s: int) -> Sweep:
-        """Return the (s+1)-th steps from the end of all trajectories that have them."""
+        """Return sweep s: the (s+1)-th step from the end of each trajectory that has it."""
         start, stop = int(self._offsets[s]), int(self._offsets[s + 1])
         u = self._u[self.d * start : self.d * stop].reshape(self.d, stop - start)
         return Sweep(self.order[: stop - start], self._t[start:stop], self._h[start:stop], u)
@@ -113,7 +113,7 @@ class Steps:
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
-        """Return only the steps of the trajectories in the mask `keep`."""
+        """Return the steps of only the trajectories in the mask `keep`."""
         if keep.all():
             return self
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
@@ -154,8 +154,8 @@ class Log:
         times[0], times[1] = step.actual(step.t), step.actual(step.h)
         if self._every is not None:
             keep = np.flatnonzero(step.accepted & (step.number % self._every == 0))
-            kept = [numbers[0], numbers[1] // self._every], times, u
-            self._kept.append(tuple(np.take(array, keep, axis=-1) for array in kept))
+            entries = [numbers[0], numbers[1] // self._every], times, u
+            self._kept.append(tuple(np.take(array, keep, axis=-1) for array in entries))
             u = u[:0]
         if np.count_nonzero(step.accepted) == count:
             self._chunks.append((numbers, times, u.copy()))

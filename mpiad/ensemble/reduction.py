@@ -20,33 +20,30 @@ _MOST_REPEATS = 1000
 
 
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
-    """Solve batch by batch with ``solved(numbers, repeat)``, until the reduction stops the solve.
-
-    Returns the solution of the solved batches; its `u` is the result of the reduction.
-    """
-    kept: Any = [] if problem.u_init is None else problem.u_init
+    """Solve batch by batch until the reduction stops the solve; return the solution, whose `u` contains its outputs."""
+    value: Any = [] if problem.u_init is None else problem.u_init
     parts, converged = [], False
     for numbers in batches:
         sol = solved(numbers)
         outputs = [_output(problem, sol, i, number, solved) for i, number in enumerate(numbers)]
-        # Only the outputs of the batch are kept, not its saved states.
+        # The saved states of the batch aren't stored.
         parts.append(dataclasses.replace(sol, u=sol.u[:, :0], dense=None))
         if problem.reduction is None or not outputs:
-            kept = kept + outputs if outputs else kept
+            value = value + outputs if outputs else value
         else:
-            kept, converged = _pair(problem.reduction(kept, outputs, numbers), "reduction", "(u, converged)")
+            value, converged = _pair(problem.reduction(value, outputs, numbers), "reduction", "(u, converged)")
         if converged:
             break
-    return dataclasses.replace(joined(parts), u=kept, t=sol.t, converged=bool(converged))
+    return dataclasses.replace(joined(parts), u=value, t=sol.t, converged=bool(converged))
 
 
 def combined(problem: EnsembleProblem, parts: list[Any], count: int) -> Any:
-    """Return the combined outputs of several ranks: lists are concatenated, other outputs are reduced as one batch."""
+    """Return the combined outputs of ranks: lists are concatenated, and results of a reduction are reduced as one batch."""
     if problem.reduction is None or all(isinstance(part, list) for part in parts):
         return [output for part in parts for output in part]
     start = [] if problem.u_init is None else problem.u_init
-    made, _ = _pair(problem.reduction(start, parts, range(1, count + 1)), "reduction", "(u, converged)")
-    return made
+    value, _ = _pair(problem.reduction(start, parts, range(1, count + 1)), "reduction", "(u, converged)")
+    return value
 
 
 def _output(problem: EnsembleProblem, sol: EnsembleSolution, i: int, number: int, solved: Callable) -> Any:
@@ -85,7 +82,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
 
 
 def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
-    """Raise a ValueError if groups of trajectories have different `kinds`: shapes and dtypes of a state."""
+    """Raise a ValueError if the `kinds` of groups of trajectories (shape and dtype of a state) differ."""
     for shape, dtype in kinds[1:]:
         if (shape, dtype) != kinds[0]:
             different = f"{kinds[0][1]} of shape {kinds[0][0]} and {dtype} of shape {shape}"
@@ -107,7 +104,7 @@ def joined_times(times: list[Array], counts: list[int], width: int) -> Array:
 
 
 def widened(array: Array, width: int) -> Array:
-    """Return an array of shape (N, n, …) with its second axis padded with NaN to a width."""
+    """Pad the second axis of an array, shape (N, n, …), with NaN to a width."""
     missing = width - array.shape[1]
     if not missing:
         return array

@@ -1,8 +1,8 @@
 """Replay of the accepted steps of a solve by traceable functions, for derivatives of second and higher order.
 
-The sizes of steps are constant, except for steps that end at the end of tspan, at a given time of an event, or at an event
-that is terminal or acts (changes the state), since these times depend on the inputs. `adjoint` and `tangents` compute the
-first derivatives of the same function.
+Step sizes are constant, except for steps that end at the end of tspan, at a given time of an event, or at an event that is
+terminal or acts (changes the state), since these times depend on the inputs. `adjoint` and `tangents` compute the first
+derivatives of the same function.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StepReplay:
         return total * _like(self.h, self._u) + self._u
 
     def inside(self, x: Array, columns: Columns) -> Array:
-        """Return states at the fractions x of the step, shape (m,), or (s, m) for s fractions per column."""
+        """Return states inside the step; x: fractions of the step, shape (m,), or (s, m) for s fractions per column."""
         if len(self._k) < self._run.tableau.stages:
             self._evaluate(len(self._k))
         weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
@@ -64,22 +64,22 @@ class StepReplay:
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
-        """Return the root of an event's condition as a differentiable function of the inputs, given its value `x`."""
+        """Return the root of an event's condition as a differentiable function of the inputs; x: its value."""
         leaves = self._run.columns(self._leaves, columns)
 
         def value(x: Array) -> Array:
             t = self.t[columns] + x * self.h[columns]
             return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
 
-        # Each Newton step with a newly computed slope doubles the order up to which derivatives are correct.
+        # The slope is computed again in each Newton step, so that each step squares the error.
         for _ in range(_ROOT_STEPS):
-            found, slope = jvp(value, x, np.ones_like(getval(x)))
-            x = x - (found - getval(found)) / slope
+            residual, slope = jvp(value, x, np.ones_like(getval(x)))
+            x = x - (residual - getval(residual)) / slope
         return x
 
 
 class RosenbrockReplay(StepReplay):
-    """One step of a Rosenbrock method for several columns: see `tableaus` for the notation."""
+    """One step of a Rosenbrock method (see `tableaus` for the notation)."""
 
     def _evaluate(self, i: int) -> None:
         table: Any = self._run.tableau
@@ -130,8 +130,8 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     """Return the results of a run as functions of its inputs, which may be traced.
 
     `u0` has shape (d, N); `start` and `end`, shape (N,), are on the host; `due`, shape (times, N), are the given times at
-    which events act. The results are the saved states, (N, n_saved, d), which are zero if a time wasn't reached or the
-    trajectory failed; the final states, (N, d); and, with events, the final times, (N,), and the times of events, (m,).
+    which events act. The results are the saved states, (N, n_saved, d), zero if a time wasn't reached or the trajectory
+    failed; the final states, (N, d); and, with events, the final times, (N,), and the times of events, (m,).
     """
     replay = _Replay(run, start, end, leaves, due)
     with np.errstate(all="ignore"):
@@ -152,10 +152,10 @@ class _Replay:
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
         self._timed = any(map(isbox, (start, end, due))) or run.times_move
         if self._timed:
-            # Traced zeros, which add the derivatives of both ends of tspan to the constant times of steps. After an event
-            # that ends a step, `_shift` has the derivatives of the time of the event.
+            # Traced zeros with the derivatives of the start of tspan and of its end. They are added to the constant times
+            # and sizes of steps. After an event that ends a step, `_shift` has the derivatives of the time of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
-        # The saved values as rows, and the number of rows. Row 0 is the value at times that weren't reached.
+        # The saved values as rows, and the number of rows. Row 0, of zeros, is used for times that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
         self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
@@ -227,7 +227,7 @@ class _Replay:
         return u0
 
     def ended(self, states: Array) -> Array:
-        """Return the final states as functions of the end of tspan, given the states after events there."""
+        """Return the final states as functions of the end of tspan, if events change states at this time."""
         run = self._run
         ids = np.flatnonzero(run.cut & ~run.terminated) if run.jumps and self._timed else np.empty(0, int)
         if not ids.size:
@@ -236,14 +236,14 @@ class _Replay:
         return self._put(states, ids, moved)
 
     def _moved(self, rows: Array) -> Array:
-        """Return zeros with the derivatives of the times of jumps, which are given times or the ends of preceding steps."""
+        """Return zeros with the derivatives of the times of jumps: given times, or the ends of the preceding steps."""
         jumps: Any = self._run.jumps
         ids, slot = jumps.ids[rows], jumps.slot[rows]
         due = self._due[np.maximum(slot, 0), ids]
         return anp.where(slot == FOUND, self._shift[ids], due - getval(due))
 
     def _jumped(self, rows: Array, u: Array) -> Array:
-        """Return the states after jumps, given the states before, for at most one jump per trajectory."""
+        """Return the states after jumps, given the states before them; at most one jump per trajectory."""
         run, jumps = self._run, self._run.jumps
         ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
         if self._timed:
@@ -272,7 +272,7 @@ class _Replay:
         leaves, now, between = run.columns(self._leaves, ids[columns]), (t + shift)[columns], between[columns]
         rate_at = partial(mass_matrix_rhs, run.batch, run.settings.mass)
         rate = rate_at(u[:, columns], leaves, now)
-        # A step of second order, for correct derivatives up to second order.
+        # A step of Heun's method, of order 2, gives correct derivatives up to second order.
         rate = 0.5 * (rate + rate_at(u[:, columns] + between * rate, leaves, now + between))
         return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
@@ -288,7 +288,7 @@ class _Replay:
         self._count += len(rows)
 
     def _put(self, old: Array, columns: Array, new: Array) -> Array:
-        """Return an array with some columns replaced, by a differentiable operation."""
+        """Return an array with some columns replaced; differentiable."""
         order = self._run.arange(old.shape[-1])
         order[columns] = old.shape[-1] + self._run.arange(len(columns))
         return concatenate([old, new], axis=-1)[..., order]
@@ -296,11 +296,11 @@ class _Replay:
     def saved(self, start: Array, end: Array) -> Array:
         """Return the saved states, shape (N, n_saved, d)."""
         run, index = self._run, self._index
-        every = run.arange(run.batch.size)[:, None]
+        rows = run.arange(run.batch.size)[:, None]
         for at_start, states in ((True, start), (False, end)):
             mask = run.saved_at(at_start)
             if mask is not None:
-                index = np.where(mask, self._count + every, index)
+                index = np.where(mask, self._count + rows, index)
                 self._add(anp.transpose(states))
         return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
 
@@ -327,18 +327,18 @@ class _Replay:
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
     """Return the tangent of the results of `replay`, given the tangents `gs` of the arguments at `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
-    return trace_forwards(*_of_some(replay, argnums, args), tangents)[1]
+    return trace_forwards(*_function_of(replay, argnums, args), tangents)[1]
 
 
 def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
     """Return the cotangents of the arguments at `argnums`, given the cotangent g of the results of `replay`."""
-    fun, variables = _of_some(replay, argnums, args)
+    fun, variables = _function_of(replay, argnums, args)
     traced = trace_backwards(fun, variables)
     seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
     return cotangents_of_variables(traced, seeds, variables)
 
 
-def _of_some(replay: Replay, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
+def _function_of(replay: Replay, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
     """Return the results as a function of the arguments at `argnums`, and these arguments."""
 
     def fun(values: Sequence[Any]) -> Array:

@@ -1,4 +1,4 @@
-"""`Run`: a solve that is to be differentiated, with its inputs, its recorded steps, saved values and events."""
+"""`Run`: a solve to be differentiated, with its inputs, recorded steps, saved values and events."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from mpiad.transport.devices.device_arrays import arrays_of
 # Saved values, sorted by the steps that contain them.
 #
 # A saved value at the fraction x of a step of size h from u is u + h Σ w_i(x) k_i, with the stages k_i and the weights w_i
-# of the interpolant. The last stage is the first stage of the next step, and its contribution is added there. If no step
+# of the interpolant. The last stage is the first stage of the next step, in which its contribution is added. If no step
 # follows, or the next step begins at a state that an event has changed, this stage is computed separately.
 
 
 def starts_of_runs(*keys: Array) -> Array:
     """Return the first index of each group of adjacent entries that are equal in all keys."""
-    fresh = np.ones(len(keys[0]), bool)
-    fresh[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
-    return np.flatnonzero(fresh)
+    first = np.ones(len(keys[0]), bool)
+    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    return np.flatnonzero(first)
 
 
 def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
     """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind.
 
-    `rows` are the entries to which `visits` and `kinds` refer, by default all.
+    `visits` and `kinds` belong to the entries `rows`, by default all.
     """
     order = np.lexsort((kinds, visits))
-    own = order if rows is None else rows[order]
-    v, taken = visits[order], [np.take(array, own, axis=-1) for array in arrays]
+    entries = order if rows is None else rows[order]
+    v, chosen = visits[order], [np.take(array, entries, axis=-1) for array in arrays]
     cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
-    found: dict[int, list[tuple[Array, ...]]] = {}
+    groups: dict[int, list[tuple[Array, ...]]] = {}
     for start, stop in zip(cuts, cuts[1:]):
-        found.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in taken))
-    return found
+        groups.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in chosen))
+    return groups
 
 
 class Seeds(NamedTuple):
     """Cotangents of the results of N trajectories."""
 
-    end: Array  # shape (d, N)
-    saved: Array | None = None  # shape (N, n_saved, d), or None if all are zero
-    reached: Array | None = None  # shape (N,), or None; of the final times
-    crossed: Array | None = None  # shape (m,), or None if all are zero; of the times in `Run.crossed`
+    end: Array  # of the final states: shape (d, N)
+    saved: Array | None = None  # of the saved states: shape (N, n_saved, d), or None if all are zero
+    reached: Array | None = None  # of the final times: shape (N,), or None
+    crossed: Array | None = None  # of the times in `Run.crossed`: shape (m,), or None if all are zero
 
     def share(self, rows: slice) -> Seeds:
         """Return the seeds of some trajectories, without the cotangents of the times of events."""
@@ -118,15 +118,15 @@ def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> di
 #
 # The columns are sorted by their numbers of steps, in descending order. A visit of the sweep contains one step of several
 # columns: visit v contains the (v+1)-th step from the end of each column with more than v steps. If only some states were
-# kept, a visit contains the steps with one number, counted from the start, so that all columns reach kept states together.
+# stored, steps are counted from the start instead, so that all columns have stored states in the same visits.
 
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
-    """Return the indices of the `ids` that belong to a sweep, and their columns."""
+    """Return the indices, in `ids`, of the trajectories of a sweep, and their columns."""
     order = np.argsort(sweep.ids)
-    place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
-    mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
-    return mine, order[place[mine]]
+    position = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
+    indices = np.flatnonzero(sweep.ids[order[position]] == ids) if len(order) else np.empty(0, int)
+    return indices, order[position[indices]]
 
 
 class Crossings(NamedTuple):
@@ -141,9 +141,9 @@ class Crossings(NamedTuple):
 
 
 class SortedSweep(StepSweep):
-    """The visits of a block of trajectories on the host: from `start` to `stop` in their sorted order.
+    """The visits of a block of trajectories on the host, those from `start` to `stop` in the sorted order.
 
-    `first` is the number of the first trajectory of `steps`. If `every` is given, only every `every`-th state was kept.
+    `first`: the index of the first trajectory of `steps`. `every`: the interval of the stored states, if not all are.
     """
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
@@ -170,7 +170,7 @@ class SortedSweep(StepSweep):
         return super().forwards() if self._every else (self._visit(s) for s in range(len(self) - 1, -1, -1))
 
     def visit_of(self, column: Array, number: Array) -> Array:
-        """Return the visits, counted backwards, that contain the steps of these numbers."""
+        """Return the indices of the visits that contain steps of columns; `number`: the steps, from 0."""
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
     def _visit(self, s: int) -> Visit:
@@ -194,7 +194,7 @@ class SortedSweep(StepSweep):
             t, h = self._steps.times(self._trajectories[:width], np.full(width, number))
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
-            if number + 1 < stop:  # at `stop` the state was kept
+            if number + 1 < stop:  # the state at `stop` was stored
                 u = self._run.stages_again(self, visit)[1]
                 for rows, columns in self.jumps(visit):
                     u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
@@ -203,7 +203,7 @@ class SortedSweep(StepSweep):
         return int(np.count_nonzero(self.counts > number))
 
     def is_last(self, column: Array, number: Array) -> Array:
-        """Return for some steps whether no following step uses their last stage as its first stage."""
+        """Return a mask of the steps whose last stage isn't the first stage of a following step."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -220,52 +220,52 @@ class SortedSweep(StepSweep):
 
     def _by_visits(self, crossings: Crossings) -> dict[int, list[tuple[Array, Array]]]:
         """Return for each visit the crossings and their columns, grouped by event."""
-        mine, columns = columns_of(self, crossings.ids)
-        return grouped(self.visit_of(columns, crossings.number[mine]), crossings.event[mine], mine, columns)
+        indices, columns = columns_of(self, crossings.ids)
+        return grouped(self.visit_of(columns, crossings.number[indices]), crossings.event[indices], indices, columns)
 
     @cached_property
-    def _passings(self) -> dict[int, list[tuple[Array, Array]]]:
+    def _crossings_at(self) -> dict[int, list[tuple[Array, Array]]]:
         return self._by_visits(self._run.crossings)
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
         if self._cut is None:
             return ()
-        run, found = self._run, []
-        for crossings, visits, ends in ((run.crossings, self._passings, False), (run.stops, self._stops, True)):
+        run, events = self._run, []
+        for crossings, visits, ends in ((run.crossings, self._crossings_at, False), (run.stops, self._stops_at, True)):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
                 # The index of the event's time in `crossed`, or, for a final time, the trajectory.
                 row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
-                found.append(LocatedEvent(event, ends, columns, x, time, row))
-        return found
+                events.append(LocatedEvent(event, ends, columns, x, time, row))
+        return events
 
     @cached_property
-    def _stops(self) -> dict[int, list[tuple[Array, Array]]]:
+    def _stops_at(self) -> dict[int, list[tuple[Array, Array]]]:
         return self._by_visits(self._run.stops)
 
     @cached_property
-    def _jumps(self) -> dict[int, list[tuple[Array, Array]]]:
+    def _jumps_at(self) -> dict[int, list[tuple[Array, Array]]]:
         """The jumps (state changes by events) after the step of each visit, at most one per column in each group."""
         jumps = self._run.jumps
         if jumps is None:
             return {}
-        mine, columns = columns_of(self, np.where(jumps.number > 0, jumps.ids, -1))
-        visits = self.visit_of(columns, jumps.number[mine] - 1)
-        return grouped(visits, jumps.turn[mine], mine, columns)
+        indices, columns = columns_of(self, np.where(jumps.number > 0, jumps.ids, -1))
+        visits = self.visit_of(columns, jumps.number[indices] - 1)
+        return grouped(visits, jumps.turn[indices], indices, columns)
 
     def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
         """Return the jumps after the step, in order, and their columns."""
-        return self._jumps.get(visit.number, ())
+        return self._jumps_at.get(visit.number, ())
 
     def moves(self, visit: Visit) -> Array:
         """Return a mask of the columns in which the step ends at the end of tspan."""
-        found = np.zeros(len(visit.t), bool)
-        found[visit.about] = True if self._cut is None else ~self._cut[visit.about]
-        return found
+        mask = np.zeros(len(visit.t), bool)
+        mask[visit.about] = True if self._cut is None else ~self._cut[visit.about]
+        return mask
 
 
-# Number of entries of an array of a block. With this number, computing f costs more than tracing it.
+# Number of entries per array of a block, so large that computing f costs more than tracing it.
 _BLOCK = 49152
 _LEAST_COLUMNS = 1024
 
@@ -293,7 +293,7 @@ class Run:
         """The number of steps to differentiate per trajectory: array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    few = 2  # up to this number of directions, tangents are at most as expensive as the adjoint
+    few = 2  # number of directions up to which tangents are at most as expensive as the adjoint
     keeps_tangents = True  # whether tangents of saved states are stored instead of contracted during the sweep
 
     @property
@@ -313,28 +313,28 @@ class Run:
 
     @property
     def crossed(self) -> Array:
-        """The times of the events that aren't terminal or that act, shape (m,), on the device of the states."""
+        """The times of all events except terminal ones that don't act, shape (m,), on the device of the states."""
         return self._with_acting("time")
 
     @property
     def crossed_ids(self) -> Array:
-        """The trajectories of the events of `crossed`, shape (m,)."""
+        """The trajectories of the events in `crossed`, shape (m,)."""
         return self._with_acting("ids")
 
     @cached_property
     def save_step(self) -> Array:
-        """The step of each saved value, shape (N, n_saved), from 0, or INITIAL, FINAL, or NOWHERE."""
+        """The step of each saved value, from 0, or INITIAL, FINAL or NOWHERE: array of int, shape (N, n_saved)."""
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
             empty_span = (self.batch.start == self.batch.end)[:, None]
             return np.where(live, np.where(empty_span, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
-        found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
-        found[:, 0] = INITIAL
-        return np.where(live, found, NOWHERE)
+        steps = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
+        steps[:, 0] = INITIAL
+        return np.where(live, steps, NOWHERE)
 
     def masked(self, x: Array) -> Array:
-        """Return a copy with zeros for failed trajectories, along the last axis."""
+        """Return a copy with zeros for failed trajectories, which are columns of the last axis."""
         if self.xp is not None and self.live.all():
             return x.copy()
         return np.where(self._survivors, x, 0)
@@ -344,11 +344,11 @@ class Run:
         return self.placed(self.live)
 
     def placed(self, mask: np.ndarray) -> Array:
-        """Return a host array on the device of the states."""
+        """Return a host array, copied to the device of the states."""
         return mask if self.xp is None else self.xp.to_device(np.ascontiguousarray(mask))
 
     def moved(self, x: Array) -> Array:
-        """Return a host array, possibly traced, on the device of the states."""
+        """Return a host array, possibly traced, copied to the device of the states."""
         return x if self.xp is None else array_to_device(x, self.xp)
 
     def arange(self, stop: int) -> Array:
@@ -356,11 +356,11 @@ class Run:
         return np.arange(stop) if self.xp is None else self.xp.arange(stop)
 
     def on_host(self, x: Array) -> np.ndarray:
-        """Return an array on the host, as a copy if it lives on a device."""
+        """Return a host array, a copy if x is on a device."""
         return x if self.xp is None else self.xp.to_host(x)
 
     def chosen(self, mask: np.ndarray) -> Array:
-        """Return the indices of the trajectories in a mask, on the device of the states."""
+        """Return the indices of the trajectories in a host mask, on the device of the states."""
         return self.arange(len(mask)) if mask.all() else self.placed(np.flatnonzero(mask))
 
     def numbers(self, *shape: int) -> Array:
@@ -368,7 +368,7 @@ class Run:
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
     def doubled(self, width: int) -> Columns:
-        """Return the columns with which f is called: all columns, or a single column on the host twice."""
+        """Return the columns with which f is called: all columns, or on the host a single column twice."""
         single = width == 1 and self.xp is None and not self.field.one_by_one
         return np.zeros(2, int) if single else slice(0, width)
 
@@ -385,7 +385,7 @@ class Run:
     def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
         """Return the sweeps over all steps, block by block, to be processed `backwards` or forwards.
 
-        With `whole` all trajectories of a share are one block; if only some states were kept, its visits have no states.
+        With `whole` all trajectories of a share are one block, whose visits have no states if only some were stored.
         """
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:
@@ -435,8 +435,8 @@ class Run:
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
         for first, steps in self.shares:
-            mine = (ids >= first) & (ids < first + len(steps.counts))
-            t[mine], h[mine] = steps.times(ids[mine] - first, number[mine])
+            in_share = (ids >= first) & (ids < first + len(steps.counts))
+            t[in_share], h[in_share] = steps.times(ids[in_share] - first, number[in_share])
         due = self.due(ids, place)
         if due is None:
             return Entries(ids, place, number, np.ones(len(ids)), h)
@@ -450,7 +450,7 @@ class Run:
         return self.save_step == (INITIAL if at_start else FINAL)
 
     def saved_at(self, at_start: bool) -> Array | None:
-        """Return a mask of the saved values that are initial (or final) states, (N, slots), on the device, or None."""
+        """Return the mask of `_saved_at` on the device of the states, shape (N, slots); None if it is empty."""
         mask = self._saved_at(at_start)
         return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 
@@ -486,12 +486,12 @@ class Run:
 
     @cached_property
     def stops(self) -> Crossings:
-        """The events that are terminal or act, at which steps end; if several end the same step, only the last of them."""
+        """The events that are terminal or act, at which steps end; only the last event that ends a step."""
         return self._crossings(self.stop_rows)
 
     @cached_property
     def stop_rows(self) -> Array:
-        """The indices of `stops` in the table of events."""
+        """The rows of `stops` in the table of events."""
         ids, _, number, *_, ends = self._event_columns
         rows = np.flatnonzero(ends & self.live[ids])
         own, step = ids[rows], number[rows]
@@ -504,7 +504,7 @@ class Run:
 
     @cached_property
     def acting_row(self) -> Array:
-        """For each stop, the index of its time in `crossed` if the event acted, else -1."""
+        """For each of `stops`, the index of its time in `crossed` if the event acted, else -1."""
         acts = np.array([event.acts for event in self.settings.events], bool)[self.stops.event]
         return np.where(acts, len(self.crossings.ids) + np.cumsum(acts) - 1, -1)
 
@@ -512,11 +512,11 @@ class Run:
     def crossed_row(self) -> Array:
         """The index of each event's time in `crossed`; -1 if `crossed` doesn't contain it, or the trajectory failed."""
         ids, *_, ends = self._event_columns
-        live, found = self.live[ids], np.full(len(ids), -1)
-        found[live & ~ends] = np.arange(len(self.crossings.ids))
+        live, index = self.live[ids], np.full(len(ids), -1)
+        index[live & ~ends] = np.arange(len(self.crossings.ids))
         rows = np.flatnonzero(live & ends)
-        found[rows] = self.acting_row[np.searchsorted(self.stop_rows, rows)]
-        return found
+        index[rows] = self.acting_row[np.searchsorted(self.stop_rows, rows)]
+        return index
 
     def _with_acting(self, name: str) -> Array:
         own = getattr(self.crossings, name)
@@ -525,9 +525,9 @@ class Run:
     @cached_property
     def jumps(self) -> Jumps | None:
         """The state changes by events in trajectories that didn't fail; None if there are none."""
-        made = self.outcome.recorded_jumps() if self._any_acts else []
-        found = Jumps(made, self.live) if made else None
-        return found if found is not None and len(found.ids) else None
+        changes = self.outcome.recorded_jumps() if self._any_acts else []
+        jumps = Jumps(changes, self.live) if changes else None
+        return jumps if jumps is not None and len(jumps.ids) else None
 
     @property
     def _any_acts(self) -> bool:
@@ -535,7 +535,7 @@ class Run:
 
     @property
     def times_move(self) -> bool:
-        """Whether steps begin at roots of conditions, which depend on all inputs of the solve."""
+        """Whether steps begin at roots of conditions, so that their times depend on all inputs of the solve."""
         return self.jumps is not None and bool((self.jumps.slot == FOUND).any())
 
     @cached_property
@@ -544,14 +544,14 @@ class Run:
         if self.jumps is None:
             return self.terminated
         ids, number = self.jumps.ids, self.jumps.number
-        found = self.terminated.copy()
-        found[ids[number == self.counts[ids]]] = True
-        return found
+        mask = self.terminated.copy()
+        mask[ids[number == self.counts[ids]]] = True
+        return mask
 
     @cached_property
     def ending_events(self) -> Array:
-        """The event that ended each trajectory, shape (N,); -1 if none did."""
+        """The event that ended each trajectory, or -1: array of int, shape (N,)."""
         ids, event, *_, terminal = self._event_columns
-        found = np.full(self.batch.size, -1)
-        found[ids[terminal]] = event[terminal]  # the last one of coinciding events
-        return np.where(self.terminated, found, -1)
+        events = np.full(self.batch.size, -1)
+        events[ids[terminal]] = event[terminal]  # the last of simultaneous events
+        return np.where(self.terminated, events, -1)

@@ -34,7 +34,7 @@ def refuse_traced_times(what: str, times: Array) -> None:
 
 
 class SavePoints:
-    """Saves states at times of shape (n_saved,) or (N, n_saved); `next`: the next saved time of each column."""
+    """Saves states at times of shape (n_saved,) or (N, n_saved); `next`: the next saved time per column."""
 
     def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):
         self._times, self._signs, self._starts = times, signs, starts
@@ -45,7 +45,7 @@ class SavePoints:
         self._time_index = np.empty(0, int)
 
     def enter(self, ids: Array, u: Array, joined: Joint) -> None:
-        """Add the columns of entering trajectories, and save their initial states if these are requested."""
+        """Add the columns of new trajectories, and save their initial states if these are requested."""
         time_index = np.zeros(len(ids), int)
         due = self._due(ids, time_index)
         while (at_start := due == self._starts[ids] * self._signs[ids]).any():
@@ -91,7 +91,7 @@ class SavePoints:
             self._to_next_time(columns, step.ids[rows])
 
     def _interpolate(self, rows: Array, columns: Array, step: Step) -> None:
-        # Several times may lie in one step of a column. All are collected and interpolated by one call.
+        # Several saved times may lie in one step of a column. One call interpolates the states at all of them.
         found = []
         while rows.size:
             found.append((rows, self._time_index[columns], self.next[columns]))

@@ -29,7 +29,7 @@ from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.pytrees import flatten
 from mpiad.transport.core.tracing import restoring_state
 
-# Maximum number of entries of tangents in a kernel: with 64 it takes 5 s to compile, with 144 more than 20 s.
+# Maximum number of entries of tangents in a kernel. Compiling takes 5 s with 64 entries, and more than 20 s with 144.
 _CARRIED = 64
 
 Generator = Callable[[ODEProblem, Array], ODEProblem]
@@ -44,18 +44,18 @@ class States(NamedTuple):
     tries: Array  # int, shape (n,); numbers of tried steps
 
 
-class _Along(NamedTuple):
+class _TracedBatch(NamedTuple):
     """A batch as a function of the variables x: the batch with traced inputs, and the tangents of these inputs."""
 
-    given: Batch
+    batch: Batch
     u0: Tangents
     leaves: dict[int, list[Any]]
 
 
 class SensitivitySolve:
-    """Solves of trajectories of an untraced batch, as functions of variables x, by default the parameters p.
+    """Solves trajectories of an untraced batch as functions of variables x, by default the parameters p.
 
-    x has one column per trajectory. ``generator(problem, x)`` returns the problem with the variables x.
+    ``generator(problem, x)`` returns the problem with the variables x, which have one column per trajectory.
     """
 
     def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
@@ -63,91 +63,90 @@ class SensitivitySolve:
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def states(self, x: Array, ids: Array) -> States:
-        """Return the saved states of some trajectories, at variables x (n, m), and their tangents along each variable."""
-        along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
-        batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
-        leaves = [batch.p.leaves[place] for place in along.leaves]
-        numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if along.u0 else 0)
-        # Whether a kernel propagates the tangents.
-        small = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
-        settings = self._settings._replace(saveat=times, gradient="tangent" if small else "adjoint")
-        outcome = self._compiler.run(batch, settings, along.given)
+        """Return the saved states of n trajectories for variables x, shape (n, m), and their tangents per variable."""
+        traced = self._traced(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
+        batch, times = traced.batch.plain(), self._times if self._times.ndim == 1 else self._times[ids]
+        leaves = [batch.p.leaves[place] for place in traced.leaves]
+        numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if traced.u0 else 0)
+        in_kernel = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
+        settings = self._settings._replace(saveat=times, gradient="tangent" if in_kernel else "adjoint")
+        outcome = self._compiler.run(batch, settings, traced.batch)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
-        tangents = self._tangents(Run(batch, settings, outcome), along, x.shape[1])
+        tangents = self._tangents(Run(batch, settings, outcome), traced, x.shape[1])
         return States(u, tangents, outcome.naccept + outcome.nreject)
 
-    def _along(self, x: Array, batch: Batch) -> _Along:
+    def _traced(self, x: Array, batch: Batch) -> _TracedBatch:
         """Insert variables of shape (m, n) into a batch."""
         tangents = unit_tangents(x)
         with restoring_state(), Bundle() as bundle:
             variables = bundle.variable(x, tangents)
             if self._generator is None:
                 p = Parameters([variables], [True], lambda leaves: leaves[0])
-                made = _Along(batch._replace(p=p), None, {0: tangents})
+                traced = _TracedBatch(batch._replace(p=p), None, {0: tangents})
             else:
-                made = _generated(bundle, self._generator, batch, variables)
+                traced = _generated(bundle, self._generator, batch, variables)
             settings = self._settings
             if settings.mass is None:
-                return made
-            given = consistent_start(made.given, settings.mass, settings.rtol, settings.atol).batch
-            return made._replace(given=given, u0=bundle.parts(given.u0)[1])
+                return traced
+            consistent = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol).batch
+            return traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
 
-    def _tangents(self, run: Run, along: _Along, m: int) -> Array:
+    def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
-        solver, places = run.outcome.solver, list(along.leaves)
-        carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
+        solver, places = run.outcome.solver, list(traced.leaves)
+        carried = None if solver is None else carried_tangents(solver, run, traced.u0 is not None, places, True)
         if run.tableau.implicit and isinstance(derived(second_tangent_program, run.batch), str):
-            return _replayed(run, along, m)
+            return _replayed(run, traced, m)
         if carried is None:
-            nothing = np.zeros_like(run.batch.u0)
-            u0 = np.stack([nothing if g is None else g for g in along.u0 or [None] * m])
-            directions = Directions(u0, along.leaves)
-            kept = SavedTangents(run, directions)
-            push_run(run, directions, kept)
-            return kept.saved[:, :, : run.n_saved]
+            zeros = np.zeros_like(run.batch.u0)
+            u0 = np.stack([zeros if g is None else g for g in traced.u0 or [None] * m])
+            directions = Directions(u0, traced.leaves)
+            tangents = SavedTangents(run, directions)
+            push_run(run, directions, tangents)
+            return tangents.saved[:, :, : run.n_saved]
         saved: Array = carried[1]
-        if self._generator is None and along.u0 is None:
+        if self._generator is None and traced.u0 is None:
             return saved
         total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
         # The chain rule, since a kernel returns the tangents along single initial values and parameters.
-        for one, number in zip(saved, numbers_of(run, along.u0 is not None, places)):
-            found = along.u0 if number.place is None else along.leaves[number.place]
-            for j, g in enumerate(found or []):
+        for derivative, number in zip(saved, numbers_of(run, traced.u0 is not None, places)):
+            tangents = traced.u0 if number.place is None else traced.leaves[number.place]
+            for j, g in enumerate(tangents or []):
                 if g is not None:
-                    total[j] += one * g[number.index][:, None, None]
+                    total[j] += derivative * g[number.index][:, None, None]
         return total
 
 
-def _replayed(run: Run, along: _Along, m: int) -> Array:
+def _replayed(run: Run, traced: _TracedBatch, m: int) -> Array:
     """Return the tangents of the saved states of a Rosenbrock method if f can't be traced to a program."""
     batch, none = run.batch, [None] * m
     with restoring_state(), Bundle() as bundle, np.errstate(all="ignore"):
         leaves = [
-            bundle.variable(leaf, along.leaves[place]) if place in along.leaves else leaf
+            bundle.variable(leaf, traced.leaves[place]) if place in traced.leaves else leaf
             for place, leaf in enumerate(batch.p.leaves)
         ]
-        u0 = bundle.variable(batch.u0, along.u0 or none)
+        u0 = bundle.variable(batch.u0, traced.u0 or none)
         saved, found = bundle.parts(replayed(run, u0, batch.start, batch.end, leaves)[0])
     return np.stack([np.zeros_like(saved) if g is None else g for g in found or none])
 
 
 def unit_tangents(x: Array) -> list[Array]:
-    """Return the unit tangents of columns of variables, shape (m, n), one for each variable."""
+    """Return m unit tangents of variables of shape (m, n), one for each variable."""
     tangents = [np.zeros_like(x) for _ in x]
     for j, tangent in enumerate(tangents):
         tangent[j] = 1.0
     return tangents
 
 
-def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _Along:
+def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _TracedBatch:
     """Return a batch with the u0 and p that `generator` returns for the variables x, shape (m, n)."""
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
     def constant(leaf: Array) -> Any:
-        # Constants are traced, too, without tangents, so that all values with an axis of trajectories are traced.
+        # Constants are also traced, without tangents, so that all values with an axis of trajectories are traced.
         return bundle.variable(leaf, [None] * len(x))
 
-    # If all trajectories have one tspan, it is a pair of numbers, as in the problem of the user.
+    # If all trajectories have the same tspan, it is a pair of numbers, as in the user's problem.
     span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
     p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
     made = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
@@ -168,18 +167,18 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
     along = {place: gs for place, (_, gs) in enumerate(found) if gs is not None and _any(gs)}
     given = [part if place in along else plain for place, (part, (plain, _)) in enumerate(zip(parts, found))]
     traced = bundle.variable(u0, u0_along) if u0_along else u0
-    return _Along(batch._replace(u0=traced, p=Parameters(given, [*map(isbox, parts)], build)), u0_along, along)
+    return _TracedBatch(batch._replace(u0=traced, p=Parameters(given, [*map(isbox, parts)], build)), u0_along, along)
 
 
 def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangents]:
-    """Return initial states, shape (d, n), and their tangents, or None."""
+    """Return initial states, shape (d, n), and their tangents, or None if all are zero."""
     u0, tangents = bundle.parts(as_state(given))
-    whole = (*batch.shape, batch.size)
-    if u0.shape == batch.shape != whole:
-        u0 = np.broadcast_to(u0[..., None], whole)
-    if u0.shape != whole:
+    full = (*batch.shape, batch.size)
+    if u0.shape == batch.shape != full:
+        u0 = np.broadcast_to(u0[..., None], full)
+    if u0.shape != full:
         raise ValueError(
-            f"fit: prob_generator returned u0 of shape {u0.shape}, but {whole} was expected, with an axis of trajectories, "
+            f"fit: prob_generator returned u0 of shape {u0.shape}, but {full} was expected, with an axis of trajectories, "
             "since it is called with columns of variables."
         )
     flat = u0.reshape(-1, batch.size)

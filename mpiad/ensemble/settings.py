@@ -1,4 +1,4 @@
-"""The settings that all trajectories of a solve have in common."""
+"""The settings of a solve, the same for all trajectories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.tableaus import Algorithm
 
 MOVING = -1  # the code of trajectories that haven't ended
-
 
 # ``progress(ended)`` receives the number of newly ended trajectories.
 Progress: TypeAlias = Callable[[int], None] | None
@@ -35,13 +34,13 @@ class Acting(NamedTuple):
         return tuple(e for e, event in enumerate(self.events) if event.times is None)
 
     def due(self, slot: Array, ids: Array) -> Array:
-        """Return a given time of each of the trajectories `ids`; `slot` contains the indices of these times."""
+        """Return one given time per trajectory of `ids`; `slot`: the indices of these times."""
         return self.times[slot, ids]
 
     def until(self, end: Array, slots: Array, ids: Array, signs: Array) -> Array:
-        """Return upper bounds on the ends of the next steps of some trajectories: the next given time or the end of tspan.
+        """Return upper bounds on the ends of the next steps of the trajectories `ids`: next given times or ends of tspan.
 
-        Bounds and `end` are in the direction of the solve (see `initialization`); `slots`, (N,), is for all trajectories.
+        Bounds and `end` are in the direction of the solve (see `initialization`); `slots` has shape (N,).
         """
         return np.minimum(end, self.due(slots[ids], ids) * signs)
 
@@ -64,8 +63,8 @@ class Settings(NamedTuple):
     max_steps: int
     events: tuple[Event, ...]  # if `acting` is given, only the events with conditions
     saveat: Array | None  # shape (n_saved,) or (N, n_saved), or None
-    record: bool  # whether to keep all accepted steps
-    checkpoints: int | None = None  # keep only the states before every `checkpoints`-th step
+    record: bool  # whether to store all accepted steps
+    checkpoints: int | None = None  # if given, only the states before every `checkpoints`-th step are stored
     progress: Progress = None
     ends: bool = False  # whether only initial and final states are saved; then `saveat` is empty
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity

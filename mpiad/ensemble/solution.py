@@ -23,16 +23,16 @@ from mpiad.transport.devices.device_arrays import arrays_of
 
 
 def _squared_distance(u: Array, center: Array) -> Array:
-    """Return |u - center|²; if u is NaN, the result is NaN, and its derivative zero."""
-    known = ~np.isnan(getval(u))
+    """Return |u - center|²; if u is NaN, the result is NaN, and its derivative is zero."""
+    valid = ~np.isnan(getval(u))
     # The inner calls of `where` prevent derivatives of the form zero times NaN.
-    return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
+    return anp.where(valid, anp.abs(anp.where(valid, u, 0.0) - anp.where(valid, center, 0.0)) ** 2, np.nan)
 
 
 def _root(x: Array) -> Array:
-    """Return the square root of a variance, with derivative 0 at x = 0, that is, if all trajectories are equal."""
+    """Return the square root of a variance, with derivative 0 at x = 0 (equal trajectories)."""
     zero = getval(x) == 0
-    # The root of 1 replaces the root of 0, whose infinite derivative would give NaN when multiplied by zero.
+    # The root of 1 is computed instead of the root of 0, whose infinite derivative times zero would be NaN.
     return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, x)))
 
 
@@ -41,30 +41,30 @@ def quantile(u: Array, q: float | list[float]) -> Array:
 
     A cotangent flows to the two trajectories between which a quantile lies, with their interpolation weights.
     """
-    wanted = np.asarray(q, float)
+    fractions = np.asarray(q, float)
     if not len(u):
-        return np.full((*wanted.shape, *u.shape[1:]), np.nan)
-    if wanted.size and not (wanted.min() >= 0 and wanted.max() <= 1):
+        return np.full((*fractions.shape, *u.shape[1:]), np.nan)
+    if fractions.size and not (fractions.min() >= 0 and fractions.max() <= 1):
         raise ValueError(f"quantile: q must lie between 0 and 1, but got {q}.")
     values = getval(u)
     if values.dtype.kind == "c":
         raise TypeError(f"quantile: the states must be real, but are {values.dtype}: complex numbers have no order.")
     columns = values.reshape(len(values), -1)
     order = np.argsort(columns, axis=0)  # NaN come last
-    known = np.sum(~np.isnan(columns), axis=0)
-    last, rows = np.maximum(known - 1, 0), anp.reshape(u, columns.shape)
+    count = np.sum(~np.isnan(columns), axis=0)
+    last, rows = np.maximum(count - 1, 0), anp.reshape(u, columns.shape)
     arrays = arrays_of(values)
     each = np.arange(columns.shape[1]) if arrays is None else arrays.arange(columns.shape[1])
-    found = []
-    for part in wanted.ravel().tolist():  # as Python numbers, since an array would have to be copied to the device
-        place = part * last
-        below = np.floor(place).astype(int)
+    quantiles = []
+    for fraction in fractions.ravel().tolist():  # as Python numbers, since an array would have to be copied to the device
+        position = fraction * last
+        below = np.floor(position).astype(int)
         ends = (np.take_along_axis(order, end[None], 0)[0] for end in (below, np.minimum(below + 1, last)))
         lower, upper = (rows[end, each] for end in ends)
-        found.append(lower + (upper - lower) * (place - below).astype(values.dtype))
-    if not found:
-        return values.reshape(-1)[:0].reshape(*wanted.shape, *values.shape[1:])
-    return anp.reshape(stack(found), (*wanted.shape, *values.shape[1:]))
+        quantiles.append(lower + (upper - lower) * (position - below).astype(values.dtype))
+    if not quantiles:
+        return values.reshape(-1)[:0].reshape(*fractions.shape, *values.shape[1:])
+    return anp.reshape(stack(quantiles), (*fractions.shape, *values.shape[1:]))
 
 
 def summary(sol: EnsembleSolution) -> str:
@@ -122,14 +122,16 @@ class ODESolution(FactorizationCounts):
     u : array, shape (n_saved, d)
         States at the saved times; NaN if a time wasn't reached.
     t : array, shape (n_saved,)
+        The saved times.
     u_end : array, shape (d,)
-        The state at the end of tspan; after a failure, the last accepted state; at a terminal event, the state there.
+        The state at the end of tspan, at a terminal event, or, after a failure, after the last accepted step.
     retcode : str
         Name of a `ReturnCode`, such as Success or MaxIters.
     t_reached : float
+        The time of `u_end`.
     naccept, nreject, nf, njac, nlu : int
-        Numbers of accepted and rejected steps and calls of f; for Rosenbrock methods also of Jacobians and factorizations,
-        one of each per tried step.
+        Numbers of accepted steps, rejected steps, calls of f, Jacobians and factorizations. Rosenbrock methods compute one
+        Jacobian and one factorization per tried step, other methods none.
     events : list of (int, float)
         The events that occurred, by index in the `events` of the solve, and their times; the times are traced if `u` is.
     problem : ODEProblem or EnsembleProblem
@@ -160,7 +162,7 @@ class ODESolution(FactorizationCounts):
     alg: Any = field(default=None, repr=False)
 
     def __call__(self, t: float | Array) -> Array:
-        """Return the states at any times of tspan, interpolated in the steps, as described for `EnsembleSolution`.
+        """Return the states at any times of tspan, as described for `EnsembleSolution`.
 
         Parameters
         ----------
@@ -183,14 +185,15 @@ class EnsembleSolution(FactorizationCounts):
     u : array, shape (N, n_saved, d)
         States at the saved times, NaN if a time wasn't reached; or the results of an `output_func` or a `reduction`.
     t : array, shape (n_saved,) or (N, n_saved)
+        The saved times.
     u_end : array, shape (N, d)
-        The states at the end of tspan; after a failure, the last accepted state; at a terminal event, the state there.
+        The states at the end of tspan, at a terminal event, or, after a failure, after the last accepted step.
     retcode : array of str, shape (N,)
         Names of `ReturnCode`, such as Success or MaxIters.
     t_reached : array, shape (N,)
+        The times of `u_end`.
     naccept, nreject, nf, njac, nlu : array of int, shape (N,)
-        Numbers of accepted and rejected steps and calls of f; for Rosenbrock methods also of Jacobians and factorizations,
-        one of each per tried step.
+        Numbers of accepted steps, rejected steps, calls of f, Jacobians and factorizations: see `ODESolution`.
     events : dict
         Maps trajectories, numbered from 0, to lists of (index in `events` of the solve, time); times are traced if `u` is.
     converged : bool
@@ -233,12 +236,12 @@ class EnsembleSolution(FactorizationCounts):
     _later: ClassVar[dict[str, Callable[[], Any]]] = {}
 
     @classmethod
-    def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
+    def lazy(cls, later: dict[str, Callable[[], Any]], **fields: Any) -> Any:
         """Return a solution with the fields `made`, and the fields `later`, which are computed on first access."""
         # The constructor would require all fields.
         sol = object.__new__(cls)
-        others = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
-        sol.__dict__.update({name: value for name, value in others.items() if name not in later}, **made, _later=later)
+        defaults = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
+        sol.__dict__.update({name: value for name, value in defaults.items() if name not in later}, **fields, _later=later)
         return sol
 
     def __getattr__(self, name: str) -> Any:
@@ -249,12 +252,12 @@ class EnsembleSolution(FactorizationCounts):
         return value
 
     def __call__(self, t: float | Array) -> Array:
-        """Return the states at any times of tspan, interpolated in the steps; requires ``dense_output=True`` in the solve.
+        """Return the states at any times of tspan, interpolated within steps; requires ``dense_output=True`` in the solve.
 
         Parameters
         ----------
         t : number, or array of shape (n,) or (N, n)
-            In any order. With shape (N, n), row i has the times of trajectory i.
+            Times in any order. With shape (N, n), row i has the times of trajectory i.
 
         Returns
         -------
@@ -266,7 +269,7 @@ class EnsembleSolution(FactorizationCounts):
         NotImplementedError
             If t is traced.
         TypeError, ValueError
-            If a time lies outside tspan, t doesn't consist of numbers or has another shape, or the solve kept no steps.
+            If a time lies outside tspan, t doesn't consist of numbers or has another shape, or the solve stored no steps.
 
         Ranks
         -----
@@ -295,8 +298,8 @@ class EnsembleSolution(FactorizationCounts):
         ending = self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached)
         counts = (int(count[i]) for count in (self.naccept, self.nreject, self.nf))
         dense = self.dense and partial(self.dense, only=i)
-        found, problem = self.events.get(i, []), self.problem
-        return ODESolution(self.u[i], times, *ending, *counts, events=found, problem=problem, dense=dense, alg=self.alg)
+        events, problem = self.events.get(i, []), self.problem
+        return ODESolution(self.u[i], times, *ending, *counts, events=events, problem=problem, dense=dense, alg=self.alg)
 
     def __iter__(self) -> Iterator[ODESolution]:
         return (self[i] for i in range(len(self)))
@@ -308,7 +311,7 @@ class EnsembleSolution(FactorizationCounts):
 
     @property
     def survivors(self) -> Array:
-        """Which trajectories reached their end or a terminal event: array of bool, shape (N,)."""
+        """A mask of the trajectories that reached the end of tspan or a terminal event, shape (N,)."""
         return came_through(self.codes)
 
     def _surviving(self) -> Array:
@@ -325,14 +328,14 @@ class EnsembleSolution(FactorizationCounts):
         return anp.sum(values, axis=0)
 
     def _mean_of(self, values: Array) -> Array:
-        """Return the mean over trajectories, ignoring NaN, the values at times that weren't reached."""
-        known = ~np.isnan(getval(values))
-        total, count = self._sum(anp.where(known, values, 0.0)), self._sum(known)
+        """Return the mean over trajectories, ignoring NaN (values at times that weren't reached)."""
+        valid = ~np.isnan(getval(values))
+        total, count = self._sum(anp.where(valid, values, 0.0)), self._sum(valid)
         with np.errstate(invalid="ignore"):  # NaN if there are no survivors
             return total / count.astype(getval(values).real.dtype)
 
     def mean(self) -> Array:
-        """Return the mean over the survivors, the trajectories that didn't fail, at each saved time, shape (n_saved, d)."""
+        """Return the mean over the survivors (trajectories that didn't fail) at each saved time, shape (n_saved, d)."""
         return self._mean_of(self._surviving())
 
     def std(self) -> Array:
@@ -346,7 +349,7 @@ class EnsembleSolution(FactorizationCounts):
         Parameters
         ----------
         q : float or list of float
-            Between 0 and 1.
+            Fractions between 0 and 1.
         """
         return quantile(self._surviving(), q)
 
@@ -388,19 +391,19 @@ def _interpolants(dense: object) -> Any:
 
 
 def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
-    """Return the solution of an ensemble, in the shapes of the user."""
+    """Return the solution of an ensemble, with states in the shape of the user's u0."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
-    made: dict[str, Any] = {name: getattr(outcome, name) for name in ("t_reached", "naccept", "nreject")}
-    made |= {"u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "_codes": codes, "alg": settings.alg}
-    later = {
+    fields: dict[str, Any] = {name: getattr(outcome, name) for name in ("t_reached", "naccept", "nreject")}
+    fields |= {"u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "_codes": codes, "alg": settings.alg}
+    deferred = {
         "retcode": lambda: ReturnCode.names_of(codes),
         "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None),
     }
     if outcome.event_table is not None:
         ids, event, _, _, when = outcome.event_table
-        later["events"] = lambda: by_trajectory(ids, event, when)
+        deferred["events"] = lambda: by_trajectory(ids, event, when)
     if settings.ends:
-        sol = EnsembleSolution.lazy(later, t=batch.both_ends(), **made)
+        sol = EnsembleSolution.lazy(deferred, t=batch.both_ends(), **fields)
         return at_ends(sol, lambda: batch.u0, sol.u_end)
     if settings.saveat is None:
         times, u = outcome.every_step()
@@ -408,34 +411,34 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         saved: Any = outcome.saved
         # A copy, since the user may change sol.t before a gradient is computed, which needs the times.
         times, u = settings.saveat.copy(), saved
-        # The solve saves no states for trajectories with an empty tspan.
+        # Solves on the host save no states of trajectories with an empty tspan.
         empty = batch.start == batch.end
-        if type(u) is np.ndarray:  # on a device these states are saved already
+        if type(u) is np.ndarray:  # solves on a device save these states
             u[empty] = batch.u0.T[empty][:, None]
-    return EnsembleSolution.lazy(later, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **made)
+    return EnsembleSolution.lazy(deferred, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **fields)
 
 
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
     """Return a solution with saved states ``u0()``, (d, N), at the start and `u_end`, (N, ...), at the end."""
     # dataclasses.replace would compute the deferred fields.
-    made, codes = object.__new__(type(sol)), sol._codes
+    result, codes = object.__new__(type(sol)), sol._codes
     later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, codes)}
-    made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
-    made.__dict__.pop("u", None)
-    return made
+    result.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
+    result.__dict__.pop("u", None)
+    return result
 
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
-    """Return a solution whose final states share no memory with saved states that are computed later."""
+    """Return a solution whose final states share no memory with deferred saved states."""
     if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
         return sol
-    made = at_ends(sol, sol._start, sol.u_end)
-    made.u_end = sol.u_end.copy()
-    return made
+    result = at_ends(sol, sol._start, sol.u_end)
+    result.u_end = sol.u_end.copy()
+    return result
 
 
 def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
-    """Return the states at both ends, shape (N, 2, ...); final states of failed trajectories are NaN."""
+    """Return the states at both ends of tspan, shape (N, 2, ...); final states of failed trajectories are NaN."""
     start, end = anp.reshape(anp.transpose(u0), u_end.shape), u_end
     alive = came_through(codes)
     if not alive.all():

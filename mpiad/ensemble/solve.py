@@ -33,7 +33,7 @@ from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
-from mpiad.ensemble.solve_options import SolveOptions, check_place_of, checked_options, checked_together, settings_of
+from mpiad.ensemble.solve_options import SolveOptions, check_combinations, checked_options, checked_together, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.primitives import mpi_allgather
@@ -47,19 +47,19 @@ from mpiad.transport.core.agreement import raise_first, raising_together
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
     # The skeleton is pickled before the communication, so that an error can be raised on all ranks.
     try:
-        mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
+        pickled, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
         text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
         advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
-        mine, error = b"", TypeError(f"solve: {text}. {advice}")
-    everything = used.data.allgather(mine)
-    if not all(everything):
+        pickled, error = b"", TypeError(f"solve: {text}. {advice}")
+    pickles = used.data.allgather(pickled)
+    if not all(pickles):
         raise_first(used, error)
-    return [pickle.loads(text) for text in everything]
+    return [pickle.loads(text) for text in pickles]
 
 
 class _Placeholder:
-    """Placeholder for a leaf, whose numbers are sent in one array together with the numbers of the other leaves."""
+    """Placeholder for a numeric leaf; the numbers of all leaves are sent in one array."""
 
     def __init__(self, leaf: Array):
         value = np.asarray(getval(leaf))
@@ -67,7 +67,7 @@ class _Placeholder:
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
-    """Return the pytrees of all ranks; collective, and differentiable with respect to numbers."""
+    """Return the pytrees of all ranks; collective, and differentiable with respect to their numbers."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
     places = [_Placeholder(leaf) if is_variable(leaf) else leaf for leaf in leaves]
@@ -75,16 +75,16 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     flat = [flatten(skeleton) for skeleton in skeletons]
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
-    mine = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
+    flat_numbers = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]
     # On ranks without numbers, the empty array determines the dtype.
-    everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
+    all_numbers = mpi_allgather(anp.concatenate([np.empty(0, dtype), *flat_numbers]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:
         filled = []
         for part in parts:
             if isinstance(part, _Placeholder):
-                piece, at = everything[at : at + part.size], at + part.size
-                part = conform(anp.reshape(piece, part.shape)[()], part.shape, part.dtype)
+                values, at = all_numbers[at : at + part.size], at + part.size
+                part = conform(anp.reshape(values, part.shape)[()], part.shape, part.dtype)
             filled.append(part)
         trees.append(make(filled))
     return trees
@@ -118,7 +118,7 @@ def solve(
     progress: bool = False,
     throw: bool = False,
 ) -> Any:
-    """Solve an ODE, or each trajectory of an ensemble with its own time, step and error control.
+    """Solve an ODE, or each trajectory of an ensemble, with its own time, step size and error control.
 
     Parameters
     ----------
@@ -131,22 +131,22 @@ def solve(
     trajectories : int, optional
         N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
-        Times at which states are saved. A number is the interval between them, from the start; the end is saved, too. A
-        list holds the same times for all trajectories, an array one row of times per trajectory. By default the initial and
-        final states are saved. Times must be sorted from the start to the end, and not traced.
+        Times at which states are saved. A number is the interval between saved times, from the start; the final state is
+        also saved. A list contains the same times for all trajectories, an array one row of times per trajectory. By
+        default the initial and final states are saved. Times must be sorted from the start to the end, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
-        Keep all steps, so that ``sol(t)`` returns the states at any times.
+        Store all steps, so that ``sol(t)`` returns the states at any times.
     rtol, atol : float
         Tolerances: the error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components.
-        `atol` may have one entry per component.
+        `atol` may be an array with the shape of a state.
     dt : float, optional
         Size of the first step; for RK4, of every step.
     dtmax : float
         Maximum step size.
     max_steps : int
-        Maximum number of steps per trajectory, rejected ones included.
+        Maximum number of steps per trajectory, rejected steps included.
     events : Event or tuple of Event
         Events to detect or to apply. If an event changes the state at a saved time, the state after the event is saved.
     batch_size : int, optional
@@ -158,9 +158,9 @@ def solve(
         the default is the adjoint. Both give the same result. With events, or with respect to tspan, "tangent" is slow: it
         repeats the steps once for each differentiated number.
     checkpoints : int, optional
-        For a gradient: keep the states before every `checkpoints`-th step (and the times and sizes of all steps), and
+        For a gradient: store the states before every `checkpoints`-th step (and the times and sizes of all steps), and
         recompute the other states, which costs about one more solve. A kernel instead divides the trajectories into
-        `checkpoints` groups, and keeps all steps of one group at a time. By default all states are kept.
+        `checkpoints` groups, and stores all steps of one group at a time. By default all states are stored.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
         code. "auto" compiles for ensembles of at least 1,000 trajectories, except with EnsembleSerial, and always with
@@ -170,7 +170,7 @@ def solve(
         Whether to display on standard error the number of finished trajectories and an estimate of the remaining time. With
         several ranks, rank 0 displays the progress of its own trajectories.
     throw : bool
-        Whether to raise if a trajectory fails. By default failures are only logged, and named by return codes.
+        Whether to raise an IntegrationError if a trajectory fails. By default failures are logged, and have return codes.
 
     Returns
     -------
@@ -179,7 +179,7 @@ def solve(
     Raises
     ------
     NotImplementedError
-        If `saveat`, or a value that f closes over, is traced.
+        If `saveat`, or a value that f closes over, is traced, or options can't be combined.
     TypeError, ValueError
         If an argument is invalid, f doesn't return the derivative of each column, or arguments differ between ranks.
     IntegrationError
@@ -187,7 +187,7 @@ def solve(
 
     Ranks
     -----
-    Each rank solves independently; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and
+    Each rank solves independently; with `EnsembleMPI`, all ranks of its communicator call `solve` with the same problem and
     solve together. After the solve they compare the contents of host arrays, the code of the problem's functions, and the
     values that these functions read in addition to their arguments (objects aren't compared).
 
@@ -211,17 +211,17 @@ def solve(
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories
-    together = None if single else used
+    mpi_channel = None if single else used
     options = options._replace(backend=EnsembleSerial()) if single else options
-    compiler = Compiler(options, 0 if single else count, together is not None)
+    compiler = Compiler(options, 0 if single else count, mpi_channel is not None)
     if isinstance(problem, ODEProblem):
         sol = _solved(options, compiler, columns_of([problem], [1]))
-    elif together is not None:
-        sol = _over_ranks(options, compiler, together)
+    elif mpi_channel is not None:
+        sol = _over_ranks(options, compiler, mpi_channel)
     else:
         sol = _ensemble(options, compiler, range(1, count + 1), progress)
-    _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
-    # The given problem may come from another solution, and refer to that solution's kernels.
+    _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, mpi_channel is None or mpi_channel.rank == 0)
+    # The given problem may be that of another solution, with the sources of other kernels.
     solved = problem.with_kernels(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg = solved, alg
     return sol[0] if single else unshared(sol)
@@ -269,16 +269,16 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def ended(count: int) -> None:
-        with bar.get_lock():  # shares may run in threads
+        with bar.get_lock():  # threads may solve shares
             bar.update(count)
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         on_end = ended if progress and repeat == 1 else None
-        batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
+        batch, template = own_members(problem, numbers, repeat, seed, options.trajectories)
         sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
-        if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
-            # Saved times aren't sent between ranks, so a rank without trajectories computes those of trajectory 1.
-            sol.t = save_times(options.saveat, typical.plain())
+        if template is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
+            # Saved times aren't communicated, so a rank without trajectories computes those of trajectory 1.
+            sol.t = save_times(options.saveat, template.plain())
         return sol
 
     size = max(1, options.batch_size or len(numbers))
@@ -294,15 +294,15 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 def _solved(
     options: SolveOptions, compiler: Compiler, given: Batch, on_end: Progress = None, first: int = 0
 ) -> EnsembleSolution:
-    """Solve a batch, whose first trajectory has the number `first`, counted from 0."""
+    """Solve a batch; `first`: the index of its first trajectory in the ensemble."""
     record = options.save_everystep or options.dense_output or given.traced
     # Copies, since derivatives are computed later, when the user may have changed the parameters.
     given = given.own() if record else given
     batch = given.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
-    check_place_of(options, hosted)
-    # Whether only initial and final states are saved: steps are then not searched for saved times.
+    check_combinations(options, hosted)
+    # Whether only initial and final states are saved; if so, steps aren't searched for saved times.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, first)
     settings = settings_of(options, batch, times, record, ends, on_end)
@@ -336,7 +336,7 @@ def _by_arrays(
 
 
 def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True) -> None:
-    """Log the number of failed trajectories, their codes and the first of them; with `throw` raise an IntegrationError."""
+    """Log the number of failed trajectories, their codes and the first; with `throw` raise an IntegrationError."""
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
         return  # the codes stay on the device
     failed = np.flatnonzero(~sol.survivors)

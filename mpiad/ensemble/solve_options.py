@@ -51,7 +51,7 @@ class SolveOptions(NamedTuple):
     dense_output: bool = False
     progress: bool = False
     throw: bool = False
-    mass: Any = None  # mass matrix of the problem
+    mass: Any = None  # the mass matrix of the problem
     backend: Any = None  # `ensemblealg`, or the `inner` of an EnsembleMPI
 
     @property
@@ -80,8 +80,8 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         )
     if options.dense_output and options.checkpoints is not None:
         raise ValueError(
-            f"solve: dense_output=True interpolates in steps that are kept, but checkpoints={options.checkpoints} keeps "
-            "only some. Leave out one of the two, or ask for saveat."
+            f"solve: dense_output=True interpolates in stored steps, but checkpoints={options.checkpoints} stores only "
+            "some of them. Leave out one of the two options, or pass saveat."
         )
     count = _trajectories(options)
     saveat = options.saveat
@@ -115,7 +115,7 @@ def options_of_states(call: str, given: SimpleNamespace, **others: Any) -> Solve
 def settings_of(
     options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False, progress: Progress = None
 ) -> Settings:
-    """Return the settings for a batch of plain arrays; raise an error if options don't fit its states' shape or dtype."""
+    """Return the settings for a batch of plain arrays; raise an error if options don't fit the shape or dtype of states."""
     atol, mass, d = options.atol, options.mass, len(batch.u0)
     if options.alg.tableau.implicit and is_complex(batch.u0):
         raise NotImplementedError(
@@ -139,7 +139,7 @@ def settings_of(
 
 
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
-    """Return the result of `checked_options`; errors, also about differences between ranks, are raised on all ranks."""
+    """Return the result of `checked_options`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[Any]:
         scalars = (
@@ -149,7 +149,7 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
             f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
         )
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
-        # Arrays are compared, too, since their texts contain few digits and abbreviate long arrays.
+        # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
         return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")
@@ -185,7 +185,7 @@ def _check_kinds(options: SolveOptions) -> None:
     for name, kinds in expected.items():
         value = getattr(options, name)
         if not isinstance(value, kinds):
-            hint = " Write RK45() with brackets." if isinstance(value, type) else ""
+            hint = " Write RK45() with parentheses." if isinstance(value, type) else ""
             names = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"solve: {name} must be an {names}, but got {value!r}.{hint}")
 
@@ -212,9 +212,9 @@ def _check_numbers(options: SolveOptions) -> None:
             raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")
 
 
-def check_place_of(options: SolveOptions, hosted: bool) -> None:
-    """Raise a NotImplementedError for events with an affect, or dense output, if other options don't support them."""
-    at_times, to_host = "Ask for the times by saveat", "Bring them to the host with mpiad.device.to_host, and take "
+def check_combinations(options: SolveOptions, hosted: bool) -> None:
+    """Raise a NotImplementedError if other options don't support events with an affect, or dense output."""
+    at_times, to_host = "Pass the times as saveat", "Copy them to the host with mpiad.device.to_host, and use "
     for name, asked, instead in [
         ("dense_output=True", options.dense_output, at_times),
         ("save_everystep=True", options.save_everystep, at_times),
@@ -224,7 +224,7 @@ def check_place_of(options: SolveOptions, hosted: bool) -> None:
             raise NotImplementedError(f"solve: events with an affect aren't supported with {name}. {instead}.")
     if options.dense_output and not hosted:
         raise NotImplementedError(
-            "solve: dense_output=True isn't supported on a device. Ask for the times by saveat, or bring the arrays to the "
+            "solve: dense_output=True isn't supported on a device. Pass the times as saveat, or copy the arrays to the "
             "host with mpiad.device.to_host."
         )
 
@@ -249,7 +249,7 @@ def _trajectories(options: SolveOptions) -> int:
 
 
 def _check_rows(problem: EnsembleProblem) -> None:
-    """Raise a ValueError if the problem has parameters, and the rows of the ensemble's p have other shapes."""
+    """Raise a ValueError if the rows of the ensemble's p and the problem's p, if it has any, differ in shape."""
     if problem.p is None or problem.problem.p is None:
         return
     own, rows = ([np.shape(leaf) for leaf in flatten(p)[0]] for p in (problem.problem.p, problem.p))

@@ -30,7 +30,7 @@ class System(NamedTuple):
 
 
 class StageSystems:
-    """The systems of the steps of a run, with derivatives; `places`: the indices of the differentiated leaves."""
+    """The linear systems of a run's steps, with derivatives; `places`: the indices of the differentiated leaves."""
 
     def __init__(self, run: Run, places: Sequence[int]):
         self._batch, self._places, self._layout = run.batch, places, packing_of(run.batch.p)
@@ -47,12 +47,12 @@ class StageSystems:
         return self._program(second_tangent_program)
 
     def _program(self, derivative: Any) -> Program:
-        found = derived(derivative, self._batch)
-        if isinstance(found, Program):
-            return found
+        result = derived(derivative, self._batch)
+        if isinstance(result, Program):
+            return result
         raise NotImplementedError(
             "solve: derivatives of a Rosenbrock method need second derivatives of f, but f can't be traced "
-            f"({found}). Write f with the functions of autograd.numpy, and without branches on values."
+            f"({result}). Write f with the functions of autograd.numpy, and without branches on values."
         )
 
     def jacobian(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Array | None:
@@ -74,20 +74,20 @@ class StageSystems:
                 right += self.mass.times(weight * before)
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
-        """Return the scalars of the parameters as rows, the arguments of programs, by their indices."""
+        """Return the scalars of the parameters by their indices, as rows: arguments of programs."""
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, du: Array, dt: Array) -> list[Any]:
-        """Return the gradient of Σ right · D with respect to u, the leaves and time; D: the derivative of f along (du, dt).
+        """Return the gradient of Σ right · D with respect to u, leaves and time; D is the derivative of f along (du, dt).
 
         `right` and `du` have shape (d, stages, n), `dt` (stages, n).
         """
         count, d = u.shape[1], len(u)
-        found = evaluated(
+        gradients = evaluated(
             self._second_adjoint, u, self.rows(leaves, count, u.dtype), [t], right, [*(du[i] for i in range(d)), dt]
         )
         zeros = np.zeros_like(dt)
-        sums = [np.sum(x if np.shape(x) == zeros.shape else x + zeros, axis=0) for x in found]
+        sums = [np.sum(x if np.shape(x) == zeros.shape else x + zeros, axis=0) for x in gradients]
         leaves = []
         if self._places:
             layout, parameters = self._layout, sums[d:-1]
@@ -99,28 +99,28 @@ class StageSystems:
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
         """Return the m tangents of each scalar of the parameters, shape (m, n), or zeros, (1, n), if `tangents` is empty.
 
-        `tangents`: for each differentiated leaf m arrays, where None means zeros.
+        `tangents`: for each differentiated leaf m arrays, or None for zeros.
         """
         count, dtype = u.shape[-1], u.dtype
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
         if not tangents:
             return [zeros[None] for _ in numbers]
-        found, zero_leaves = [], list(leaves)
+        rows_along, zero_leaves = [], list(leaves)
         for part in self._layout.parts:
             zero_leaves[part.place] = np.zeros_like(leaves[part.place], dtype=dtype)
         for j in range(len(tangents[0])):
             filled = list(zero_leaves)
             for place, gs in zip(self._places, tangents):
                 filled[place] = zero_leaves[place] if gs[j] is None else gs[j]
-            found.append(self.rows(filled, count, dtype))
-        return [np.stack([row[k] + zeros for row in found]) for k in numbers]
+            rows_along.append(self.rows(filled, count, dtype))
+        return [np.stack([row[k] + zeros for row in rows_along]) for k in numbers]
 
     def push(
         self, u: Array, leaves: Sequence[Any], t: Array, du: Array, dt: Array, tangents: Array, rows: list[Array]
     ) -> Array:
         """Return the tangents of the derivative of f along (du, dt), shape (d, m, n).
 
-        `du` has shape (d, n), `dt` (n,). `tangents`: of u, shape (m, d, n). `rows`: tangents of the parameters.
+        `du` has shape (d, n), `dt` (n,). `tangents`: those of u, shape (m, d, n). `rows`: see `tangent_rows`.
         """
         given = self.rows(leaves, u.shape[1], u.dtype)
         moved = [*(tangents[:, i] for i in range(len(u))), *rows]

@@ -34,15 +34,15 @@ _LEAST_TERMS = 3
 
 
 class Stages:
-    """The buffers of n columns: the stages `k`, of which the first is f at the current state, and the new state `new`.
+    """The stages `k` of n columns, of which the first is f at the current state, and the new state `new`.
 
-    `like`: the states, shape (d, n). `many`: whether so many steps follow that faster sums are worth their preparation.
+    `like`: the states, shape (d, n). `many`: whether there are enough steps for the preparation of faster sums.
     """
 
     def __init__(self, tableau: Tableau, derivative: Derivative, like: Array, many: bool):
         self.tableau, self._write, shape, dtype = tableau, derivative.write, like.shape, like.dtype
         self._real = like.real.dtype
-        # Weights are arrays without axes, which ufuncs process fastest and without promoting float32. Zero weights are
+        # Weights are arrays without axes, which ufuncs process fastest, and without promoting float32. Zero weights are
         # omitted, since zero times a stage that isn't finite would be NaN.
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
@@ -93,7 +93,7 @@ class Stages:
         return mean_square(e)
 
     def advance(self, u: Array, accepted: Array | None) -> Array:
-        """Return the states after the step in accepted columns (None for all columns), and before it in other columns."""
+        """Return the states after the step in accepted columns (None: all), and the states before it in the others."""
         k = self.k
         if accepted is None:
             # The last stage is the first stage of the next step. Large buffers are swapped, and small ones copied.
@@ -110,9 +110,9 @@ class Stages:
     def _sum(self, row: int, out: Array) -> Array:
         """Return the sum of stages weighted by a row of the table, in `out` or in another buffer."""
         if self._sums is not None:
-            found = self._sums.sum(row)
-            if found is not None:
-                return found
+            total = self._sums.sum(row)
+            if total is not None:
+                return total
         return weighted_sum(self._rows[row], self.k, out, self._term)
 
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
@@ -127,7 +127,7 @@ class Stages:
 def _stages(
     count: int, shape: tuple[int, int], dtype: DTypeLike, rows: list[Weights] | None
 ) -> tuple[list[Array], _StageSums | None]:
-    """Return the arrays of stages, and, for few columns and if `rows` are given, an object for sums over the stages."""
+    """Return the arrays of stages, and an object for sums over the stages if there are few columns and `rows` are given."""
     if rows is None or shape[0] * shape[1] > _FEW:
         return [np.empty(shape, dtype) for _ in range(count)], None
     block = np.empty((count, *shape), dtype)
@@ -140,9 +140,9 @@ class _StageSums:
     def __init__(self, k: Array, rows: list[Weights]):
         self._products, self._total = np.empty_like(k), np.empty_like(k[0])
         self._flat_total = self._total.reshape(-1)
-        self._terms = [self._of(k, row) if len(row) >= _LEAST_TERMS else None for row in rows]
+        self._terms = [self._prepared(k, row) if len(row) >= _LEAST_TERMS else None for row in rows]
 
-    def _of(self, k: Array, row: Weights) -> tuple[list[tuple[Array, Array, Array]], Array]:
+    def _prepared(self, k: Array, row: Weights) -> tuple[list[tuple[Array, Array, Array]], Array]:
         """Return stages, weights and products for each run of adjacent stages, and the array of all products."""
         runs, first = [], 0
         for _, run in groupby(enumerate(row), lambda entry: entry[1][0] - entry[0]):
@@ -155,11 +155,11 @@ class _StageSums:
         return runs, self._products.reshape(len(k), -1)[:first]
 
     def sum(self, row: int) -> Array | None:
-        """Return the sum for a row of the table, in a buffer that the next sum overwrites; None if it has too few terms."""
-        found = self._terms[row]
-        if found is None:
+        """Return the sum for a row of the table, in a buffer that is overwritten by the next sum; None for few terms."""
+        terms_of_row = self._terms[row]
+        if terms_of_row is None:
             return None
-        runs, products = found
+        runs, products = terms_of_row
         for stages, weights, terms in runs:
             np.multiply(stages, weights, terms)
         np.add.reduce(products, 0, None, self._flat_total)
@@ -175,7 +175,7 @@ def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[.
 
 
 class RosenbrockStages(Stages):
-    """`Stages` of a Rosenbrock method: f at the current state, then the stages of the method (see `tableaus`)."""
+    """`Stages` of a Rosenbrock method, between f at the current state and f at the new state (see `tableaus`)."""
 
     tableau: RosenbrockTableau
 

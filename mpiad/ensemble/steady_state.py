@@ -48,7 +48,7 @@ from mpiad.transport.core.tracing import restoring_state
 # The largest contraction factor of an accepted step, and the factor for which the next step size is chosen.
 _MOST_CONTRACTION, _TARGET_CONTRACTION = 0.5, 0.25
 _MOST_GROWTH = 10.0
-# The first step size, relative to the time in which the largest component would change by its size.
+# The first step size, relative to the ratio of the largest components of u and f.
 _FIRST = 0.1
 # Scaled matrices count as singular up to this ratio of the smallest to the largest singular value.
 _SINGULAR = 1e-13
@@ -91,13 +91,14 @@ class Roots(NamedTuple):
     u: Array  # shape (d, N); NaN if no root was found
     jacobian: Array  # shape (N, d, d); at u
     codes: Array  # int, shape (N,)
-    niter: Array  # numbers of accepted steps, int, shape (N,)
+    niter: Array  # numbers of accepted damped steps, int, shape (N,)
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
     """Find a root of f for each trajectory by Newton's method from u0, shape (d, N).
 
-    A search succeeds if u0 is finite and a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component.
+    A search succeeds if a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component, and the Jacobian
+    at the root is nonsingular.
     """
     search = _Search(equations, u0, rtol, atol)
     for _ in range(max_iters):
@@ -108,7 +109,7 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
-    """Return the solutions of n small systems, (n, d); for a singular system, the shortest least-squares solution."""
+    """Return the solutions of n small systems, (n, d); for singular systems, least-squares solutions of minimum norm."""
     # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
     rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
     rows[rows == 0] = 1.0
@@ -151,7 +152,7 @@ class _Search:
         ids = self.active
         u, f, rate = self._u[:, ids], self._f[:, ids], self._rate[ids]
         with np.errstate(all="ignore"):
-            # Pseudo-transient continuation: an implicit Euler step of length 1 / rate.
+            # A step of the linearly implicit Euler method, of length 1 / rate.
             matrix = rate[:, None, None] * np.eye(len(u)) - self._jacobian[ids]
             step = solved_each(matrix, f.T).T
             new = self._equations.values(u + step, ids)
@@ -169,19 +170,19 @@ class _Search:
         self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
 
     def roots(self) -> Roots:
-        """Return the results; the code of trajectories that haven't ended is MaxIters."""
+        """Return the results; searches that haven't ended get the code MaxIters."""
         codes = np.where(self._codes == _ACTIVE, ConvergenceCode.MaxIters.code, self._codes)
-        found = np.flatnonzero(codes == ConvergenceCode.Success.code)
+        ids = np.flatnonzero(codes == ConvergenceCode.Success.code)
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
-        if found.size:
-            _, jacobian[found] = self._equations.linearized(self._u[:, found], found)
-            codes[found[_singular(jacobian[found], self._weight(self._u[:, found]))]] = ConvergenceCode.Singular.code
-            found = found[codes[found] == ConvergenceCode.Success.code]
-        u[:, found] = self._u[:, found]
+        if ids.size:
+            _, jacobian[ids] = self._equations.linearized(self._u[:, ids], ids)
+            codes[ids[_singular(jacobian[ids], self._weight(self._u[:, ids]))]] = ConvergenceCode.Singular.code
+            ids = ids[codes[ids] == ConvergenceCode.Success.code]
+        u[:, ids] = self._u[:, ids]
         return Roots(u, jacobian, codes, self._niter)
 
     def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
-        """Compute f and its Jacobian; if the Newton step is short enough, take it as the last step."""
+        """Compute f and its Jacobian; take the undamped Newton step as the last step if it is short enough."""
         if not ids.size:
             return
         with np.errstate(all="ignore"):
@@ -204,7 +205,7 @@ class _Search:
 
 
 def _singular(jacobian: Array, weight: Array) -> Array:
-    """Return a mask of the singular Jacobians, shape (n,); it doesn't depend on the units of components."""
+    """Return a mask of the singular Jacobians, shape (n,), independent of the units of components."""
     scaled = jacobian * weight.T[:, None]
     rows = np.abs(scaled).max(axis=2, keepdims=True)
     rows[rows == 0] = 1.0
@@ -230,44 +231,44 @@ class SteadyStates:
         self._columns = two_at_least(len(self._ids))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
-        """Return the cotangents of leaves of the parameters, given those of the states, shape (N, d)."""
+        """Return the cotangents of leaves of the parameters, given the cotangents g of the states, shape (N, d)."""
         varies, ids = self._batch.p.varies, self._ids
-        found = {place: np.zeros_like(args[place]) for place in argnums}
+        cotangents = {place: np.zeros_like(args[place]) for place in argnums}
         if not ids.size:
-            return found
+            return cotangents
         # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
         # The cotangent of a duplicated column is zero.
         seeds = np.zeros((g.shape[1], len(self._columns)), g.dtype)
         seeds[:, : len(ids)] = bars
-        u, own, t = self._given()
-        pull = Tracing(Field(self._batch), argnums, False).transposed(np.empty_like(u), u, own, t)
+        u, leaves, t = self._at_steady_states()
+        pull = Tracing(Field(self._batch), argnums, False).transposed(np.empty_like(u), u, leaves, t)
         for place, bar in zip(argnums, pull(seeds)[1:]):
             if bar is None:
                 continue
             if varies[place]:
-                found[place][..., ids] = bar[..., : len(ids)]
+                cotangents[place][..., ids] = bar[..., : len(ids)]
             else:
-                found[place] = found[place] + bar
-        return found
+                cotangents[place] = cotangents[place] + bar
+        return cotangents
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        """Return the tangents of the states, given those of leaves of the parameters."""
-        found, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
+        """Return the tangents of the states, given the tangents of leaves of the parameters."""
+        result, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
         if not ids.size:
-            return found
-        u, own, t = self._given()
+            return result
+        u, leaves, t = self._at_steady_states()
         columns = ids[self._columns]
         along = [[np.take(g, columns, axis=-1) if varies[place] else g] for place, g in tangents.items()]
         given = np.stack([u, np.zeros_like(u)])
         out = np.empty_like(given)
         with restoring_state(), Bundle() as bundle:
-            Tracing(Field(self._batch), tuple(tangents), False).along(bundle, own, along)(out, given, t)
-        found[ids] = -solved_each(self._jacobian[ids], out[1].T[: len(ids)])
-        return found
+            Tracing(Field(self._batch), tuple(tangents), False).along(bundle, leaves, along)(out, given, t)
+        result[ids] = -solved_each(self._jacobian[ids], out[1].T[: len(ids)])
+        return result
 
-    def _given(self) -> tuple[Array, list[Any], Array]:
-        """Return the columns of states, leaves and times of the trajectories with a steady state."""
+    def _at_steady_states(self) -> tuple[Array, list[Any], Array]:
+        """Return the steady states, and the leaves and times of their trajectories, as columns."""
         ids = self._ids[self._columns]
         return np.ascontiguousarray(self.vector[ids].T), *Equations(self._batch).columns(ids)
 
@@ -295,11 +296,11 @@ class SteadyStateSolution:
     retcode : array of str, shape (N,)
         Names of `ConvergenceCode`.
     niter : array of int, shape (N,)
-        Number of accepted Newton steps.
+        Number of accepted damped Newton steps, without the final undamped step.
     jacobian : array, shape (N, d, d)
         Jacobian of f with respect to u, at u; states that are matrices are flattened.
     indices : array of int, shape (N,)
-        The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
+        The numbers of the trajectories, from 0; with ``EnsembleMPI(gather=False)``, those of this rank's share.
 
     Examples
     --------
@@ -329,9 +330,9 @@ class SteadyStateSolution:
 
         A steady state is stable if all real parts are negative.
         """
-        found = np.full(self.jacobian.shape[:-1], np.nan, complex)
-        found[self.success] = np.linalg.eigvals(self.jacobian[self.success])
-        return found
+        values = np.full(self.jacobian.shape[:-1], np.nan, complex)
+        values[self.success] = np.linalg.eigvals(self.jacobian[self.success])
+        return values
 
 
 # The arguments of `steady_state`, by name.
@@ -354,9 +355,8 @@ def steady_state(
 ) -> SteadyStateSolution:
     """Find the steady state of each trajectory, f(u, p, t) = 0.
 
-    Each trajectory is solved to the end of its tspan. Newton's method continues from there, with damping and termination
-    per trajectory. With a longer tspan, Newton's method begins closer to the steady state; with ``tspan=(t, t)``, it begins
-    at u0.
+    Each trajectory is solved to the end of its tspan. Newton's method continues from this state, with damping and
+    termination per trajectory. With a longer tspan, it begins closer to the steady state; with ``tspan=(t, t)``, at u0.
 
     Parameters
     ----------
@@ -369,7 +369,7 @@ def steady_state(
     rtol, atol : float
         Tolerances of the solve and of the last Newton step, which is at most ``atol + rtol * abs(u)`` in each component.
     max_iters : int
-        Maximum number of Newton steps, rejected ones included.
+        Maximum number of damped Newton steps, rejected steps included.
     dt, dtmax, max_steps, compile
         As for `solve`.
 
@@ -381,14 +381,14 @@ def steady_state(
     Raises
     ------
     NotImplementedError
-        If tspan is traced, states are complex, or arrays are on a device; and for second derivatives.
+        If tspan is traced, states are complex, arrays are on a device, or with EnsembleGPU; and for second derivatives.
     TypeError, ValueError
         If an argument is invalid.
 
     Ranks
     -----
-    Each rank searches independently; with `EnsembleMPI`, all ranks of its communicator call it with the same problem, and
-    each computes its share of the trajectories.
+    Each rank searches independently; with `EnsembleMPI`, all ranks of its communicator call `steady_state` with the same
+    problem, and each rank computes its share of the trajectories.
 
     Adjoint
     -------
@@ -408,9 +408,9 @@ def steady_state(
     if not isinstance(ensemblealg, EnsembleMPI):
         options = _checked(given)
         compiler = Compiler(options, options.trajectories)
-        found = _found(given, options, compiler, range(options.trajectories))
-        report("steady_state", "trajectories", found.retcode)
-        return _first(found) if isinstance(problem, ODEProblem) else found
+        solution = _find(given, options, compiler, range(options.trajectories))
+        report("steady_state", "trajectories", solution.retcode)
+        return _first(solution) if isinstance(problem, ODEProblem) else solution
     return _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
 
 
@@ -419,32 +419,32 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     compiler = Compiler(options, options.trajectories, together=True)
     bounds = mpi.bounds(options.trajectories, used.size)
     with raising_together(used, Exception):
-        share = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+        share = _find(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = share.u.shape[1:], share.u.dtype
     parts = used.data.allgather((compiler.warnings, share.retcode, share.niter, share.jacobian, kind))
     warnings, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
     compiler.log_warnings(warnings, used.rank)
-    every = np.concatenate(retcode)
+    retcodes = np.concatenate(retcode)
     if used.rank == 0:
-        report("steady_state", "trajectories", every)
+        report("steady_state", "trajectories", retcodes)
     single = isinstance(given.problem, ODEProblem)
     if not mpi.gather and not single:
         return share
     u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), used)
-    found = SteadyStateSolution(u, every, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(every)))
-    return _first(found) if single else found
+    solution = SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
+    return _first(solution) if single else solution
 
 
-def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
+def _find(given: _Given, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
     """Search for the steady states of some trajectories, numbered from 0."""
     traced = _batch(options, numbers)
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(started, settings, started)
-    # NaN ends the search for the trajectories whose solve failed.
+    # NaN ends the search in trajectories whose solve failed.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
         # f is traced once before the search, for a better error message.
@@ -454,9 +454,9 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
-    found = SteadyStates(batch, roots)
+    states = SteadyStates(batch, roots)
     leaves = traced.p.leaves
-    u = solve_operator(*leaves, solved=found) if any(map(isbox, leaves)) else found.vector
+    u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
     return SteadyStateSolution(u, ConvergenceCode.names_of(roots.codes), roots.niter, roots.jacobian, indices)
@@ -471,7 +471,7 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
         seed = master_seed(problem.seed) if problem.prob_func else 0
         batch, _ = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
     if isbox(batch.start) or isbox(batch.end):
-        raise NotImplementedError("steady_state: tspan is traced, but has no derivative here. Pass mpiad.stop_gradient(t).")
+        raise NotImplementedError("steady_state: tspan is traced, which isn't supported. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):
         raise NotImplementedError(
             "steady_state: the states or parameters are device arrays, but Newton's method runs on the host. Apply "
@@ -484,8 +484,8 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
     return batch
 
 
-def _first(found: SteadyStateSolution) -> SteadyStateSolution:
-    return replace(found, **{field.name: getattr(found, field.name)[0] for field in fields(found)})
+def _first(solution: SteadyStateSolution) -> SteadyStateSolution:
+    return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
 
 
 def _checked(given: _Given) -> SolveOptions:
@@ -496,7 +496,7 @@ def _checked(given: _Given) -> SolveOptions:
 
 
 def _checked_together(used: Channel, given: _Given) -> SolveOptions:
-    """Return the result of `_checked`; errors, also about differences between ranks, are raised on all ranks."""
+    """Return the result of `_checked`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[Any]:
         shown = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))

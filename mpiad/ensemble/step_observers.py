@@ -21,9 +21,9 @@ from mpiad.ensemble.settings import MOVING, Acting, Settings
 
 # Events that act: their affects change the state.
 #
-# Locating the roots of conditions and applying affects takes a hundred calls of NumPy, even for few columns. Therefore a
-# column whose step ends at an event is suspended, with its step, until the events act on all suspended columns together,
-# at a turn that `WorkingSet` chooses.
+# Locating roots of conditions and applying affects takes about a hundred calls of NumPy, even for few columns. Therefore
+# a column whose step ends at an event is suspended, with its step, until events act on all suspended columns together, in a
+# turn that `WorkingSet` chooses.
 #
 # If a condition is still at its root after an affect, its next event is the return to the root. The next step ends before
 # this return (see `jumps.departure`).
@@ -54,7 +54,7 @@ class _Suspended(NamedTuple):
 
 
 class ActingEvents:
-    """The events that act on the columns of a working set; `watch` evaluates the conditions, or is None without them."""
+    """The events that act on the columns of a working set; `watch` evaluates conditions; None if no event has one."""
 
     def __init__(
         self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
@@ -75,7 +75,7 @@ class ActingEvents:
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
     def enter(self, new: Entrants, joined: Joint) -> None:
-        """Add the columns of the next working set, whose conditions the watch has evaluated."""
+        """Add the columns of the next working set, in which the watch has evaluated the conditions."""
         self._last_acted = {e: joined(last, new.t) for e, last in self._last_acted.items()}
         self._last_root, self._limit = joined(self._last_root, new.t), joined(self._limit, new.t)
         self._short_count = joined(self._short_count, np.zeros(len(new.t), int))
@@ -84,7 +84,7 @@ class ActingEvents:
             self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)  # type: ignore[union-attr]
 
     def crossed(self, step: Step, p: Tree) -> list[Array]:
-        """Return for each event a mask of the columns in which its condition changed its sign."""
+        """Return for each event a mask of the columns in which its condition changed sign."""
         if self._watch is None:
             return []
         watch = self._watch
@@ -92,13 +92,13 @@ class ActingEvents:
         if not any(map(np.count_nonzero, near)):
             return watch.crossed(step, p, self.sides)
         unresolved = step.t_new - step.t <= UNRESOLVED * self._span(step.ids)
-        crossed, resting = watch.crossed(step, p, self.sides), [mask & unresolved for mask in near]
-        for e, (mask, (before, _)) in enumerate(zip(resting, watch.pairs)):
+        crossed, ignored = watch.crossed(step, p, self.sides), [mask & unresolved for mask in near]
+        for e, (mask, (before, _)) in enumerate(zip(ignored, watch.pairs)):
             watch.values[e] = np.where(mask, before, watch.values[e])
-        return [changed & ~mask for changed, mask in zip(crossed, resting)]
+        return [changed & ~mask for changed, mask in zip(crossed, ignored)]
 
     def at_roots(self, crossed: Sequence[Array]) -> Array:
-        """Return the columns whose steps end at a root of a condition; `crossed`: the sign changes of all conditions."""
+        """Return the columns whose steps end at a root of a condition; `crossed`: see the method `crossed`."""
         masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
         return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
 
@@ -114,17 +114,17 @@ class ActingEvents:
     def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
         """Store the steps of some columns, which end at given times or, with `at_roots`, at roots of conditions.
 
-        `h` (the sizes of the next steps) and `crossed` (the sign changes) contain all columns.
+        `h`, the sizes of the next steps, and `crossed` are for all columns.
         """
         if self._watch is None:
-            nothing = np.empty((0, len(columns)))
-            kept = CrossedSteps(nothing, nothing, nothing, step.at_end(columns))
+            empty = np.empty((0, len(columns)))
+            kept = CrossedSteps(empty, empty, empty, step.at_end(columns))
         else:
             kept = self._watch.extracted(step, columns, crossed, not at_roots)
         self._suspended[at_roots].append(_Suspended(columns, h[columns], kept))
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
-        """Let events act at the ends of the suspended steps; yield the columns, and their steps with the changed states."""
+        """Apply events at the ends of suspended steps; yield the columns, and their steps with the changed states."""
         for at_roots in (False, True):
             suspended, self._suspended[at_roots] = self._suspended[at_roots], []
             if suspended:
@@ -141,18 +141,18 @@ class ActingEvents:
         if found is not None:
             reached = np.array([at_event.condition(event, every) for event in self._events])
         # Values assigned to conditions that are still near their roots after the affects; NaN for other conditions.
-        signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
+        signs, near = np.sign(kept.before), np.abs(kept.before) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
-        assigned = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
-        if found is None:  # events of changed signs are stored, and mustn't be found again
+        assigned = np.where(unresolved & (near | (np.sign(reached) != signs)), LEAST * signs, np.nan)
+        if found is None:  # the sign changes have been stored, and mustn't be detected again
             assigned = np.where(kept.crossed, -LEAST * signs, assigned)
         else:
-            happened = self._happened(columns, kept, found, reached, unresolved & resting)
-            for e, rows in happened:
+            occurred = self._occurred(columns, kept, found, reached, unresolved & near)
+            for e, rows in occurred:
                 assigned[e, rows] = -LEAST * signs[e, rows]
                 if e in self.sides:
                     self.sides[e][columns[rows]] = -signs[e, rows]
-            self._apply_at_roots(at_event, columns, happened, span)
+            self._apply_at_roots(at_event, columns, occurred, span)
         at_event.meet_given_times()
         goal, directions = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
         codes, moving = at_event.codes, at_event.codes == MOVING
@@ -166,37 +166,37 @@ class ActingEvents:
         end = self._acting.until(goal, self._slots, step.ids, directions)
         return Resumed(columns, codes, step.number + 1, step.t_new, end, h, step.new, k), step
 
-    def _happened(
-        self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, resting: Array
+    def _occurred(
+        self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, ignored: Array
     ) -> list[tuple[int, Array]]:
-        """Return the events that have occurred in steps that end at roots, and the indices of these steps.
+        """Return for each event the rows of `kept` in which it occurs, for steps that end at roots of conditions.
 
         The roots of several conditions may be closer than the resolution of the search. If another condition has also
-        changed its sign (`reached`: the values), its event occurs, too, since the sign change couldn't be detected later.
+        changed sign (`reached`: its values), its event also occurs, since the sign change couldn't be detected later.
         """
-        step, happened = kept.step, []
+        step, occurred = kept.step, []
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
         for e, event in enumerate(self._events):
             side = self.sides[e][columns] if e in self.sides else None
-            missed = event.crossed(kept.before[e], reached[e], side) & ~resting[e]
+            missed = event.crossed(kept.before[e], reached[e], side) & ~ignored[e]
             rows = located.get(e, NONE)
             missed[rows] = False
             if missed.any():
                 more = np.flatnonzero(missed)
                 self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
                 rows = np.union1d(rows, more)
-            happened.append((e, rows))
-        return happened
+            occurred.append((e, rows))
+        return occurred
 
     def _span(self, ids: Array) -> Array:
         return np.abs(self._batch.end[ids] - self._batch.start[ids])
 
     def _apply_at_roots(
-        self, at_event: EventColumns, columns: Array, happened: list[tuple[int, Array]], span: Array
+        self, at_event: EventColumns, columns: Array, occurred: list[tuple[int, Array]], span: Array
     ) -> None:
         now = at_event.t * self._initialization.signs[at_event.ids]
         ending = np.zeros(len(columns), bool)
-        for e, rows in happened:
+        for e, rows in occurred:
             event = self._events[e]
             if event.acts:
                 rows = rows[at_event.codes[rows] == MOVING]
@@ -204,7 +204,7 @@ class ActingEvents:
                 finite = at_event.act(self._acting.found[e], rows)
                 self._look_ahead(at_event, e, columns, rows[finite], before[finite], now, span)
             ending[rows] |= event.terminal
-        # A trajectory ends if too many events occur in immediate succession.
+        # A trajectory ends if too many successive intervals between events are short.
         moving = np.flatnonzero(at_event.codes == MOVING)
         own = columns[moving]
         short = np.abs(now[moving] - self._last_root[own]) <= SHORT * span[moving]
@@ -215,7 +215,7 @@ class ActingEvents:
     def _look_ahead(
         self, at_event: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
     ) -> None:
-        """Determine the sign of the condition of event e after it leaves its root, and the time of its return."""
+        """Determine the sign of the condition of event e after its departure from the root, and the time of its return."""
         if not rows.size:
             return
         event, (u, t), own, now, span = self._events[e], at_event.at(rows), columns[rows], now[rows], span[rows]
@@ -227,7 +227,7 @@ class ActingEvents:
         values = [at_event.condition(event, rows, at) for at in ((u, t), (euler, later), (heun, later))]
         found = departure((before, *values), event.direction, elapsed, span)
         if self._adaptive:  # otherwise the step size is fixed
-            # A step that contains the departure and the return would show no change of the sign.
+            # A step that contains both the departure and the return wouldn't change the sign.
             limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
             self._limit[own] = np.minimum(limit, now + 0.25 * found.back)
         if e in self.sides:
@@ -235,19 +235,19 @@ class ActingEvents:
         at_event.codes[rows[found.endless]] = ReturnCode.Zeno.code
 
     def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, assigned: Array) -> None:
-        """Store the values and signs of conditions in the states from which some rows continue.
+        """Store the values and signs of conditions at the states from which some rows continue.
 
-        A value that events haven't changed, so that it equals `reached`, is replaced by `assigned`, unless that is NaN.
+        A value that equals `reached`, since no event has changed it, is replaced by `assigned` unless this is NaN.
         """
         own = columns[rows]
         self._resumed[at_event.ids[rows]] += 1
         for e, event in enumerate(self._events):
-            value, instead = at_event.condition(event, rows), assigned[e, rows]
-            stays = (value == reached[e, rows]) & ~np.isnan(instead)
-            value = np.where(stays, instead, value)
+            value, replacement = at_event.condition(event, rows), assigned[e, rows]
+            unchanged = (value == reached[e, rows]) & ~np.isnan(replacement)
+            value = np.where(unchanged, replacement, value)
             self._watch.values[e][own] = value  # type: ignore[union-attr]
             if e in self.sides:
-                side = np.where(stays, self.sides[e][own], np.sign(value))
+                side = np.where(unchanged, self.sides[e][own], np.sign(value))
                 left = at_event.left[e][rows]
                 self.sides[e][own] = np.where(left, left, side)
 
@@ -255,7 +255,7 @@ class ActingEvents:
 class Stopped(NamedTuple):
     """The columns whose steps end at an event: int, shape (m,)."""
 
-    terminated: Array = NONE  # columns whose trajectories end there
+    terminated: Array = NONE  # columns whose trajectories end at the event
     at_roots: Array = NONE  # columns suspended at roots of conditions, until `StepObservers.resume`
     at_times: Array = NONE  # columns suspended at given times
 
@@ -287,7 +287,7 @@ class StepObservers:
     def process(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
         """Process a step; return the columns whose steps end at an event.
 
-        `done` is a mask of the columns that have reached the end of tspan or a given time; h are the sizes of next steps.
+        `done`: a mask of the columns that reach the end of tspan or a given time; `h`: the sizes of the next steps.
         """
         if self._log is not None:
             self._log.note(step)
@@ -315,7 +315,7 @@ class StepObservers:
         return Stopped(terminated, at_roots, at_times)
 
     def resume(self) -> Iterator[Resumed]:
-        """Let events act on the suspended columns, and yield these columns with their new states."""
+        """Apply events to the suspended columns, and yield these columns with their new states."""
         for resumed, step in self._acting.resume() if self._acting is not None else ():
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))
@@ -325,7 +325,7 @@ class StepObservers:
             yield resumed
 
     def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:
-        """Store the events of some columns, and cut steps short at terminal events; return the columns of these steps."""
+        """Store the events of some columns, and shorten steps that end at terminal events; return their columns."""
         watch: EventWatch = self._events  # type: ignore[assignment]
         ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
         ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
@@ -341,7 +341,7 @@ class StepObservers:
         return terminated
 
     def close(self) -> None:
-        """Finish the record and the sorted table of events."""
+        """Write the recorded steps and the sorted table of events to the outcome."""
         rows = None if self._events is None else self._events.rows()
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]

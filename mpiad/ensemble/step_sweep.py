@@ -4,10 +4,10 @@ All derivatives of a solve are computed in sweeps: the adjoint backwards, tangen
 
 - On the host (`run.SortedSweep`) steps have been sorted, and a visit has the columns that took a step.
 - On a device (`on_device.device_run`) a visit is a round of the solve, with all columns of a block; columns without an
-  accepted step have steps of size zero, since selecting the other columns would synchronize the device. A column may save
+  accepted step have steps of size zero, since selecting columns would synchronize the device. A column may save
   several values in one step, each in a slot; unused values are written to a slot that is never read.
 
-If only some states were kept, the other states are computed again, segment by segment, from one kept state to the next.
+If only some states were stored, the other states are computed again, segment by segment, from one stored state to the next.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Visit(NamedTuple):
     t: Array  # shape (width,); actual times before the step
     h: Array  # shape (width,); signed step sizes, zero for columns without a step
     u: Array  # shape (d, width); states before the step
-    about: Any  # on the host: the columns of which this is the last step; on a device: the `Round`
-    made: Array | None = None  # bool, shape (width,); which columns have a step; None for all columns
+    about: Any  # on the host: a slice of the columns of which this is the last step; on a device: the `Round`
+    made: Array | None = None  # bool, shape (width,); a mask of the columns that have a step; None for all columns
 
     def of(self, columns: Columns) -> Visit:
         """Return the visit of some columns."""
@@ -50,15 +50,15 @@ class Saved(NamedTuple):
     x: Array = None  # shape (m,); the fraction of the step
     h: Array = None  # shape (m,); the size of the step
     weights: Sequence[Array] | Array = ()  # per stage: shape (m,); the weights of the interpolant
-    # Bool, shape (m,). Whether the contribution of the last stage is added here. Otherwise the next step adds it.
+    # Bool, shape (m,). Whether the contribution of the last stage is added in this step. Otherwise the next step adds it.
     whole: Array | None = None
 
     def of(self, states: Array) -> Array:
-        """Return the given states in the columns of these values."""
+        """Return the columns of `states` in which these values are saved."""
         return states[..., self.columns]
 
     def seeds(self, saved: Array) -> Array:
-        """Return the cotangents of these values, shape (d, m), given those of all values, shape (N, n_saved, d)."""
+        """Return the cotangents of these values, (d, m), given the cotangents `saved` of all values, (N, n_saved, d)."""
         return np.swapaxes(saved[self.ids, self.place], -1, -2)
 
 
@@ -120,4 +120,4 @@ class StepSweep:
 
     @abstractmethod
     def moves(self, visit: Visit) -> Array:
-        """Return whether the step ends at the end of tspan: bool, shape (width,)."""
+        """Return a mask of the columns in which the step ends at the end of tspan, shape (width,)."""

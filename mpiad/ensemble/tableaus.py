@@ -28,7 +28,7 @@ ROUNDING = 1e-13
 
 @dataclass(frozen=True, eq=False)
 class Tableau:
-    """The coefficients of an explicit method, created by `explicit`. A table equals only itself."""
+    """The coefficients of an explicit method, created by `explicit`; compared by identity."""
 
     # Row i: the weights of stages in the argument of stage i + 1. The last row gives the new state.
     a: tuple[tuple[float, ...], ...]
@@ -43,17 +43,17 @@ class Tableau:
 
     @property
     def takes_mass(self) -> bool:
-        """Whether systems may have a mass matrix, even a singular one."""
+        """Whether the method supports mass matrices, including singular ones."""
         return False
 
     @cached_property
     def stages(self) -> int:
-        """The number of stages; the last is the first stage of the next step."""
+        """The number of stages; the last stage is the first stage of the next step."""
         return len(self.a) + 1
 
     @cached_property
     def error_order(self) -> int:
-        """The order of the error estimate: the error q of a step of size h is proportional to h to this power."""
+        """The order of the error estimate, which is proportional to the step size to this power."""
         return 1 + min(self.order, self.embedded_order or self.order)
 
     @property
@@ -72,7 +72,7 @@ def explicit(
 ) -> Tableau:
     """Return the table of an explicit method in its published form.
 
-    - `c`: the times of the stages as fractions of the step, the first is 0; without the stage f at the new state.
+    - `c`: the times of the stages as fractions of the step, without that of f at the new state; the first is 0.
     - `a`: for each stage but the first, the weights of earlier stages.
     - `b`: the weights of the stages in the new state.
     - `error`: `b` minus the weights of the embedded solution, with one more weight if the embedded solution uses f at the
@@ -94,8 +94,8 @@ def explicit(
     if error is not None:
         if len(error) - len(b) not in (0, 1) or abs(sum(error)) > ROUNDING or embedded_order is None:
             raise ValueError(
-                f"the error has {len(error)} weights with the sum {sum(error)!r}, of a solution of order {embedded_order}; "
-                f"expected are {len(b)}, or one more for the derivative at the new state, with the sum 0, and the order"
+                f"the error has {len(error)} weights with the sum {sum(error)!r}, and embedded_order={embedded_order}: it "
+                f"must have {len(b)} weights, or one more for f at the new state, with the sum 0, and an embedded_order"
             )
         error = (*error, 0.0)[: len(b) + 1]
     if dense is None:
@@ -107,7 +107,7 @@ def explicit(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A Runge-Kutta or Rosenbrock method, and its step size controller."""
+    """A Runge-Kutta or Rosenbrock method with its step size controller."""
 
     controller: PIController = PIController(beta=0.0)
     tableau: ClassVar[Tableau]
@@ -120,8 +120,8 @@ class Algorithm:
 #
 # In this form (Hairer and Wanner, Solving Ordinary Differential Equations II, IV.7, with u_i = h k_i) no product with J is
 # needed, and a step of size zero is no special case. For M u' = f, W is M/γ - h J, and the sum of C_ij k_j is multiplied
-# by M. In the table the stages k_i are preceded by f at the current state, and followed by f at the new state, like the
-# stages of Runge-Kutta methods. The error estimate and the interpolant are sums over all these stages.
+# by M. In the table the stages k_i are preceded by f at the current state, and followed by f at the new state, as in
+# Runge-Kutta methods. The error estimate and the interpolant are sums over all these stages.
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class RosenbrockTableau(Tableau):
 
     @cached_property
     def ends_at_new_state(self) -> bool:
-        """Whether the argument of the last stage k_i is the new state."""
+        """Whether the new state is the argument of the last stage k_i."""
         row = self.a[-2]
         return self.c[-2] == 1 and self.a[-1] == (*row, 0.0)
 
@@ -185,17 +185,17 @@ def rosenbrock(
     expected += [(row, slope / gamma - 1) for row, slope in zip(((), *coupling), slopes)]
     expected += [(b, 1.0), (error, 0.0)]
     for row, value in expected:
-        found = sum(weight * slope for weight, slope in zip(row, slopes))
-        if abs(found - value) > ROUNDING * (1 + sum(map(abs, row))):
+        total = sum(weight * slope for weight, slope in zip(row, slopes))
+        if abs(total - value) > ROUNDING * (1 + sum(map(abs, row))):
             raise ValueError(
-                f"the row {row} of the table, times the weights {tuple(slopes)} of ∂f/∂t, sums up to {found!r}, but must "
+                f"the row {row} of the table, times the weights {tuple(slopes)} of ∂f/∂t, sums up to {total!r}, but must "
                 f"sum up to {value!r}: is a number missing, or a digit wrong?"
             )
     lengths = [len(slopes), len(b), len(error), len(dense), len(a) + 1, len(coupling) + 1]
     if lengths != 6 * [count] or any(len(rows[i]) != i + 1 for rows in (a, coupling) for i in range(count - 1)):
         raise ValueError(
-            f"the table has {count} times c, and {lengths} slopes, b, error, dense, and rows of a and coupling: all must "
-            f"be {count}, and row i must have i weights"
+            f"the table has {count} times c, and {lengths} entries of slopes, b, error, dense and, counting one more, a "
+            f"and coupling: all numbers must be {count}, and row i must have i weights"
         )
     # Prepend f at the current state, with zero weights in all sums.
     shifted = [(0.0, *row) for row in ((), *a, b)]

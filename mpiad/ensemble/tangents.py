@@ -1,6 +1,6 @@
 """Forward mode of a solve: tangents are propagated along its accepted steps, from the first to the last.
 
-One array of shape (1 + directions, d, n) holds the values and tangents of n trajectories, so sums over stages include both.
+Arrays of shape (1 + directions, d, n) contain values and tangents of n trajectories, so sums over stages include both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpiad.transport.core.tracing import restoring_state
 class TangentStep:
     """The states u before a step and its stages k, with their m tangents, in arrays of `shape` (1 + m, d, n).
 
-    `write` writes f and its tangents, see `Tracing.along`; `like` is an array with the dtype and device of the states.
+    `write` writes f and its tangents (see `Tracing.along`); `like` is an array with the dtype and device of the states.
     """
 
     def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
@@ -68,10 +68,10 @@ class TangentStep:
 
 
 class TangentRosenbrockStep(TangentStep):
-    """`TangentStep` for Rosenbrock methods, without f at the ends of the step.
+    """`TangentStep` for Rosenbrock methods, which doesn't compute f at the ends of the step.
 
     In W k_i = r_i, the tangent of k_i is W⁻¹ times the sum of the tangent of r_i and terms from the derivatives of W and
-    ∂f/∂t: see `stage_systems`. `along`: for each differentiated leaf its tangents, or None for zeros.
+    ∂f/∂t: see `stage_systems`. `along`: for each differentiated leaf m tangents, or None for zeros.
     """
 
     def __init__(self, systems: StageSystems, leaves: Sequence[Any], along: Sequence[Sequence[Any]], *of_step: Any):
@@ -126,11 +126,11 @@ class SavedTangents:
         self._run, self.saved = run, np.zeros_like(directions.u0, shape=(m, count, run.slots, d))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Store the tangents of values saved in one step, shape (m, d, n), or (m, s, d, n) for s values per column."""
+        """Store the tangents `states` of values saved in a step, (m, d, n), or (m, s, d, n) for s values per column."""
         self.saved[:, part.ids, part.place] = np.swapaxes(states, -1, -2)
 
     def add(self, part: Saved, states: Array) -> None:
-        """Add the contribution of the next step to stored tangents."""
+        """Add the contribution `states` of the next step to stored tangents."""
         self.saved[:, part.ids, part.place] += np.swapaxes(states, -1, -2)
 
     def close(self, start: Array, end: Array) -> None:
@@ -139,24 +139,24 @@ class SavedTangents:
         self._run.write_saved(self.saved, end, at_start=False)
 
 
-def push_run(run: Run, directions: Directions, taker: SavedTangents | None = None) -> Array:
-    """Return the tangents of the final states, shape (m, d, N), and pass tangents of saved states to `taker`, if given."""
+def push_run(run: Run, directions: Directions, stored: SavedTangents | None = None) -> Array:
+    """Return the tangents of the final states, shape (m, d, N), and store those of saved states in `stored`, if given."""
     begin = run.masked(directions.u0)
     end = begin.copy()
     with np.errstate(all="ignore"), restoring_state(), Bundle() as bundle:
         along = partial(Tracing(run.field, tuple(directions.leaves), False).along, bundle)
         for sweep in run.sweeps():
-            _Block(run, along, directions, sweep, taker).sweep(end)
-    if taker is not None:
-        taker.close(begin, end)
+            _Block(run, along, directions, sweep, stored).sweep(end)
+    if stored is not None:
+        stored.close(begin, end)
     return end
 
 
 class _Block:
     """The tangents of one block of columns (trajectories) in the forward sweep."""
 
-    def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: SavedTangents | None):
-        self._run, self._f_along, self._sweep, self._taker = run, along, sweep, taker
+    def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, stored: SavedTangents | None):
+        self._run, self._f_along, self._sweep, self._stored = run, along, sweep, stored
         self._leaves, varies = sweep.leaves, run.batch.p.varies
         self._along = [
             [None if g is None else g[..., sweep.ids] if varies[place] else g for g in gs]
@@ -182,8 +182,8 @@ class _Block:
         step, columns = self._step, self._columns
         step.compute(visit if type(columns) is slice else visit.of(columns), tangents[:, :, columns])
         new = step.new()[1:]
-        if self._taker is not None:
-            self._save(self._taker, visit, step, new)
+        if self._stored is not None:
+            self._save(self._stored, visit, step, new)
         tangents[:, :, :width] = new[:, :, :width]
 
     def _step_of(self, width: int, tangents: Array) -> TangentStep:
@@ -199,18 +199,18 @@ class _Block:
         made = self._run.coefficients, self._f_along(leaves, along), shape, tangents
         return TangentStep(*made) if self._systems is None else TangentRosenbrockStep(self._systems, leaves, along, *made)
 
-    def _save(self, taker: SavedTangents, visit: Visit, step: TangentStep, new: Array) -> None:
+    def _save(self, stored: SavedTangents, visit: Visit, step: TangentStep, new: Array) -> None:
         saved = self._sweep.saved(visit)
         for part in saved.at_end:
-            taker.take(part, part.of(new))
+            stored.take(part, part.of(new))
         last = step.last
         # The last stage of a step is the first stage of the next step, which computes its tangents.
         for part in saved.handed_on:
-            taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
+            stored.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
         for part in saved.inside:
             value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
             if part.whole is None or part.whole.any():
                 step.add_last_stage()
                 weight = part.weights[last] if part.whole is None else part.weights[last] * part.whole
                 value = value + part.of(step.k[last][1:]) * weight
-            taker.take(part, part.of(step.u[1:]) + value * part.h)
+            stored.take(part, part.of(step.u[1:]) + value * part.h)

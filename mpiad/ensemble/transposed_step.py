@@ -34,16 +34,16 @@ from mpiad.ensemble.step_sweep import Columns, Visit
 
 
 def over_slots(x: Array, ndim: int = 2) -> Array:
-    """Return the sum over the first axis, the values (slots) of a column on devices, if x has more than `ndim` axes."""
+    """Return x or, if x has more than `ndim` axes, its sum over the first axis: the slots of a column on a device."""
     return x if x.ndim == ndim else np.sum(x, axis=0)
 
 
 class Arrival(NamedTuple):
-    """Contributions of values saved inside a step to the cotangents of its stages."""
+    """Contributions of values saved inside a step to the cotangents of the stages."""
 
     columns: Columns  # int, shape (m,); each at most once
     value: Array  # shape (d, m), or (s, d, m) for s values per column
-    # For each stage an array of shape (m,) or (s, 1, m): `value` times this array is added to the cotangent of the stage.
+    # Per stage, shape (m,) or (s, 1, m). The product of `value` and these weights is added to the cotangent of the stage.
     weights: dict[int, Array]
 
 
@@ -56,7 +56,7 @@ def _add_arrivals(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
 class TransposedStep:
     """The stages of one step, and the backward pass through them.
 
-    - `y`, `k`: each shape (d, n); arguments and values of the stages, without the last stage (the next step's first stage).
+    - `y`, `k`: arrays of shape (d, n), arguments and values of the stages except the last (the next step's first stage).
     - `h`: shape (n,); step sizes in the precision of the states.
     - `last`: the index of the last stage.
     - `by_size`: shape (n,), or float; after `pull`, the derivative of φ with respect to h; zero for Runge-Kutta steps.
@@ -94,23 +94,23 @@ class TransposedStep:
             self._evaluate(self.argument(self.last), self.last)
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
-        """Return the cotangent of the state before the step, shape (d, n); call it only once.
+        """Return the cotangent of the state before the step, shape (d, n); `pull` can be called only once.
 
-        `cotangent`: of the state after the step; overwritten. ``note_stage(j, parts, y_bar)`` is called for each stage j
-        with the cotangents of the leaves (and of time) and of the argument.
+        `cotangent`: that of the state after the step; overwritten. ``note_stage(j, parts, y_bar)`` is called for each stage
+        j with the cotangents of the leaves (and of time) and of the argument.
         """
         total, last = cotangent, self.last
         bars, scratch = self._coefficients.bars(total), np.empty_like(total)
-        # If the last stage, f at the new state, was computed, it contributes to the cotangent of the new state first.
+        # If the last stage was computed, its contribution to the cotangent of the new state is added first.
         if len(self.k) == last:
             bars[last] = total * self.h
         for j in range(len(self.k) - 1, -1, -1):
             k_bar = self._coefficients.column(j, bars, scratch, self._term)
             _add_arrivals(k_bar, j, arrivals)
-            # `pop` releases the memory of the stage's trace.
+            # `pop` frees the memory of the stage's trace.
             y_bar, *parts = self._pulls.pop()(k_bar)
             note_stage(j, parts, y_bar)
-            # Each argument is u plus an increment, so its cotangent is added to that of u.
+            # Each argument is u plus an increment, so its cotangent is added to the cotangent of u.
             if y_bar is not None:
                 total += y_bar
             if j == last:
@@ -121,7 +121,7 @@ class TransposedStep:
 
 
 class _TransposedRosenbrockStep(TransposedStep):
-    """`TransposedStep` for Rosenbrock methods; f at the ends of the step isn't computed."""
+    """`TransposedStep` for Rosenbrock methods, which doesn't compute f at the ends of the step."""
 
     def __init__(self, run: Run, tracing: Tracing, systems: StageSystems, visit: Visit, leaves: Sequence[Any]):
         self._systems, self._table, real = systems, systems.table, run.coefficients.real
@@ -205,12 +205,12 @@ class Inside(NamedTuple):
     columns: Columns  # int, shape (m,); each at most once
     value: Array  # shape (d, m), or (s, d, m) for s values per column
     x: Array  # shape (m,), or (s, m)
-    weights: Sequence[Array]  # sequence of array, shape (m,), or (s, 1, m)
-    # Bool, shape (m,), or None for all columns: whether the last stage's contribution is added here, not in the next step.
+    weights: Sequence[Array]  # per stage: shape (m,), or (s, 1, m)
+    # Bool, shape (m,), or None for all columns: whether this step, not the next, adds the last stage's contribution.
     whole: Array | None = None
 
     def arrival(self, step: TransposedStep) -> Arrival:
-        """Return the contributions to the cotangents of the stages."""
+        """Return the contributions to the cotangents of the stages of a step."""
         last = step.last
         weights = dict(enumerate(self.weights[:last]))
         if len(step.k) > last:
@@ -222,8 +222,8 @@ class StepCotangents:
     """Accumulates the contributions of one step to cotangents.
 
     - `parts`: the cotangents of leaves by their indices; updated.
-    - `timed`: whether to differentiate with respect to times. `width`: the number of columns, without
-      the duplicate of a single one (see `Run.doubled`).
+    - `timed`: whether to differentiate with respect to times.
+    - `width`: the number of columns, without the duplicate of a single column (see `Run.doubled`).
     - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 
@@ -231,10 +231,10 @@ class StepCotangents:
         self.step, self.parts, self._varies, self._width, self.timed = step, parts, varies, width, timed
         if timed:
             self.t_bar, self.h_bar = (np.zeros_like(step.h, dtype=float) for _ in range(2))
-            self._divisor = np.where(step.h == 0, 1, step.h)  # columns without a step don't depend on its size
+            self._divisor = np.where(step.h == 0, 1, step.h)  # columns without a step have zero increments
 
     def note_stage(self, j: int, parts: list[Any], y_bar: Array | None) -> None:
-        """Add the cotangents of the leaves, of time, and of the argument of stage j."""
+        """Add the contributions of stage j, given the cotangents `parts` of leaves and time, and that of its argument."""
         self.note_leaves(parts, np.s_[: self._width], self._width)
         if not self.timed:
             return
@@ -242,7 +242,7 @@ class StepCotangents:
             self.t_bar += parts[-1]
             self.h_bar += self.step.tableau.c[j] * parts[-1]
         if j and y_bar is not None:
-            # The derivative of y_j = u + h Σ a k with respect to h is (y_j - u) / h. This includes the new state.
+            # The derivative of y_j = u + h Σ a k, which may be the new state, with respect to h is (y_j - u) / h.
             self.h_bar += _dot(y_bar, self.step.y[j] - self.step.y[0]) / self._divisor
 
     def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:
@@ -263,7 +263,7 @@ class StepCotangents:
         self.h_bar += _dot(cotangent, step.argument(step.last) - step.y[0]) / self._divisor
 
     def note_saved(self, inside: Sequence[Inside]) -> None:
-        """Add the contributions of states at fixed times inside the step to the cotangents of its time and size."""
+        """Add the contributions of states at fixed times inside the step to the cotangents of the step's time and size."""
         step = self.step
         for part in inside:
             columns = part.columns

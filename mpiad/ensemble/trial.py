@@ -1,9 +1,9 @@
 """First calls of f and of the functions of events, to check that they are written for columns (one per trajectory).
 
-Wrong axes are detected, since no other axis has the same length as the axis of columns. A sum over all of u has the right
-shape, but couples the trajectories, as does p[0] of parameters of shape (n,). Both errors are detected by a second
-call, in which the first trajectory is in another column and the other trajectories are perturbed: the result for the first
-trajectory must be the same.
+Wrong axes are detected, since no other axis has the same length as the axis of columns. A sum over all of u has the correct
+shape, but couples the trajectories, as does p[0] if p has shape (n,). Both errors are detected by a second call, in which
+the first trajectory is in another column and the other trajectories are perturbed. The result for the first trajectory
+must be the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.devices.device_arrays import arrays_of
 
-# Relative size of the perturbation; largest relative change by rounding, in units of the machine precision.
+# Relative size of the perturbation; bound on relative rounding errors, in units of the machine precision.
 MOVED, _ROUNDINGS = 0.01, 1e4
 
 
@@ -34,16 +34,16 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     if not batch.size:
         return
     if not len(batch.u0):
-        raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
-    width, more = _widths(batch)
+        raise ValueError(f"solve: u0 must have at least one component, but has shape {batch.shape}.")
+    width, other_width = _widths(batch)
     xp = arrays_of(batch.u0)
     numbers = np.arange if xp is None else xp.arange
     derivative = derivative_of(batch.f, batch.shape)
     with np.errstate(all="ignore"):
         first = _columns(batch, numbers(width) % batch.size)
         derivative.check(*first)
-        if len(batch.shape) < 2:  # f gets matrices one by one
-            moved = [cache(partial(_moved, batch, numbers(more), everything)) for everything in (True, False)]
+        if len(batch.shape) < 2:  # f is called with one matrix at a time
+            moved = [cache(partial(_perturbed_columns, batch, numbers(other_width), p_and_t)) for p_and_t in (True, False)]
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
                 if event.condition is not None:
@@ -57,11 +57,11 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
 
 
 def _widths(batch: Batch) -> list[int]:
-    """Return two numbers of columns that no other axis has."""
-    taken = {len(batch.u0), *batch.shape}
+    """Return two numbers of columns that differ from the lengths of all other axes."""
+    lengths = {len(batch.u0), *batch.shape}
     for leaf, varies in zip(batch.p.leaves, batch.p.varies):
-        taken.update(np.shape(leaf)[:-1] if varies else np.shape(leaf))
-    return [n for n in range(2, len(taken) + 4) if n not in taken][:2]
+        lengths.update(np.shape(leaf)[:-1] if varies else np.shape(leaf))
+    return [n for n in range(2, len(lengths) + 4) if n not in lengths][:2]
 
 
 def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
@@ -70,11 +70,11 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
     return locked(u), batch.p.columns(ids, len(batch.shape) > 1), locked(t)
 
 
-def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, Array]:
-    """Return columns: the first trajectory comes last, u of the others is perturbed; with `everything`, also p and t."""
+def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Array, Any, Array]:
+    """Return columns with the first trajectory last; u, and with `p_and_t` also p and t, of the others are perturbed."""
     ids = (numbers + 1) % len(numbers) % batch.size
     u, p, t = _columns(batch, ids)
-    if everything:
+    if p_and_t:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
         p = batch.p.build([_perturbed(leaf, np.abs(leaf) + 1) if own else leaf for leaf, own in varying])
         t = _perturbed(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
@@ -94,7 +94,7 @@ def _perturbed(x: Array, size: Array) -> Array:
 
 
 def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
-    """Return the given times of an event for columns, shape (m, n), except times that `GivenTimes` rejects."""
+    """Return an event's given times, shape (m, n), except times of a wrong shape, which `GivenTimes` rejects."""
     due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
     return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), -1)
 
@@ -119,11 +119,11 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
         alone, shifted, other = value[0], value[1], value[:0]
     if alone.tobytes() == shifted.tobytes():
         return  # the usual case, without further arithmetic
-    known = [part[np.isfinite(part)] for part in (value, other)]
-    largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
+    finite = [part[np.isfinite(part)] for part in (value, other)]
+    largest = max((float(np.abs(part).max(initial=0.0)) for part in finite), default=0.0)
     rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
     if not np.allclose(alone, shifted, rtol=0, atol=rounding, equal_nan=True):
         raise ValueError(
-            f"solve: {name} gives the first trajectory {alone.tolist()} among some columns, but {shifted.tolist()} among "
-            f"others: trajectories must not depend on each other. {COUPLED}"
+            f"solve: {name} returns {alone.tolist()} for the first trajectory, but {shifted.tolist()} if the other "
+            f"columns change: trajectories must not depend on each other. {COUPLED}"
         )

@@ -1,10 +1,10 @@
 """The vectorized solver: many trajectories that advance together, each with its own time, step size and error control.
 
-Each iteration, called a turn, tries one step in every column. The class `Turns`, which decides on steps and return codes,
-is shared by the host and devices (`on_device.rounds`). Ended trajectories remain in their columns, with steps of length
-zero. The host works in place on masked columns, and stores the results of a trajectory when it ends. On a device,
-operations process all columns, and return states as new arrays, which the record keeps; the host waits for the device only
-once or twice per turn.
+Each iteration, called a turn, tries one step in every column. The class `Turns`, which controls steps and return codes, is
+shared by the host and devices (`on_device.rounds`). Ended trajectories remain in their columns, with steps of size zero.
+On the host, states are updated in place in masked columns, and results are stored when a trajectory ends. On a device,
+operations process all columns, and return states as new arrays, to which the record refers; the host waits for the device
+only once or twice per turn.
 
 On the host the working set is a block of columns that fits into the cache. All arithmetic is elementwise over columns, so
 the results of a trajectory don't depend on other columns. When enough trajectories have ended, waiting trajectories replace
@@ -30,12 +30,12 @@ from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import StepObservers, Stopped
 
-# Number of entries of an array of the working set. About fifteen arrays of this size fit into the cache.
+# Number of entries per array of the working set. About fifteen such arrays fit into the cache.
 _BLOCK = 32_768
 _LEAST_COLUMNS = 512
-# Ended columns are replaced when this number of their entries has been computed. Replacing them costs about as much.
+# Ended columns are replaced when this number of their entries has been computed. A replacement costs about as much.
 _IDLE = 10_000
-# Number of turns for which suspended columns wait for others, until events act on all suspended columns together.
+# Maximum number of turns until events act on suspended columns, so that more columns are processed together.
 _WAITING = 3
 # With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last step.
 _ROUNDING = 1e-9
@@ -49,7 +49,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     empty_spans = np.count_nonzero(batch.start == batch.end)
     if empty_spans and settings.progress is not None:
         settings.progress(int(empty_spans))
-    # Overflow and NaN are reported by return codes.
+    # Return codes report overflow and NaN.
     with np.errstate(all="ignore"):
         WorkingSet(batch, settings, outcome).run()
     if settings.acting is not None:
@@ -67,7 +67,7 @@ class Turns:
     t: Array
     end: Array
     h: Array  # sizes of the next steps
-    q2: Array  # squared errors of the last accepted steps
+    q2: Array  # mean square errors of the last accepted steps, relative to the tolerance
     live: Array  # whether the trajectory is active
     rejected: Array  # whether the last try was rejected
     idle: Array  # 1 for columns that have ended, else 0
@@ -77,7 +77,7 @@ class Turns:
     def __init__(self, settings: Settings):
         self._settings = settings
         self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
-        # The number of tries of a column is the number of turns since it entered.
+        # The number of tried steps of a trajectory is the number of turns since it entered.
         self._turn, self._alive, self._last_turn = 0, 0, settings.max_steps
         self._stages: Any = None
         self._sign: Array | None = None
@@ -95,7 +95,7 @@ class Turns:
 
     @abstractmethod
     def _finish_turn(self, accepted: Array, h: Array, t_new: Array) -> None:
-        """Advance by the accepted steps, and deactivate the trajectories that end with them."""
+        """Advance by the accepted steps, and deactivate the trajectories that end."""
 
     @abstractmethod
     def _some_are_small(self) -> bool:
@@ -103,13 +103,13 @@ class Turns:
 
     @abstractmethod
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        """Deactivate the trajectories of a mask."""
+        """Deactivate the trajectories of a mask, and store their return code."""
 
     def _next_steps(self) -> tuple[Array, Array]:
         """Return the times after the next steps, and the sizes of these steps."""
         t_new = self.t + self.h
         if self._tableau.error is None:
-            # Equal steps don't add up to tspan exactly. A remainder of the size of rounding errors isn't a separate step.
+            # Equal steps don't add up to tspan exactly. A remainder of the order of rounding errors isn't a separate step.
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
         np.minimum(t_new, self.end, out=t_new)
         return t_new, t_new - self.t
@@ -164,7 +164,7 @@ class WorkingSet(Turns):
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
-        # The number of columns that wait for events to act, and the number of turns for which they have waited.
+        # The number of suspended columns, and the number of turns since the first of them was suspended.
         self._suspended = self._turns_suspended = 0
 
     def run(self) -> None:
@@ -182,7 +182,7 @@ class WorkingSet(Turns):
             self._observers.close()
 
     def _refill(self) -> bool:
-        """Replace ended trajectories by waiting ones, or remove them; return whether any trajectories are left."""
+        """Replace ended trajectories by waiting ones, or remove them; return whether any trajectories remain."""
         keep, before = np.flatnonzero(self.live), len(self.ids)
         new = self._initialization.admit(self._width - len(keep))
         count = len(keep) + len(new.ids)
@@ -210,7 +210,7 @@ class WorkingSet(Turns):
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
-        # Limits for cheap checks: no trajectory reaches max_steps before this turn; steps of this size or more are allowed.
+        # Limits for inexpensive checks: no trajectory reaches max_steps before this turn; steps of this size are allowed.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         goal = self._initialization.goal(self.ids)
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))
@@ -223,7 +223,7 @@ class WorkingSet(Turns):
             step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
             stopped = self._observers.process(step, self._p, done, self.h)
         if np.count_nonzero(accepted) == self._alive:
-            # Ended columns are advanced, too, by steps of size zero; after a failure their states aren't used.
+            # Ended columns are also advanced, by steps of size zero; after a failure their states aren't used.
             self.u, self.t = stages.advance(self.u, None), t_new
             np.add(self.number, _ONE_MORE, self.number)
         else:
@@ -245,7 +245,7 @@ class WorkingSet(Turns):
         self._end_failed(accepted)
 
     def _resume(self) -> None:
-        """Let events act on the waiting columns, which then continue or end."""
+        """Apply events to the suspended columns, which then continue or end."""
         self._suspended = self._turns_suspended = 0
         for resumed in self._observers.resume():  # type: ignore[union-attr]
             columns, codes = resumed.columns, resumed.codes
@@ -276,7 +276,7 @@ class WorkingSet(Turns):
         outcome.t_reached[ids] = self.t[columns] * self._initialization.signs[ids]
         outcome.codes[ids] = code.code
         outcome.naccept[ids] = self.number[columns]
-        outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]  # each turn was a try
+        outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]  # one try per turn
         self._deactivate(columns)
         self._alive -= len(columns)
         if self._settings.progress is not None:
@@ -284,6 +284,6 @@ class WorkingSet(Turns):
 
     def _deactivate(self, columns: Array) -> None:
         self.live[columns] = False
-        # The next steps have length zero, since they end at `end`. Sizes of 1 pass the check for small steps.
+        # The next steps have size zero, since they end at `end`. The value 1 of `h` passes the check for small steps.
         self.end[columns] = self.t[columns]
         self.h[columns] = self.idle[columns] = 1.0

@@ -1,9 +1,9 @@
-"""The base class of Gaussian priors, the checks of their arguments, and their pointwise variances.
+"""The base class of Gaussian priors, checks of their arguments, and their pointwise variances.
 
 Variances are the diagonal entries of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. They are computed without a solve, from
 the heat kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per dimension, and the diagonal
-of each factor is a sum over the cosine modes of its dimension (Fourier modes if it is periodic). With t = eˢ the
-trapezoidal rule converges geometrically.
+of each factor is a sum over the cosine modes of its dimension (Fourier modes if periodic). With t = eˢ the trapezoidal
+rule converges geometrically.
 
 References
 ----------
@@ -124,8 +124,8 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
     """Return the fields as blocks; raise a TypeError or ValueError on all ranks if an argument is invalid; collective."""
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
-    group, found = channel(domain.comm, call), []
-    with raising_together(group):
+    used, blocks = channel(domain.comm, call), []
+    with raising_together(used):
         # Numbers, and sequences with one number per dimension, must be positive and the same on all ranks.
         for name, value in numbers.items():
             several = isinstance(value, (Sequence, np.ndarray))
@@ -147,9 +147,9 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
                 )
             if not np.all(np.isfinite(block)) or (k > 0 and not np.all(block > 0.0)):
                 raise ValueError(f"{call}: {name} must be {'finite' if k == 0 else 'positive'} in all cells.")
-            found.append(np.broadcast_to(block, domain.local_shape).copy())
-    require_same(group, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
-    return found
+            blocks.append(np.broadcast_to(block, domain.local_shape).copy())
+    require_same(used, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
+    return blocks
 
 
 def _is_positive(value: Any) -> bool:

@@ -87,8 +87,8 @@ class H1(GaussianPrior):
         for axis, rate in enumerate(self._rates):
             previous = [slice(1, -1)] * len(self._rates)
             previous[axis] = slice(0, -2)
-            here = xi[axis].copy()
+            upper = xi[axis].copy()
             if self.domain.neighbours[axis][1] is None:  # no face beyond the last cell
-                here[(slice(None),) * axis + (slice(-1, None),)] = 0.0
-            total = total + math.sqrt(rate) * (padded[(axis, *previous)] - here)
+                upper[(slice(None),) * axis + (slice(-1, None),)] = 0.0
+            total = total + math.sqrt(rate) * (padded[(axis, *previous)] - upper)
         return self._levels.solve(total, rtol=self._rtol) / math.sqrt(self._volume)

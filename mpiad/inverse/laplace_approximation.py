@@ -33,13 +33,13 @@ class Posterior:
     Attributes
     ----------
     mean : array of shape local_shape
-        The most probable field.
+        This rank's block of the most probable field.
     prior : GaussianPrior
         The prior, with the inverse covariance R.
-    values : array, shape (k,)
-        The eigenvalues λ in descending order.
-    vectors : array, shape (k, *local_shape)
-        The eigenvectors u, with uᵀ R u = 1.
+    values : array, shape (n,)
+        The eigenvalues λ in descending order; n is at most k.
+    vectors : array, shape (n, *local_shape)
+        This rank's blocks of the eigenvectors u, with uᵀ R u = 1.
 
     Examples
     --------

@@ -24,15 +24,15 @@ class CheckpointFile(NamedTuple):
     Attributes
     ----------
     path : str or Path
-        The file. With sharded methods each rank writes two files alternately, with its number in their names.
+        The file. With sharded methods each rank writes two files alternately, with the rank's number in their names.
     every : int
         Number of iterations between two written states.
     patience : float
         Maximum time in seconds to finish the iteration after SIGTERM, before the job ends.
     blocks : tuple of slice, optional
         Position of a rank's variables in the whole arrays of a sharded solve, along their last axes: for example
-        `Domain.owned`, which `Domain.minimize` passes. With it a solve can resume on any number of ranks. Without it,
-        arrays with one axis are assumed to be consecutive parts of whole arrays, in the order of ranks.
+        `Domain.owned`, which `Domain.minimize` passes. With `blocks` a solve can resume on any number of ranks. Without
+        `blocks`, arrays with one axis are assumed to be consecutive parts of whole arrays, in the order of ranks.
 
     Examples
     --------
@@ -98,17 +98,17 @@ class WriteFailures:
             )
         self._last = reason
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Clear the last reason after a successful write."""
         self._last = ""
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
     """Return a checksum of arrays."""
-    found = 0
+    checksum = 0
     for array in arrays:
-        found = zlib.crc32(np.ascontiguousarray(array).data, found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    return f"{checksum:08x}"
 
 
 def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int) -> dict[str, Any]:
@@ -174,5 +174,5 @@ class RootCheckpoint:
         except OSError as error:
             self._failures.warn(iteration, self._failures.reason(error, self._checkpoint.file))
         else:
-            self._failures.end()
+            self._failures.clear()
             self._written, self._x, self._counts = iteration, x, evaluations

@@ -221,6 +221,6 @@ def _add_nonlinear(
             with used.refusing(_ON_ROOT):
                 return given.hess(packing.unpack(vector), weights)
 
-    kept = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
-    constraint = scipy.optimize.NonlinearConstraint(fun.value, given.lb, given.ub, jac=fun.jacobian, hess=hess, **kept)
+    options = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
+    constraint = scipy.optimize.NonlinearConstraint(fun.value, given.lb, given.ub, jac=fun.jacobian, hess=hess, **options)
     found.add(constraint, fun.value, given.lb, given.ub)

@@ -1,4 +1,4 @@
-"""The objective as the root's method calls it: values and gradients are stored, counted and limited."""
+"""The evaluations that the root's method requests: values and gradients are stored, counted and limited."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
 
 _MAX_STORED = 4  # number of stored points, since a line search may accept an earlier point than the last one
-# In all methods, if the objective isn't finite at a trial point, the next trial step has this fraction of the length. For
-# log barriers values from 0.2 to 0.4 take the fewest evaluations.
+# In all methods, if the objective isn't finite at a trial point, the next trial step has this fraction of its length. For
+# log barriers, values from 0.2 to 0.4 need the fewest evaluations.
 RETREAT = 0.3
 _COUNT_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "product"}
 
@@ -96,7 +96,7 @@ class Points:
         self.counts = Counts(value=0, gradient=0, both=0, product=0)
         self.maxfun: float | None = None  # maximum number of evaluations of the objective; the first is always made
         self.violation: Callable[[np.ndarray], float] | None = None  # the largest violation of bounds and constraints
-        self.best: Point | None = None  # with the lowest finite objective of the points with the least violation
+        self.best: Point | None = None  # the point with the lowest finite objective among those with the least violation
         self._first_point: Point | None = None
         self.iterate: Point | None = None  # the last iterate
         self.interruptible = False  # whether the solve ends after a rank received SIGTERM
@@ -109,7 +109,7 @@ class Points:
         return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
 
     def limit_reached(self) -> EndMethod:
-        """Return the exception that leaves a method when it needs more evaluations than `maxfun`."""
+        """Return the exception that ends a method that needs more evaluations than `maxfun`."""
         text = f"STOP: all maxfun={self.maxfun:.0f} evaluations are done. Raise options['maxfun'], or accept "
         return EndMethod(Ending(1, text + "x, the best point so far."), at_best=True)
 
@@ -157,15 +157,15 @@ class Points:
         The substitutes belong to a parabola along the line from the iterate, with the value and slope of the iterate. Its
         minimum is the point that a line search should try next.
         """
-        iterate, known = self.iterate, (point.value, point.gradient)
-        finite = all(each is None or np.all(np.isfinite(each)) for each in known)
+        iterate, pair = self.iterate, (point.value, point.gradient)
+        finite = all(each is None or np.all(np.isfinite(each)) for each in pair)
         if finite or iterate is None or iterate.gradient is None or iterate.value is None:
-            return known
+            return pair
         with np.errstate(over="ignore", invalid="ignore"):
             step = point.x - iterate.x
             slope, square = float(iterate.gradient @ step), float(step @ step)
         if not (slope < 0.0 and 0.0 < square < math.inf and math.isfinite(iterate.value)):
-            return known
+            return pair
         return iterate.value + slope * (1.0 - 0.5 / RETREAT), step * (slope * (1.0 - 1.0 / RETREAT) / square)
 
     def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
@@ -188,7 +188,7 @@ class Points:
             raise EndMethod(INTERRUPTED)
         self._first_point = self._first_point or point
         value, gradient = self._carry_out(kind, x)
-        self._last_with_value = point if kind == VALUE else None  # a gradient, or both at once, consumes the forward pass
+        self._last_with_value = point if kind == VALUE else None  # an evaluation of the gradient consumes the forward pass
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value
@@ -208,9 +208,9 @@ class Points:
     def not_finite_at_start(self) -> str:
         """Return a sentence that names the ranks with values that aren't finite at x0; "" if all are finite."""
         first = self._first_point
-        if first is None or all(np.all(np.isfinite(known)) for known in (first.value, first.gradient) if known is not None):
+        if first is None or all(np.all(np.isfinite(each)) for each in (first.value, first.gradient) if each is not None):
             return ""
-        self._instructions.give(NOT_FINITE, first.x)
+        self._instructions.send(NOT_FINITE, first.x)
         return self._evaluation.carry_out(NOT_FINITE, first.x, None)
 
     @property
@@ -224,5 +224,5 @@ class Points:
     def _carry_out(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.agreement.raise_if_failed()  # after a failure the other ranks no longer wait for instructions
         self.counts[_COUNT_NAMES[kind]] += 1
-        self._instructions.give(kind, x, direction)
+        self._instructions.send(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)

@@ -26,7 +26,7 @@ class Iterate(Protocol):
 
     @property
     def norm(self) -> float:
-        """Return the gradient's largest absolute entry; NaN if it hasn't been evaluated."""
+        """Return the gradient's largest absolute entry; NaN if the gradient hasn't been evaluated."""
         ...
 
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     evaluations : int
         Evaluations of the objective so far.
     seconds : float
-        Time since the start of the solve.
+        Time since the start of the solve, in seconds.
     """
 
     iteration: int
@@ -68,7 +68,7 @@ class History(NamedTuple):
     evaluations : array of int
         Evaluations of the objective so far.
     seconds : array
-        Time since the start of the solve.
+        Time since the start of the solve, in seconds.
 
     Examples
     --------
@@ -115,7 +115,7 @@ class Record:
         return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
 
     def restore(self, table: np.ndarray) -> None:
-        """Continue with the rows of an earlier run, and with its elapsed time."""
+        """Restore the rows and the elapsed time of an earlier run."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
         self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None
 
@@ -129,8 +129,8 @@ class Record:
 class Progress:
     """The progress bar of a solve, on the root.
 
-    The bar counts iterations, or evaluations if the user's options limit only these. It doesn't use default limits, which
-    are too high to be useful.
+    The bar counts iterations, or evaluations if the user's options limit only the evaluations. Default limits aren't used,
+    since they are too high to be useful.
     """
 
     def __init__(self, options: dict[str, Any] | None):

@@ -61,7 +61,7 @@ class Iterates:
             return float(np.sqrt(vdot(self._step_vector, self._step_vector)))
 
     def restore(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
-        """Return the last iterate of an earlier run, and continue its counts; None if there was none."""
+        """Return the state of an earlier run, and continue its history and `counts`; None if there is no such run."""
         state = self._checkpoint.load()
         if state is not None:
             self.record.restore(state["history"])
@@ -93,7 +93,7 @@ class IteratesOfPoints(Iterates):
     def __init__(self, points: Points, callback: Function | None, leader: Leader, checkpoint: RootCheckpoint):
         super().__init__(callback, leader, checkpoint)
         # The number of iterations of earlier runs, and whether these runs have used all evaluations.
-        self._points, self.earlier, self.exhausted = points, 0, False
+        self._points, self.earlier_iterations, self.exhausted = points, 0, False
         self._resumed = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ class IteratesOfPoints(Iterates):
         points.interruptible = self._checkpoint.active
         if found is None:
             return start
-        points.iterate, self.earlier, self._resumed = points.at(found["x"]), self.count, True
+        points.iterate, self.earlier_iterations, self._resumed = points.at(found["x"]), self.count, True
         self.exhausted = points.exhausted
         if self.exhausted:
             # SciPy won't be called, so value and gradient are those of the checkpoint.

@@ -52,8 +52,8 @@ def _soft_l1(z: np.ndarray) -> list[np.ndarray]:
 
 
 def _huber(z: np.ndarray) -> list[np.ndarray]:
-    near, root = z <= 1.0, np.sqrt(np.maximum(z, 1.0))
-    return [np.where(near, z, 2.0 * root - 1.0), np.where(near, 1.0, 1.0 / root), np.where(near, 0.0, -0.5 / root**3)]
+    inlier, root = z <= 1.0, np.sqrt(np.maximum(z, 1.0))
+    return [np.where(inlier, z, 2.0 * root - 1.0), np.where(inlier, 1.0, 1 / root), np.where(inlier, 0.0, -0.5 / root**3)]
 
 
 def _cauchy(z: np.ndarray) -> list[np.ndarray]:
@@ -91,7 +91,7 @@ class Loss:
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the `Loss`, or None for the sum of squares; raise a ValueError if loss or scale are invalid."""
+    """Return the `Loss`, or None for the sum of squares; raise a ValueError if loss or scale is invalid."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
@@ -156,7 +156,7 @@ class ResidualEvaluation:
         return self._gathered(self.agreement.run(lambda: self._as_vector(f)))
 
     def _as_vector(self, found: object, size: int | None = None) -> np.ndarray:
-        """Return residuals or their tangents; raise if their number isn't `size`, by default that of the first call."""
+        """Return residuals or tangents as a vector; raise unless their number is `size`, or that of the first call."""
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
         if size is not None and found.size != size:
@@ -180,7 +180,7 @@ class ResidualEvaluation:
             # With a robust loss and large outliers, a gradient computed from R would have only half of the digits.
             return _qr_factor(np.column_stack([model, weighted])), model @ weighted
 
-        # The factor R of the stacked factors is that of all rows, since RᵀR is the sum over the ranks.
+        # The factor R of the stacked factors is that of all rows, since RᵀR is the sum of these products over the ranks.
         factors = self._comm.gather(self.agreement.run(reduced), self._program.root)
         if factors is None:
             return None
@@ -190,11 +190,11 @@ class ResidualEvaluation:
         """Return this rank's rows of the Jacobian, shape (m_r, n)."""
         if self._rows is not None and self._rows[0] == vector.tobytes():
             return self._rows[1]
-        x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
+        x, jac, args = self._packing.unpack(vector), self._program.jac, self._program.args
         size = self._residuals(vector).size
-        if callable(given):
+        if callable(jac):
             # A copy, because the user's function may write its next result into the same array.
-            rows = self.agreement.run(lambda: self._checked_jacobian(np.array(to_host(given(x, *args)), dtype=float), size))
+            rows = self.agreement.run(lambda: self._checked_jacobian(np.array(to_host(jac(x, *args)), dtype=float), size))
         else:
 
             def column(unit: np.ndarray) -> np.ndarray:
@@ -217,8 +217,8 @@ class ResidualEvaluation:
             rows = self._jacobian(vector)
             return self._gathered(self.agreement.run(lambda: rows @ direction))
         self._residuals(vector)
-        kept, v = self._stored[1], self._packing.unpack(direction)  # type: ignore[index]
-        return self._gathered(self.agreement.run(lambda: self._as_vector(kept.jvp(v))))
+        linearized, v = self._stored[1], self._packing.unpack(direction)  # type: ignore[index]
+        return self._gathered(self.agreement.run(lambda: self._as_vector(linearized.jvp(v))))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
@@ -228,22 +228,22 @@ class ResidualEvaluation:
             rows = self._jacobian(vector)
             return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: rows.T @ own))
         f = self._residuals(vector)
-        kept = self._stored[1]  # type: ignore[index]
-        part = self.agreement.run(lambda: self._packing.pack_gradient(kept.vjp(own.reshape(f.shape))))
+        linearized = self._stored[1]  # type: ignore[index]
+        part = self.agreement.run(lambda: self._packing.pack_gradient(linearized.vjp(own.reshape(f.shape))))
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's residuals, shape (m_r,); store them, since SciPy may request the Jacobian at this point."""
         key = vector.tobytes()
         if self._stored is None or self._stored[0] != key:
-            self._stored = None  # frees its memory before the next one is allocated
+            self._stored = None  # frees the memory before the next linearization
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
-                kept = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x))
-                f = kept.value
+                found = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._call_fun(x)))(x))
+                f = found.value
             else:
-                kept, f = None, self.agreement.run(lambda: self._call_fun(x))
-            self._stored = key, kept, np.ascontiguousarray(f, dtype=float)
+                found, f = None, self.agreement.run(lambda: self._call_fun(x))
+            self._stored = key, found, np.ascontiguousarray(f, dtype=float)
             self._at_start.note("residuals", f)
         return self._stored[2]
 
@@ -330,7 +330,7 @@ class _Problem:
     def _instruct(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
         self._evaluation.agreement.raise_if_failed()
         self.counts[name] += 1
-        self._instructions.give(kind, x, direction)
+        self._instructions.send(kind, x, direction)
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
@@ -352,7 +352,7 @@ class _Problem:
         """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
         first, self._restarted = self._restarted, False  # the first point of a resumed run is already recorded
         if (self.iterate is None or first) and not np.all(np.isfinite(self.last_residuals)):
-            self._instructions.give(NOT_FINITE, x)
+            self._instructions.send(NOT_FINITE, x)
             found = self._evaluation.carry_out(NOT_FINITE, x, None)
             raise ValueError(
                 f"least_squares: the residuals aren't finite at x0. Choose an x0 at which they are finite.{found}"
@@ -440,7 +440,7 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
 
 def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
     outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
-    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's has the rounding error of a square root
+    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's cost has the rounding error of a square root
     history = problem.record.history()
     if problem.resumed:  # SciPy counts from the restart
         outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
@@ -464,7 +464,7 @@ def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarra
 
 
 def _loss_with_cost(z: np.ndarray) -> np.ndarray:
-    """Return the values of SciPy's loss if the user's is robust; z are the squared surrogates, z[1] twice the cost."""
+    """Return SciPy's loss if the user's is robust; z are the squared surrogate residuals, and z[1] is twice the cost."""
     rho = np.zeros((3, z.size))
     rho[0, 1] = z[1]
     rho[1] = 1.0
@@ -526,16 +526,17 @@ def least_squares(
     max_nfev : int, optional
         Maximum number of evaluations; 100 n by default.
     tr_options : dict, optional
+        Further options of the solver, as in SciPy.
     loss : {"linear", "soft_l1", "huber", "cauchy", "arctan"} or callable
         The robust loss, which reduces the weight of outliers. A function is called with squared residuals z, shape (m,),
         and returns ρ(z) and its first two derivatives, shape (3, m).
     f_scale : float
-        Residuals larger than this are outliers.
+        Residuals with larger absolute values are treated as outliers.
     tr_solver : {"exact", "lsmr"}, optional
         With "exact", the default for up to 100 variables, each rank factorizes its own rows of the Jacobian, and the root
         stores (n + 1)² numbers per rank. "lsmr", the default for more variables, needs at least two variables. It uses
-        products with the Jacobian, which `linearize` computes if `jac` isn't given; the root stores several vectors of the
-        length of all residuals.
+        products with the Jacobian, which `linearize` computes if `jac` isn't given; the root stores several vectors of
+        the residuals of all ranks.
     callback : callable, optional
         As in `minimize`; `fun` of its OptimizeResult is the cost.
     root : int
@@ -585,13 +586,13 @@ def least_squares(
     keywords = {"bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale}
     keywords |= {"max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options}
     with restoring_state(), suspended():
-        start, robust, kept = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
+        start, robust, file = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
         kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver, max_dense=_MAX_DENSE)
         solve = RootDriven(used, program, start, kind, _CALL)
-        arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
-        shown = Progress(keywords) if progress else None
-        with solve.ending(kept, shown):
-            return solve.run(partial(drive, arguments), shown)
+        arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, file, program, tr_solver)
+        bar = Progress(keywords) if progress else None
+        with solve.ending(file, bar):
+            return solve.run(partial(drive, arguments), bar)
 
 
 def _agree_on_arguments(
@@ -600,7 +601,7 @@ def _agree_on_arguments(
     """Check the arguments on all ranks; return the root's x0 as variables, the loss and the checkpoint."""
     loss, scale, solver, method = shared
     with raising_together(used, Exception):
-        kept = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
+        file = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
         check_program(program, used, _CALL)
         if program.jac is True:
             raise TypeError("least_squares: jac must be a function that returns this rank's rows, or None, but got True.")
@@ -615,6 +616,6 @@ def _agree_on_arguments(
     jac = None if program.jac is None else "a function"
     described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
     described += f", jac={jac}"
-    described += "" if kept is None else f", a checkpoint every {kept.every} iterations"
+    described += "" if file is None else f", a checkpoint every {file.every} iterations"
     require_same(used, described, _CALL)
-    return shared_start(used, program, start, x0, _CALL), robust, kept
+    return shared_start(used, program, start, x0, _CALL), robust, file

@@ -1,4 +1,4 @@
-"""`minimize`: the root runs one of SciPy's methods, and all ranks evaluate the objective; `mpi_optimize`.
+"""`minimize` and `mpi_optimize`: the root runs one of SciPy's methods, and all ranks evaluate the objective.
 
 The root makes every decision (another trial, stop, a limit, an error) and sends it to all ranks. `root_driven` begins and
 ends a solve, `root_protocol` sends the root's instructions, `objective_evaluation` executes them,
@@ -79,8 +79,8 @@ def minimize(
         it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of the objective.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
         Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". They
-        are used on the root only, as are `constraints`, `tol`, `options` and `callback`. With sharded methods they are
-        those of this rank's own variables; `tol` and `options` must then be the same on all ranks.
+        are used on the root only, as are `constraints`, `tol`, `options` and `callback`. With sharded methods the
+        bounds are those of this rank's own variables; `tol` and `options` must then be the same on all ranks.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's constraints, for "SLSQP" and "trust-constr". Their functions are called on the root only, with the variables
         in the structure of x0, and must not communicate. Their Jacobians are those with respect to the flattened variables,
@@ -114,7 +114,7 @@ def minimize(
         `mpiad.optimize.CheckpointFile`) and at the end. If it exists, the solve resumes from it. With sharded methods each
         rank writes its own files next to this path; a solve then resumes bit for bit on the same number of ranks, and up to
         rounding on another. Other methods resume from the last iterate. After SIGTERM on any rank the state is written, and
-        all ranks return with status 143.
+        all ranks return a result with status 143.
     progress : bool
         Whether the root shows its progress on standard error: each iterate, and an estimate of the remaining time if
         `maxiter` or `maxfun` is among the options.
@@ -166,11 +166,11 @@ def minimize(
         arguments = MethodArguments(bounds, constraints, tol, options, callback, checkpoint)
         start, arguments = _agree_on_arguments(used, program, method, x0, arguments)
         solve = Sharded(used, program, start) if isinstance(start, LocalArguments) else RootDriven(used, program, start)
-        shown = Progress(options) if progress else None
-        with solve.ending(arguments.checkpoint, shown):
+        bar = Progress(options) if progress else None
+        with solve.ending(arguments.checkpoint, bar):
             if isinstance(solve, Sharded):
-                return solve.run(callback, shown)
-            return solve.run(partial(drive, method_named(method), arguments, program), shown)
+                return solve.run(callback, bar)
+            return solve.run(partial(drive, method_named(method), arguments, program), bar)
 
 
 def _agree_on_arguments(
@@ -265,7 +265,7 @@ def mpi_optimize(
     >>> print(np.round(result.x, 4))
     [3. 3.]
     """
-    # None and booleans have other meanings in `minimize`, so a string replaces them, for which it raises a TypeError.
+    # None and booleans have other meanings in `minimize`; it raises a TypeError for the string that replaces them.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     solver = {"method": method, "bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
     output = {"callback": callback, "checkpoint": checkpoint, "progress": progress}

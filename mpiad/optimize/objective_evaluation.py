@@ -70,7 +70,7 @@ class Evaluation:
     def value(self, vector: np.ndarray) -> float:
         """Return the objective, on all ranks; store the forward pass for `gradient`.
 
-        If a solver inside the function doesn't converge on some rank, value and gradient are NaN, except at the start.
+        If a solver inside the function doesn't converge on some rank, value and gradient are NaN; at the start this raises.
         """
         return self.attempted(lambda: self._value(vector), lambda: math.nan)
 
@@ -92,7 +92,7 @@ class Evaluation:
         x = self._packing.view_of(vector)
         if self.separate:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
-        self._forward = None  # frees its memory before the next one is allocated
+        self._forward = None  # frees the memory before the next forward pass
         # The ranks agree on failures before the reverse pass, in which they communicate.
         variables = variables_of((x,), 0, "minimize")
         traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
@@ -150,15 +150,15 @@ class Evaluation:
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
         """Return, on the root, the product of the Hessian with a direction; store the traced program for this point."""
         if self._hessian is None or self._hessian[0] != vector.tobytes():
-            self._hessian = None  # frees its memory before the next one is allocated
+            self._hessian = None  # frees the memory before the program is traced again
             self._hessian = vector.tobytes(), self.hessian(vector)
         return self._hessian[1](direction)
 
     def hessian(self, vector: np.ndarray) -> Callable[[np.ndarray], np.ndarray | None]:
         """Return a function that returns, on the root, the product of the Hessian at a point with a direction."""
-        x, given, args = self._packing.unpack(vector), self._program.hessp, self._program.args
-        if given is not None:
-            return lambda v: self._total_product(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
+        x, hessp, args = self._packing.unpack(vector), self._program.hessp, self._program.args
+        if hessp is not None:
+            return lambda v: self._total_product(lambda v: self._weighted(hessp(x, v, *args), "hessp"), v)
         # The product for the shared variables is the sum of the products for all ranks' copies of them.
         product = self.differentiated(self.value_at, x).product
         return lambda v: self._total_product(lambda v: self._packing.pack_gradient(product(v)), v)

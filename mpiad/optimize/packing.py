@@ -66,7 +66,7 @@ _LARGE = 1 << 20  # bytes; the allocation of smaller arrays causes no page fault
 
 
 def as_variables(x0: Tree, call: str = "minimize") -> Tree:
-    """Return x0 as the pytree for the function; raise a TypeError if it can't be one.
+    """Return x0 as the pytree for the function; raise a TypeError if it is invalid.
 
     A list of numbers becomes an array, and integers become doubles, as in SciPy; other pytrees are unchanged.
     """
@@ -120,7 +120,7 @@ class Packing:
         self._leaves, self._build = flatten(template)
         self._positions = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is RemoteArray]
         found = [self._leaves[p] for p in self._positions]
-        # A dtype from a message isn't NumPy's own object, which would change pickled results.
+        # A dtype from a message isn't NumPy's singleton, so pickled results would differ.
         self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.namespaces = [leaf.arrays if type(leaf) is RemoteArray else arrays_of(leaf) for leaf in found]
         self._on_device = any(xp is not None for xp in self.namespaces)
@@ -150,11 +150,11 @@ class Packing:
         """Return a gradient as a new vector of derivatives with respect to the real variables."""
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
-    def _packed(self, tree: Tree, view: Callable[[Array], Array], out: np.ndarray | None = None) -> np.ndarray:
+    def _packed(self, tree: Tree, convert: Callable[[Array], Array], out: np.ndarray | None = None) -> np.ndarray:
         out = np.empty(self.size) if out is None else out
         for leaf, (_, dtype), part in zip(self._arrays(tree), self.specs, split(out, self._lengths)):
             if dtype.kind == "c":
-                part.view(complex)[:] = view(leaf).reshape(-1)
+                part.view(complex)[:] = convert(leaf).reshape(-1)
             else:
                 part[:] = leaf.reshape(-1)
         return out
@@ -198,11 +198,11 @@ class Packing:
         """Return the pytree of a result of `pack_gradient`."""
         return self._unpacked(vector, np.conj)
 
-    def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
+    def _unpacked(self, vector: np.ndarray, convert: Callable[[Array], Array]) -> Tree:
         found = []
         for (shape, dtype), part in zip(self.specs, split(vector, self._lengths)):
             # Copied, because complex numbers on a device must be aligned to their size.
-            part = view(part.copy().view(complex)) if dtype.kind == "c" else part
+            part = convert(part.copy().view(complex)) if dtype.kind == "c" else part
             found.append(part.astype(dtype).reshape(shape))
         leaves = list(self._leaves)
         for position, array in zip(self._positions, put(found, self.namespaces) if self._on_device else found):
@@ -234,10 +234,10 @@ class HostPacking(Packing):
         """Return the pytree of a vector, in new memory, since the solve still uses the vector."""
         return self.unpack(vector)
 
-    def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
+    def _unpacked(self, vector: np.ndarray, convert: Callable[[Array], Array]) -> Tree:
         buffer, self._buffer = self._buffer, None
         if buffer is None:
-            return super()._unpacked(vector, view)
+            return super()._unpacked(vector, convert)
         leaves = list(self._leaves)
         leaves[self._positions[0]] = buffer.reshape(self._shape)
         return self._build(leaves)
@@ -267,11 +267,11 @@ class DevicePacking(Packing):
         """Return the pytree of a vector, in new memory, since the solve still uses the vector."""
         return self.unpack(vector)
 
-    def _packed(self, tree: Tree, view: Callable[[Array], Array], out: object = None) -> Array:
+    def _packed(self, tree: Tree, convert: Callable[[Array], Array], out: object = None) -> Array:
         parts = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             if dtype.kind == "c":
-                leaf = self.xp.contiguous(view(leaf).astype(complex)).reshape(-1).view(float)
+                leaf = self.xp.contiguous(convert(leaf).astype(complex)).reshape(-1).view(float)
             parts.append(leaf.reshape(-1).astype(float))
         return np.concatenate(parts)
 
@@ -294,7 +294,7 @@ def local_packing(start: Tree) -> LocalPacking:
     packing = DevicePacking(start)
     if len(set(packing.namespaces)) > 1:
         raise TypeError(
-            "minimize: with sharded methods all variables of a rank must be on the host or on one device, but x0 holds "
-            "both. Apply mpiad.device.to_device or mpiad.device.to_host."
+            "minimize: with sharded methods all variables of a rank must be on the host or on one device, but the "
+            "arrays of x0 are on several. Apply mpiad.device.to_device or mpiad.device.to_host."
         )
     return packing

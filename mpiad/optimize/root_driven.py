@@ -94,13 +94,13 @@ def _converted(x0: Tree) -> Tree:
         return x0
 
 
-def _require_root_values(used: Channel, root: Rank, own: Leaves | None, roots: Leaves, call: str) -> None:
+def _require_root_values(used: Channel, root: Rank, own: Leaves | None, root_leaves: Leaves, call: str) -> None:
     """Raise a ReplicationError on all ranks if the x0 of any rank differs from the root's; collective.
 
     Values are compared by ``==``, except that all NaNs are equal. `own` are the leaves of this rank's x0 with their paths,
-    or None if it passed none; `roots` are those of the root's x0.
+    or None if there is none; `root_leaves` are those of the root's x0.
     """
-    found = None if own is None or used.rank == root else _difference(own, roots, root)
+    found = None if own is None or used.rank == root else _difference(own, root_leaves, root)
     if not on_any_rank(used.data, found is not None):
         return
     every: list[Difference | None] = used.data.allgather(found)
@@ -111,12 +111,12 @@ def _require_root_values(used: Channel, root: Rank, own: Leaves | None, roots: L
     raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
 
 
-def _difference(own: Leaves, roots: Leaves, root: Rank) -> Difference | None:
+def _difference(own: Leaves, root_leaves: Leaves, root: Rank) -> Difference | None:
     try:
-        for (path, _), (other, _) in zip_longest(own, roots, fillvalue=("nothing more", None)):
+        for (path, _), (other, _) in zip_longest(own, root_leaves, fillvalue=("nothing more", None)):
             if path != other:
                 return _structural_difference(path, f"it holds {path}, but rank {root}'s holds {other} at this position")
-        ours, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (own, roots))
+        ours, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (own, root_leaves))
         found = (_leaf_difference(path, a, b, root) for (path, _), a, b in zip(own, ours, theirs))
         return next(filter(None, found), None)
     except Exception as error:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
@@ -240,7 +240,7 @@ class RootDriven(Solve):
                 raise self.agreement.error from error.__cause__
             cause, outcome = error, RootFailure(error, self._call)
         # The other ranks wait for this instruction even if the root has failed; they then raise the root's exception, too.
-        self._instructions.give(FINISH)
+        self._instructions.send(FINISH)
         return self._instructions.share_outcome(outcome, cause)
 
 

@@ -1,7 +1,7 @@
-"""The messages of a solve: the root's instructions to the other ranks, sums on the root, and its decisions.
+"""The messages of a solve: the root's instructions to the other ranks, sums on the root, and the root's decisions.
 
-An instruction is a broadcast of one number, for which the other ranks wait. Further broadcasts send the variables, and the
-direction of a product. The last message is the pickled outcome.
+An instruction is a broadcast of one number, for which the other ranks wait. Further broadcasts send the variables and, for
+products, the direction. The last message is the pickled outcome.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Instructions:
         self._kind, self._direction = np.zeros(1, np.int64), np.empty(size)
         self._pool = BufferPool(size)
 
-    def give(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
+    def send(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
         """Send the next instruction to the other ranks; the root calls this."""
         if self.comm.size == 1:
             return
@@ -42,7 +42,7 @@ class Instructions:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Receive the root's next instruction on one of the other ranks; the caller may keep or overwrite the variables."""
+        """Return kind, variables and direction of the root's next instruction; the caller may keep the variables."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
         kind, vector = int(self._kind[0]), self._pool.vector()
         direction = self._direction if kind in _WITH_DIRECTION else None
@@ -107,7 +107,7 @@ def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None
 class Totals:
     """Sums and maxima over all ranks, bitwise the same on all ranks: they are reduced to the root and broadcast.
 
-    An all-reduction may round differently on different ranks, and one rank might stop while another continues.
+    An all-reduction may round differently on different ranks, so that one rank stops and another continues.
     """
 
     def __init__(self, comm: Comm, root: Rank):
@@ -115,7 +115,7 @@ class Totals:
         self.is_root = comm.rank == root
 
     def decide_on_root(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return, on all ranks, the root's ``decide(sums)``, an array of length `size`; `sums` are those of all parts."""
+        """Return, on all ranks, the root's ``decide(sums)``, shape (size,), for the sums of `parts` over all ranks."""
         decision = np.empty(size)
         sums = np.empty_like(parts) if self.is_root else None
         self._comm.Reduce(parts, sums, SUM, self._root)

@@ -1,4 +1,4 @@
-"""SciPy's methods: their properties, their runs on the root, and corrections of their results.
+"""The properties of SciPy's methods, their execution on the root, and corrections of their results.
 
 SciPy's methods return their last point. If the objective isn't finite at that point, or was lower at an earlier point, the
 best point is returned instead.
@@ -38,8 +38,8 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
     """Run a method on the root; return its result, corrected if necessary."""
     points = Points(leader.evaluation, leader.instructions, method.together)
     if arguments.bounds is not None and not method.bounded:
-        others = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
-        raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {others}.")
+        supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
+        raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
     start = leader.packing.pack(leader.start)
     box = box_of(arguments.bounds, start.size)
     constraints, given = None, arguments.constraints
@@ -57,13 +57,13 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
     checkpoint = RootCheckpoint(arguments.checkpoint, problem)
     iterates = IteratesOfPoints(points, arguments.callback, leader, checkpoint)
     start = iterates.resume(start)
-    if iterates.earlier and options.get("maxiter") is not None:  # `maxiter` includes the iterations of earlier runs
-        options = {**options, "maxiter": max(options["maxiter"] - iterates.earlier, 0)}
+    if iterates.earlier_iterations and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
+        options = {**options, "maxiter": max(options["maxiter"] - iterates.earlier_iterations, 0)}
     bounds: Any = arguments.bounds
     if isinstance(bounds, scipy.optimize.Bounds):
         low, high = (np.ravel(np.asarray(limit)) for limit in (bounds.lb, bounds.ub))
         bounds = scipy.optimize.Bounds(low, high, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type]
-    run = _no_iterations if iterates.earlier and options.get("maxiter") == 0 else scipy.optimize.minimize
+    run = _no_iterations if iterates.earlier_iterations and options.get("maxiter") == 0 else scipy.optimize.minimize
     try:
         if iterates.exhausted:
             raise points.limit_reached()
@@ -113,7 +113,7 @@ def _evaluation_limit(method: Method, options: dict) -> tuple[float | None, dict
     if not isinstance(maxfun, (int, float, np.integer)) or not 0 <= maxfun or (maxfun % 1 and maxfun != math.inf):
         raise ValueError(f"minimize: option maxfun must be an integer of at least 0, but got {maxfun!r}.")
     # SciPy checks this option only between line searches, so `Points` checks it at each evaluation.
-    return float(maxfun), options if method.knows_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
+    return float(maxfun), options if method.has_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
 
 
 _SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
@@ -125,7 +125,7 @@ class Method(NamedTuple):
     name: str  # SciPy's name
     together: bool  # whether its line search always needs the gradient together with the value
     products: bool  # whether it uses Hessian products
-    knows_maxfun: bool = False  # whether it has the option `maxfun`
+    has_maxfun: bool = False  # whether it has the option `maxfun`
     bounded: bool = False  # whether it supports bounds
     constrained: bool = False  # whether it supports constraints
 
@@ -167,7 +167,7 @@ _ROUNDING = 4.0 * sys.float_info.epsilon
 
 
 def partial_result(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
-    """Return the result of an interrupted method, at the best point or at `Points.last_or_best`."""
+    """Return the result of a method that ended early."""
     point: Point = (points.best or points.iterate) if at_best else points.last_or_best  # type: ignore[assignment]
     result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_copy_or_nan(point.gradient, point.x))
     result.update(nit=iterations, nfev=points.counts.of_objective, njev=points.counts.of_gradient)
@@ -184,7 +184,7 @@ def _copy_or_nan(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
     """Correct a result of SciPy, in place, if values aren't finite or an earlier point is better.
 
-    With constraints, a finite result of a successful method isn't replaced, since a lower point may violate them.
+    With constraints, a finite result of a successful method isn't replaced, since lower points may violate them.
     """
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.counts.of_objective)

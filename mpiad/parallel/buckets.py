@@ -33,8 +33,8 @@ class Bucket(NamedTuple):
 class Plan:
     """The division of arrays into buckets of at most `limit` bytes; a longer array has its own bucket.
 
-    The last arrays are in the first bucket, since the reverse pass computes them first. `digest` is a number that is
-    equal for plans of the same arrays. `several`: whether there are several buckets.
+    The last arrays are in the first bucket, since the reverse pass computes them first. `digest` is a checksum, which is
+    the same for plans of the same arrays. `several`: whether there are several buckets.
     """
 
     def __init__(self, specs: list[Spec], limit: int):
@@ -57,7 +57,7 @@ class Plan:
             shapes = [None if len(specs[index].shape) == 1 else specs[index].shape for index in indices]
             self.buckets.append(Bucket(indices, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
         # All ranks must get the same digest, so it contains no device numbers, and isn't computed by Python's `hash`. It is
-        # below 2¹⁸, so the sums of its squares over 10⁵ ranks, by which the ranks compare it, are exact in doubles.
+        # below 2¹⁸, so that sums of its squares over 10⁵ ranks, which `samples.totals` compares, are exact in doubles.
         descriptions = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((descriptions, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
@@ -65,7 +65,7 @@ class Plan:
 
 
 def plan_of(specs: list[Spec], limit: int, previous: Plan | None) -> Plan:
-    """Return a plan for arrays; it is the previous plan if limit and specs are the same."""
+    """Return a plan for arrays: the previous plan if limit and specs are the same."""
     return previous if previous is not None and previous.limit == limit and previous.specs == specs else Plan(specs, limit)
 
 

@@ -1,4 +1,4 @@
-"""`DistributedDataContainer`: samples divided among the ranks, each used once per epoch."""
+"""`DistributedDataContainer`: samples divided among the ranks, each of which is used once per epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.transport.devices.device_arrays import arrays_of, is_array
 
 
 def local_rank() -> Rank:
-    """Return this rank's number among the ranks of its node, without communication; see `mpiad.mpi_local_rank`.
+    """Return this rank's index among the ranks of its node, without communication; see `mpiad.mpi_local_rank`.
 
     Examples
     --------
@@ -37,7 +37,7 @@ def total_workers(comm: Comm = None) -> int:
 
 
 class DistributedDataContainer:
-    """Divide a data set among the ranks; each rank holds the whole data set, or can read it.
+    """Divide a data set among the ranks; each rank has access to the whole data set.
 
     Without `batch_size` an item is one sample, and the numbers of items of two ranks may differ by one. A loop that
     communicates for each item would then hang. With `batch_size` an item is this rank's part of a batch of all ranks, all
@@ -133,7 +133,7 @@ class DistributedDataContainer:
         )
 
     def _local_indices(self, start: int, stop: int) -> np.ndarray:
-        """Return this rank's indices of the samples from start to stop; the first ranks may have one more than others."""
+        """Return this rank's indices of the samples from start to stop; the first ranks may have one more."""
         count = stop - start
         first = self._rank * (count // self._size) + min(self._rank, count % self._size)
         length = count // self._size + (self._rank < count % self._size)

@@ -46,7 +46,7 @@ def value_and_grad(
     ----------
     loss : callable
         ``loss(params, *batch)`` returns the mean over this rank's samples, one real number. It isn't called on a rank
-        without samples, so every rank needs samples if it communicates.
+        without samples, so every rank needs samples if `loss` communicates.
     samples : callable, optional
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
         array of the batch, and 1 if there is no batch.
@@ -103,7 +103,7 @@ def value_and_grad(
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             begin = sums.begin if plan.several else None
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, sum_up, sums.add, begin)
-            # In the mean of the ranks' means, samples of small batches would have a larger weight.
+            # Not the mean of the ranks' means, in which samples of small batches would have a larger weight.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
@@ -164,8 +164,8 @@ class DistributedOptimizer:
         `Adam`, `AdamW`, `SGD`, or any object with ``setup(params) -> state`` and ``update(state, params, gradient) ->
         (state, params)``.
     reduction : {"mean", "sum"}
-        "mean": divide the sum of the gradients by the number of samples if it is given, else by the number of ranks.
-        "sum": don't divide.
+        "mean": divide the sum of the gradients by the total number of samples or, in `update` without `samples`, of
+        gradients. "sum": don't divide.
     accumulate : int
         The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
@@ -224,7 +224,7 @@ class DistributedOptimizer:
         Returns
         -------
         dict
-            `optimizer`, the inner optimizer's state; with `accumulate` also this rank's accumulated gradient
+            `optimizer`, the inner optimizer's state; if `accumulate` exceeds 1, also this rank's accumulated gradient
             (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`).
         """
         state = {"optimizer": self.optimizer.setup(params)}

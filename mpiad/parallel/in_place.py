@@ -1,7 +1,4 @@
-"""Collectives that overwrite their arguments, for state that isn't differentiated, such as running means.
-
-They aren't recorded on tapes and have no adjoint.
-"""
+"""Collectives that overwrite their arguments, without an adjoint, for state such as running means."""
 
 from __future__ import annotations
 
@@ -122,7 +119,7 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
 
     Ranks
     -----
-    All ranks of `comm` call it, and each may wait at any time; other communication is allowed in between.
+    All ranks of `comm` call it, and each rank may call `wait` at any time; other communication is allowed in between.
 
     Examples
     --------

@@ -16,7 +16,7 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return the leaves of a pytree, its trained leaves as variables; raise a TypeError if one is traced or unsupported."""
+    """Return a pytree's leaves, trained leaves as variables; raise a TypeError for traced or unsupported leaves."""
     leaves, build = flatten(tree)
     places, not_plain = [], []
     for k, leaf in enumerate(leaves):

@@ -50,10 +50,10 @@ last_container = _LastContainer()
 
 
 def require_equal_replicas(used: Channel, call: str, compared: dict[str, Tree]) -> None:
-    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between ranks, apart from leaves that aren't trained."""
+    """Raise on all ranks under MPIAD_DEBUG=1 if `compared` differs between ranks, except in untrained leaves."""
     if not watch_settings.debug():
         return
-    # The orders of samples are compared, too, unless a container belongs to another communicator.
+    # The orders of samples are also compared, unless a container belongs to another communicator.
     if not on_any_rank(used.data, last_container.size != used.size):
         compared = {**compared, "data": last_container.order}
     named = [(name, path, leaf) for name, part in compared.items() for path, leaf in named_leaves(part, name)]

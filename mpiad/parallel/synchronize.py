@@ -18,7 +18,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
-    """Broadcast the root's parameters, or its state of an optimizer, to all ranks.
+    """Broadcast the root's parameters, or the state of its optimizer, to all ranks.
 
     Parameters
     ----------
@@ -74,20 +74,20 @@ def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[in
         own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
     except TypeError as found:
         error = found
-    roots = used.data.bcast(own, root)
+    root_leaves = used.data.bcast(own, root)
     if error is None:
-        error = _difference(own, roots, used.rank, root)
+        error = _difference(own, root_leaves, used.rank, root)
     raise_together(used, error)
     return leaves, trained
 
 
 def _described(leaf: object) -> str:
-    known = isinstance(leaf, (float, complex, np.inexact, np.ndarray)) or is_device_array(leaf)
-    return described(spec_like(leaf)) if known else type(leaf).__name__
+    numeric = isinstance(leaf, (float, complex, np.inexact, np.ndarray)) or is_device_array(leaf)
+    return described(spec_like(leaf)) if numeric else type(leaf).__name__
 
 
-def _difference(own: list[tuple[str, str]], roots: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
-    for (name, mine), (path, other) in zip(own, roots):
+def _difference(own: list[tuple[str, str]], root_leaves: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
+    for (name, mine), (path, other) in zip(own, root_leaves):
         if name != path:
             return ValueError(
                 f"parallel.synchronize: all pytrees must have the same structure, but rank {rank} has {name}, and the "
@@ -98,9 +98,9 @@ def _difference(own: list[tuple[str, str]], roots: list[tuple[str, str]], rank: 
                 f"parallel.synchronize: {name} has {mine} on rank {rank}, but {other} on the root, rank {root}. Use the "
                 "same shapes and dtypes on all ranks."
             )
-    if len(own) != len(roots):
+    if len(own) != len(root_leaves):
         return ValueError(
-            f"parallel.synchronize: the pytree has {len(own)} leaves on rank {rank}, but {len(roots)} on the root, "
+            f"parallel.synchronize: the pytree has {len(own)} leaves on rank {rank}, but {len(root_leaves)} on the root, "
             f"rank {root}."
         )
     return None

@@ -24,8 +24,8 @@ _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 class TrainingCheckpoint(NamedTuple):
     """The result of `load_checkpoint`."""
 
-    tree: Tree  # the saved state that is the same on all ranks
-    own: Tree  # the saved state of this rank; None if there isn't one
+    tree: Tree  # the state that was the same on all ranks
+    own: Tree  # this rank's state, or None
 
 
 def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, root: Rank = 0, comm: Comm = None) -> None:
@@ -110,7 +110,7 @@ def load_checkpoint(
     ------
     ValueError
         On all ranks, if the file is damaged, isn't a training checkpoint, or holds states `own` of another number of ranks;
-        if no part of it matches `like` in structure, shapes and dtypes; or if it has device arrays and `like` has none.
+        if no part of the checkpoint matches `like`; or if it contains device arrays and `like` contains none.
 
     Ranks
     -----

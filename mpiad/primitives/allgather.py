@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray, ReplicatedArray
+from mpiad._typing import Array, Comm, Function, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.checks import pieces_of_all
 from mpiad.primitives.operation import communicate
@@ -21,7 +19,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     Parameters
     ----------
     x : array or number
-        Same shape and dtype on all ranks; with `axis`, lengths along it may differ.
+        Same shape and dtype on all ranks; with `axis`, the lengths along this axis may differ.
     axis : int, optional
         Axis along which the arrays are concatenated, in the order of ranks; None stacks them along a new first axis.
     comm : mpi4py intracommunicator, optional
@@ -44,7 +42,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
     Adjoint
     -------
-    The cotangents of all ranks are summed and scattered: each rank gets the sum for its own piece.
+    The cotangents of all ranks are summed and scattered: each rank gets the sum for its part.
 
     Examples
     --------
@@ -57,16 +55,16 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
-    """Collect arrays like `mpi_allgather`; `axis` isn't negative, and all ranks know all `lengths` along it."""
+    """Collect arrays like `mpi_allgather`; `axis` isn't negative, and `lengths` are those of all ranks along `axis`."""
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.gather(p.channel, x, None, p.axis, p.lengths, "mpi_allgather")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of copying a piece to all ranks: the sum of the cotangents of the copies."""
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
+    """Return the transpose of copying each rank's array to all ranks: the sum of the cotangents of the copies."""
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 
 

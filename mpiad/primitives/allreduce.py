@@ -1,14 +1,12 @@
-"""`mpi_allreduce`: combine every rank's array, with the result on all ranks."""
+"""`mpi_allreduce`: combine the arrays of all ranks, with the result on all ranks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Comm, LocalArray, Op, ReplicatedArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Op, ReplicatedArray
 from mpiad.device.assembly import concatenate
 from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
@@ -41,7 +39,7 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     Raises
     ------
     TypeError
-        If `x` or `op` can't be reduced.
+        If `x` can't be sent, or `op` isn't supported for its dtype.
 
     Ranks
     -----
@@ -49,8 +47,8 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
 
     Adjoint
     -------
-    SUM: the sum of all ranks' cotangents, on every rank. PROD: this sum times the product of the other ranks' entries;
-    entries may be zero. MAX, MIN: this sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
+    SUM: the sum of all ranks' cotangents, on every rank. PROD: this sum times the product of the other ranks' entries,
+    which may be zero. MAX, MIN: this sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
     result is NaN.
 
     Examples
@@ -62,11 +60,11 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     return communicate(ALLREDUCE, x, Reduction(channel(comm, "mpi_allreduce"), reduction_of(op, x, "mpi_allreduce")))
 
 
-def _forward(x: Array, p: Reduction) -> Any:
+def _forward(x: Array, p: Reduction) -> Array:
     return collectives.allreduce(p.channel, x, p.op, "mpi_allreduce")
 
 
-def _prepared(p: Reduction, x: Array, out: Array) -> Any:
+def _prepared(p: Reduction, x: Array, out: Array) -> Function | None:
     if p.op != SUM:  # maximum and minimum need checks for NaN
         return None
     if divides(x.nbytes):
@@ -74,7 +72,7 @@ def _prepared(p: Reduction, x: Array, out: Array) -> Any:
     return prepared_sum(p.channel, x, out)
 
 
-def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
+def _adjoint(ans: Array, x: Array, p: Reduction) -> Function:
     """Return the transpose: the result y_r of each rank r depends on each x_s, so the cotangent of x_s is a sum over r."""
     total = p._replace(op=SUM)
     if p.op == SUM:
@@ -82,13 +80,13 @@ def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
     return lambda g: communicate(ALLREDUCE, g, total) * _slope(ans, x, p)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Array:
     total = p._replace(op=SUM)
     return communicate(ALLREDUCE, dx if p.op == SUM else dx * _slope(ans, x, p), total)
 
 
-def _slope(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the derivative of a product or an extremum with respect to this rank's own entries."""
+def _slope(ans: Array, x: Array, p: Reduction) -> Array:
+    """Return the derivative of a product or an extremum with respect to this rank's entries."""
     if p.op == PROD:
         # All ranks take the same branch, since `ans` is the same on all ranks, and traced on all or none. A traced quotient
         # isn't used: its derivative would suffer from cancellation if a factor is small.
@@ -112,8 +110,8 @@ def _divides(y: Array) -> bool:
     return bool(condition if arrays is None else arrays.to_host(condition))
 
 
-def _product(factors: Array) -> Any:
-    # Pairs are multiplied, without divisions, so derivatives of any order are right even if factors are zero.
+def _product(factors: Array) -> Array:
+    # Pairs are multiplied, without divisions, so that derivatives of any order are correct even if factors are zero.
     while len(factors) > 1:
         half = len(factors) // 2
         odd = factors[2 * half :]

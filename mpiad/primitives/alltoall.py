@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.catalogue import ALLTOALL, Reduction
 from mpiad.primitives.operation import communicate
 from mpiad.transport import SUM, channel
@@ -25,7 +23,7 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`; block s is the block that rank s has for this rank.
+        Same shape and dtype as `x`; block s is the block that rank s sends to this rank.
 
     Raises
     ------
@@ -57,11 +55,11 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     return communicate(ALLTOALL, x, Reduction(used, SUM))  # the operation is ignored
 
 
-def _forward(x: Array, p: Reduction) -> Any:
+def _forward(x: Array, p: Reduction) -> Array:
     return collectives.alltoall(p.channel, x, "mpi_alltoall")
 
 
-def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
+def _adjoint(ans: Array, x: Array, p: Reduction) -> Function:
     """Return the transpose, the same exchange: the permutation that swaps blocks (r, s) and (s, r) is symmetric."""
     return lambda g: communicate(ALLTOALL, g, p)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Function
 from mpiad.primitives.catalogue import BARRIER
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Channel, channel
@@ -32,7 +30,7 @@ def _forward(x: None, p: Channel) -> None:
     p.data.Barrier()
 
 
-def _adjoint(ans: None, x: None, p: Channel) -> Any:
+def _adjoint(ans: None, x: None, p: Channel) -> Function:
     """Return a barrier, which separates the adjoints of the steps before and after the forward barrier."""
     return lambda g: communicate(BARRIER, None, p)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, Rank, ReplicatedArray, RootArray
+from mpiad._typing import Array, Comm, Function, Rank, ReplicatedArray, RootArray
 from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
@@ -26,16 +24,15 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Returns
     -------
     array
-        A new array with the shape and dtype of the root's `x`, equal on all ranks. The result is
-        on the host or device of this rank's `x`. If `x` is None, the result is on the host or on a device, like the root's
-        `x`.
+        A new array with the shape and dtype of the root's `x`, equal on all ranks. The result is on the host or device
+        of this rank's `x`. If `x` is None, the result is on the host or on a device, like the root's `x`.
 
     Raises
     ------
     TypeError
         On all ranks, if the root's `x` can't be sent.
     ValueError
-        If there is no such root.
+        If `root` isn't a rank of `comm`.
 
     Ranks
     -----
@@ -51,28 +48,28 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     [0. 1. 2.]
     """
     used = channel(comm, "mpi_bcast")
-    # The spec is None, since the root sends it in a header.
+    # The spec is None, so the root sends it in a header.
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 
-def _forward(x: Array, p: Copying) -> Any:
+def _forward(x: Array, p: Copying) -> Array:
     if p.spec is None:
         return collectives.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
     return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
 
 
-def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
+def _adjoint(ans: Array, x: Array, p: Copying) -> Function:
     """Return the transpose of copying: the sum of the copies' cotangents on the root; zeros for templates."""
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
-    def vjp(g: Array) -> Any:
+    def vjp(g: Array) -> Array:
         total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root))
         return total if template is None else template.zeros()
 
     return vjp
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Array:
     # All ranks know the spec from `ans`, so no header is sent.
     return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
 

@@ -56,14 +56,14 @@ class Dividing(NamedTuple):
     """The division of an array among the ranks."""
 
     channel: Channel
-    root: int | None  # the rank with the whole array; None if all ranks have it
+    root: int | None  # the rank that holds the whole array; None if all ranks do
     axis: int | None  # None for one block per rank along the first axis
-    lengths: list[int]  # of all ranks' pieces along the axis
-    spec: Spec  # of this rank's piece
+    lengths: list[int]  # of all ranks' parts along the axis
+    spec: Spec  # of this rank's part
 
 
 class Prefix(NamedTuple):
-    """Parameters of a sum over the ranks before this rank, or with `backwards` after it; `exclusive`: without this rank."""
+    """Parameters of a sum over the ranks up to this rank, or from it if `backwards`; `exclusive` excludes this rank."""
 
     channel: Channel
     exclusive: bool

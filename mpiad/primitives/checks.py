@@ -1,4 +1,4 @@
-"""Checks of arguments that several operations share: ranks, tags, axes and divisions of arrays."""
+"""Checks of the arguments of several operations: ranks, tags, reductions, axes and divisions of arrays."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     if name in allowed or (name is None and kind not in "fc"):
         return op
     got = "a user-defined operation" if name is None else f"MPI.{name}"
-    hint = " Make x an integer to count." if kind == "b" else ""
+    hint = " To count, convert x to integers." if kind == "b" else ""
     raise TypeError(f"{call}: op must be MPI.{', MPI.'.join(allowed)} for x of dtype {dtype}, but got {got}.{hint}")
 
 
@@ -114,19 +114,19 @@ def lengths_along(
 
 
 def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
-    """Return the spec of one rank's piece of a divided array."""
+    """Return the spec of one rank's part of a divided array."""
     if axis is None:
         return whole._replace(shape=whole.shape[1:])
     return whole._replace(shape=(*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
 
 
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
-    """Return this rank's array, its axis, and all ranks' lengths along it; collective. Errors raise on all ranks."""
-    array, place, own_error = np.zeros(0), None, None
+    """Return this rank's array, the axis, and all ranks' lengths along the axis; collective. All ranks raise the errors."""
+    array, index, own_error = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)
-        place = axis_of(axis, array.ndim, call)
+        index = axis_of(axis, array.ndim, call)
     except (TypeError, ValueError) as error:  # raised on all ranks by `lengths_of_all`
         own_error = error
     like = Spec(array.shape, array.dtype)
-    return array, place, settled(collectives.lengths_of_all, used, like, place, call, own_error)
+    return array, index, settled(collectives.lengths_of_all, used, like, index, call, own_error)

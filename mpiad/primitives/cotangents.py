@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval
@@ -21,7 +19,7 @@ def spec_like(x: Array) -> Spec:
     return Spec((), np.result_type(x)) if dtype is None else Spec(x.shape, dtype, arrays_of(getval(x)))
 
 
-def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Any:
+def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Array:
     """Convert a cotangent or tangent to the shape, dtype and device of its primal value; host arrays aren't copied."""
     if arrays is not None and not hasattr(type(g), "__cuda_array_interface__"):
         g = _on_device(g, shape, dtype, arrays)
@@ -37,7 +35,7 @@ def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModu
     return g if g.shape == shape else anp.broadcast_to(g, shape)
 
 
-def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule) -> Any:
+def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule) -> Array:
     plain = getval(g)
     if arrays_of(plain) is not None:
         return g
@@ -54,7 +52,7 @@ def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayM
     return g * arrays.full(shape, 1, dtype)
 
 
-def tangent_of(x: Array, dx: Array) -> Any:
+def tangent_of(x: Array, dx: Array) -> Array:
     """Return the tangent of x in the shape and dtype of x; zeros if `dx` is None."""
     spec = spec_like(x)
     return spec.zeros() if dx is None else conform(dx, *spec)

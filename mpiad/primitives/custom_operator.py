@@ -1,4 +1,4 @@
-"""Communicating operators made by `mpiad.extend`: each call is one node of the ordered tape or of plain autograd."""
+"""Communicating operators made by `mpiad.extend`: each call is one node of the ordered tape or of autograd's graph."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class InPlace(NamedTuple):
     Parameters
     ----------
     shape, made : callable
-        Shape of the buffer, and shape of the result.
+        Shapes of the buffer and of the result.
     given, result : callable
-        Position of the first entry in the buffer: of the argument before the call, and of the result after the call.
+        Index in the buffer of the first entry of the argument before the call, and of the result after the call.
     run : callable
         ``run(buffer, *rest)`` applies the operator.
     prepared : callable
@@ -41,7 +41,7 @@ class InPlace(NamedTuple):
         The part of the buffer that doesn't change while messages are active: (start, stop) for each axis, or None if the
         operator doesn't communicate.
     changes_given : bool
-        Whether the argument in the buffer is overwritten.
+        Whether the operator overwrites the argument in the buffer.
     """
 
     shape: Callable[..., Sequence[int]]
@@ -95,7 +95,7 @@ class Communicating(Recorded):
         # The function must not change its arguments, which adjoints and the caller may still use.
         args = tuple([_read_only(arg) for arg in args])
         ans = self._as_one_node(args[0] if args else None, self.fun, *args, **kwargs)
-        # A read-only result shares memory with an argument, so it is copied.
+        # A read-only result may share memory with an argument, so it is copied.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
     def run_in_place(self, buffer: Array, *rest: Any) -> None:
@@ -125,7 +125,7 @@ class Communicating(Recorded):
 
         return vjp
 
-    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: dict[str, Any], level: int) -> Any:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: dict[str, Any], level: int) -> Array:
         """Return the tangent of the result."""
         if self.forward is None:
             raise NotImplementedError(f"{self.__name__} has no tangent: define one with mpiad.extend.defjvp.")
@@ -135,7 +135,7 @@ class Communicating(Recorded):
 note_rules(Communicating)
 
 
-def _read_only(array: Array) -> Any:
+def _read_only(array: Array) -> Array:
     """Return a contiguous array for MPI, read-only on the host."""
     if type(array) is not np.ndarray:
         arrays = arrays_of(array)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray, Rank
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.primitives.addresses import addresses
 from mpiad.primitives.catalogue import EXCHANGE, Exchange
 from mpiad.primitives.cotangents import spec_like
@@ -18,7 +16,7 @@ from mpiad.transport.core.messages import prepared_swap, receive, send, swap
 def mpi_exchange(
     x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None
 ) -> LocalArray:
-    """Send x to one rank and receive an array from another: for shifts around a ring, swaps, or one side of a halo.
+    """Send x to one rank and receive an array from another, as in shifts around a ring, swaps and halo exchanges.
 
     Parameters
     ----------
@@ -42,11 +40,11 @@ def mpi_exchange(
     TypeError
         If `x` can't be sent or `like` can't be received.
     ValueError
-        If there is no such rank or tag, or if the message and `like` differ in size.
+        If `dest` or `source` isn't a rank of `comm`, `tag` is invalid, or the message and `like` differ in size.
 
     Ranks
     -----
-    The ranks that exchange call it: `dest` must receive from this rank, and `source` must send to this rank.
+    All ranks that exchange arrays call it: `dest` must receive from this rank, and `source` must send to this rank.
 
     Adjoint
     -------
@@ -64,9 +62,9 @@ def mpi_exchange(
     return communicate(EXCHANGE, x, Exchange(receiver, spec, sender))
 
 
-def _forward(x: Array, p: Exchange) -> Any:
+def _forward(x: Array, p: Exchange) -> Array:
     array = outgoing(x, "mpi_exchange")
-    # Send and receive are active at the same time, since otherwise a ring of ranks would deadlock.
+    # Send and receive are active at the same time; otherwise a ring of ranks would deadlock.
     if p.dest is not None and p.source is not None:
         return swap(array, p.dest, p.spec, p.source, "mpi_exchange")
     if p.dest is not None:
@@ -75,20 +73,20 @@ def _forward(x: Array, p: Exchange) -> Any:
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_exchange")
 
 
-def _prepared(p: Exchange, x: Array, out: Array) -> Any:
+def _prepared(p: Exchange, x: Array, out: Array) -> Function | None:
     # An exchange without one of the partners, or with a wildcard, can't be prepared.
     if p.dest is None or p.source is None or p.source.number is None:
         return None
     return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")
 
 
-def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
+def _adjoint(ans: Array, x: Array, p: Exchange) -> Function:
     """Return the transpose of a permutation between ranks: its inverse, with both directions reversed."""
     reverse = Exchange(p.source and p.source.back(), spec_like(x), p.dest and p.dest.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Exchange) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Exchange) -> Array:
     return communicate(EXCHANGE, dx, Exchange(p.dest and p.dest.along(), p.spec, p.source and p.source.along()))
 
 

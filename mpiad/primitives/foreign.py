@@ -2,8 +2,8 @@
 
 Point-to-point calls raise. Collectives are numbered, and their adjoints raise if they don't run in reverse order, since
 ranks could then combine cotangents of different calls. If no input of a call is traced, an open trace of autograd is
-recognized by autograd's counter of traces, which then differs from the number of our tape. Since autograd doesn't reset
-the counter after an exception, the call stack is also searched for such a trace.
+recognized by autograd's counter of traces, which then differs from the number of the current tape. Since autograd doesn't
+reset the counter after an exception, the call stack is also searched for such a trace.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _trace_is_open(tape: object) -> bool:
         # Forward mode also raises: a receive has no traced input, so its result would have no tangent.
         if frame.f_code is foreign and type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode):
             return True
-        # The callers of this frame are outside of our trace.
+        # The callers of this frame are outside of the trace of `tape`.
         if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
             return False
         frame = frame.f_back
@@ -66,7 +66,7 @@ def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     _sequence.last = number = _sequence.last + 1
     pending.add(number)
 
-    def adjoint(g: Array) -> Any:
+    def adjoint(g: Array) -> Array:
         later = sum(other > number for other in pending)
         if later:
             pending.clear()

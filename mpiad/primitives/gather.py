@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import pieces_of_all, root_of
 from mpiad.primitives.operation import communicate
@@ -19,7 +17,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Parameters
     ----------
     x : array or number
-        Same shape and dtype on all ranks; with `axis`, lengths along it may differ.
+        Same shape and dtype on all ranks; with `axis`, the lengths along this axis may differ.
     root : int
     axis : int, optional
         Axis along which the arrays are concatenated, in the order of ranks; None stacks them along a new first axis.
@@ -28,8 +26,8 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Returns
     -------
     array
-        On the root, shape ``(size, *x.shape)``, or the shape of the concatenation. On other ranks an empty
-        array, of length 0 along the first axis or along `axis`.
+        On the root, shape ``(size, *x.shape)``, or the shape of the concatenation. On other ranks an empty array, of length
+        0 along the first axis or along `axis`.
 
     Raises
     ------
@@ -44,12 +42,12 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
 
     Adjoint
     -------
-    The root's cotangent is scattered: each rank gets its own piece.
+    The root's cotangent is scattered: each rank gets its part.
 
     Examples
     --------
-    >>> pieces = mpiad.mpi_gather(np.ones(2), axis=0)
-    >>> print(len(pieces) == (2 * size if rank == 0 else 0))
+    >>> x = mpiad.mpi_gather(np.ones(2), axis=0)
+    >>> print(len(x) == (2 * size if rank == 0 else 0))
     True
     """
     used = channel(comm, "mpi_gather")
@@ -58,12 +56,12 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.gather(p.channel, x, p.root, p.axis, p.lengths, "mpi_gather")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of collecting the pieces: the cotangent of each piece is sent to its rank."""
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
+    """Return the transpose of collecting arrays: each rank receives the cotangent of its array."""
     return lambda g: communicate(SCATTER, g, p)
 
 

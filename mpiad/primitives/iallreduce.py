@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.catalogue import ALLREDUCE, IALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
@@ -28,32 +26,32 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     Returns
     -------
     Request
-        A request; `mpi_wait` returns the sum.
+        The active sum; `mpi_wait` returns its result.
 
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be summed.
 
     Ranks
     -----
-    All ranks of `comm` call it, in the same order relative to other collectives; they may wait in different orders.
+    All ranks of `comm` call it, in the same order relative to other collectives. They may wait for requests in different
+    orders.
 
     Adjoint
     -------
-    The sum of all ranks' cotangents, on every rank, computed in the adjoint of this call.
+    The cotangent of `x` is the sum of all ranks' cotangents, computed in the adjoint of this call.
 
     Examples
     --------
     >>> request = mpiad.mpi_iallreduce(np.ones(2))
-    >>> inside = np.sin(0.0)  # other computations, while the sum is active
+    >>> y = np.sin(0.0)  # other computations, while the sum is active
     >>> print(mpiad.mpi_wait(request) / size)
     [1. 1.]
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # Registered like a point-to-point call: an exception may leave the sum unfinished, and a trace of plain
-    # autograd is refused.
+    # Registered like a point-to-point call, which an exception may leave unfinished, and which plain autograd refuses.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 
@@ -65,11 +63,11 @@ def _forward(x: Array, p: Reduction) -> Request:
     return Request("mpi_iallreduce", p.channel, handle, None, spec_like(array))
 
 
-def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Any:
-    """Return the transpose, a sum over all ranks; it runs in this adjoint since all ranks start sums in the same order."""
+def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Function:
+    """Return the transpose, a sum over all ranks; all ranks start sums in one order, but may wait in different orders."""
     cell, spec = ans.cell(level), ans.spec
 
-    def vjp(g: None) -> Any:
+    def vjp(g: None) -> Array:
         cotangent, cell.cotangent = cell.cotangent, None
         # The sum is collective, so this rank calls it even if its cotangent is zero.
         return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.addresses import address_from
 from mpiad.primitives.catalogue import IRECV, WAIT, Receiving
 from mpiad.primitives.operation import communicate
@@ -31,14 +29,14 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Returns
     -------
     Request
-        A request; `mpi_wait` returns the array sent, or zeros if there is no sender.
+        The active receive; `mpi_wait` returns the array sent, or zeros if there is no sender.
 
     Raises
     ------
     TypeError
         If `like` isn't an array that can be received.
     ValueError
-        If there is no such rank or tag.
+        If `source` isn't a rank of `comm`, or `tag` is invalid.
 
     Ranks
     -----
@@ -66,8 +64,8 @@ def _forward(x: None, p: Receiving) -> Request:
     return Request("mpi_irecv", p.source.channel, Receipt(p.spec, p.source), None, p.spec, p.source)
 
 
-def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
-    """Return the function that completes the send of the cotangent, which the adjoint of the wait has started."""
+def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Function:
+    """Return the function that completes the send of the cotangent, which the adjoint of the wait started."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from mpiad._typing import Array, Comm, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.addresses import address_to
 from mpiad.primitives.catalogue import ISEND, WAIT
 from mpiad.primitives.cotangents import spec_like
@@ -34,14 +32,14 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     Returns
     -------
     Request
-        A request; `mpi_wait` returns the values sent.
+        The active send; `mpi_wait` returns the values sent.
 
     Raises
     ------
     TypeError
         If `x` can't be sent.
     ValueError
-        If there is no such rank or tag.
+        If `dest` isn't a rank of `comm`, or `tag` is invalid.
 
     Ranks
     -----
@@ -66,22 +64,22 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    # The result of the wait: on the host the array that is sent, on a device another copy.
+    # The result of the wait: the sent array itself on the host, another copy on a device.
     value = result(array) if type(array) is np.ndarray else copied(array)
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 
 
-def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
+def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Function:
     """Return the transpose of copying x to `dest` and to the result of the wait: the sum of the two cotangents."""
     cell = ans.cell(level)
 
-    def vjp(g: None) -> Any:
-        request, own = cell.request, cell.cotangent
+    def vjp(g: None) -> Array:
+        request, g_wait = cell.request, cell.cotangent
         cell.request = cell.cotangent = None
         if request is None:  # if there is no receiver
-            return own
+            return g_wait
         received = communicate(WAIT, None, request)
-        return received if own is None else own + received
+        return received if g_wait is None else g_wait + received
 
     return vjp
 

@@ -1,4 +1,4 @@
-"""Recording of operations' calls, with the user's line, while debugging tools request it (see `transport.core.calls`)."""
+"""Recording of the calls of operations, with the user's lines, for debugging tools (see `transport.core.calls`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 class Noted(Protocol):
-    """An operation: `forward` is `bare`, or the function that records its calls."""
+    """An operation; `forward` is either `bare`, or a function that records the call and calls `bare`."""
 
     __name__: str
     bare: Callable
@@ -46,15 +46,15 @@ def _switch(on: bool) -> None:
 def _noted_forward(operation: Noted) -> Callable:
     name, forward = operation.__name__, operation.bare
 
-    def noted(x: Array, params: object) -> Any:
+    def noted(x: Array, params: object) -> Array:
         return _recorded_call(calls.begin, (name, x, params), forward, x, params)
 
     return noted
 
 
-def _recorded_call(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any) -> Any:
+def _recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: Any) -> Any:
     with restoring_state():
-        call = begin(*given)
+        call = begin(*arguments)
         try:
             return fun(*args)
         finally:
@@ -62,7 +62,7 @@ def _recorded_call(begin: Callable[..., Call], given: tuple, fun: Callable, *arg
 
 
 def note_rules(kind: Any) -> None:
-    """Make a class's adjoints and tangents record their calls, with the forward call's line, while this is requested."""
+    """Make the adjoints and tangents of a class record their calls, with the forward call's line, while this is on."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
     def noted_vjp(self: Noted, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
@@ -71,10 +71,10 @@ def note_rules(kind: Any) -> None:
         called, site = _forward_call(self.__name__)
         return lambda g: _recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
-    def noted_jvp(self: Noted, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Any:
+    def noted_jvp(self: Noted, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Array:
         called, site = _forward_call(self.__name__)
-        given = "tangent", called, site, args[0] if args else None, params
-        return _recorded_call(calls.begin_rule, given, jvp, self, tangents, ans, args, params, level)
+        arguments = "tangent", called, site, args[0] if args else None, params
+        return _recorded_call(calls.begin_rule, arguments, jvp, self, tangents, ans, args, params, level)
 
     def switch(on: bool) -> None:
         kind.vjp, kind.jvp = (noted_vjp, noted_jvp) if on else bare
@@ -94,7 +94,7 @@ def _forward_call(name: str) -> tuple[str, Site]:
 
 def _arguments_of(x: Array, params: object) -> Arguments:
     candidates = [params, *[getattr(params, name, None) for name in _ADDRESSES]]
-    envelopes = tuple([found for found in candidates if isinstance(found, Envelope)])
+    envelopes = tuple([each for each in candidates if isinstance(each, Envelope)])
     address = envelopes[0] if envelopes else None
     channel = getattr(params, "channel", None) or getattr(address, "channel", None)
     if channel is None and isinstance(params, Channel):

@@ -1,7 +1,7 @@
 """Recording of communication on tapes, whether or not its input is traced.
 
 The reverse pass of plain autograd visits only steps on which the loss depends. A rank whose loss doesn't use the array that
-it sent would then never receive the cotangent, and its partner would hang. So each trace of ours has a tape that is
+it sent would then never receive the cotangent, and its partner would hang. So each trace of mpiad has a tape that is
 *current* while the function runs, and every communication is recorded on it. In nested traces an operation is recorded on
 the innermost tape, and its value is computed with the next outer tape as the current one; this repeats until all arrays
 are plain. Adjoints and tangents consist of the same operations, so derivatives of higher order need no further rules.
@@ -35,7 +35,7 @@ class Tape(Protocol):
     outer: Tape | None  # the tape that was current before
     channels: set[Used]  # channels on which the trace has communicated
     requests: dict[int, Any]  # requests started and not yet waited for, by identity
-    # Whether the tape records a reverse pass (a vector-Jacobian product), with the cotangent as the only variable.
+    # Whether the tape records a reverse pass (a vector-Jacobian product) whose only variable is the cotangent.
     of_cotangents: bool
     # The reverse passes over the record. "one": one, immediately after the trace. "several": any number, by the library.
     # "kept": any number, by the user, with any cotangents. "recorded": like "kept", and a pass may be recorded.
@@ -44,11 +44,11 @@ class Tape(Protocol):
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
-        """Record a communication and return its node; None if the result isn't an array."""
+        """Record a communication and return its node, or None if the result isn't an array."""
 
 
 class VectorizedVjp:
-    """An adjoint that takes several cotangents, stacked along a first axis, and returns that number for each argument."""
+    """An adjoint that takes several cotangents, stacked along a first axis, and returns as many for each argument."""
 
     __slots__ = ("_pull",)
 
@@ -68,38 +68,38 @@ class BatchedVjp:
 
     __slots__ = ("_pull", "pull_all")
 
-    def __init__(self, pull: Callable[[Array], Sequence[Any]], pull_all: Callable[[int], Sequence[Sequence[Any]]]):
+    def __init__(self, pull: Callable[[Array], Sequence[Array]], pull_all: Callable[[int], Sequence[Sequence[Array]]]):
         self._pull, self.pull_all = pull, pull_all
 
-    def __call__(self, g: Array) -> Sequence[Any]:
+    def __call__(self, g: Array) -> Sequence[Array]:
         """Return the cotangents of the inputs."""
         return self._pull(g)
 
 
 class suspended:
-    """A context that replaces the current tape, by default by None: for functions that are one node of the tape."""
+    """A context that replaces the current tape, by None by default, while a function runs that is one node of the tape."""
 
-    __slots__ = ("_body", "_is_body", "_is_operator", "_kept", "_tape")
+    __slots__ = ("_is_body", "_is_operator", "_outer_channels", "_outer_tape", "_tape")
 
     def __init__(self, tape: Tape | None = None, body: bool = True, operator: bool = False):
-        # `operator`: whether the body is a user's, whose exceptions may be raised on some ranks only.
+        # `operator`: whether the body is a user's function, which may raise on some ranks only.
         self._tape, self._is_body, self._is_operator = tape, body, operator
 
     def __enter__(self) -> None:
         if self._is_body and tracing.recorder is not None:
             tracing.recorder.entered_body()
         # The new set collects the channels of messages that no tape records.
-        self._kept, self._body = tracing.tape, tracing.channels
+        self._outer_tape, self._outer_channels = tracing.tape, tracing.channels
         tracing.tape, tracing.channels = self._tape, set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         used = tracing.channels
-        tracing.tape, tracing.channels = self._kept, self._body
+        tracing.tape, tracing.channels = self._outer_tape, self._outer_channels
         if used and error is not None:
             mark_left([each for each in used if self._is_operator or each[1]], error, "an operator")
-        around = self._body if self._kept is None else self._kept.channels
-        if used and around is not None:
-            around.update([(channel, False) for channel, _ in used])  # the body has completed its messages
+        outer = self._outer_channels if self._outer_tape is None else self._outer_tape.channels
+        if used and outer is not None:
+            outer.update([(channel, False) for channel, _ in used])  # the body has completed its messages
 
 
 class Recorded:
@@ -126,7 +126,7 @@ class Recorded:
         """Return the function that maps the cotangent of the result to the cotangents of the traced arguments."""
         raise NotImplementedError
 
-    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
         """Return the tangent of the result."""
         raise NotImplementedError
 
@@ -138,14 +138,14 @@ class Recorded:
         vjp, spec = self.vjp(ans, args, kwargs["params"], argnums, kwargs["level"]), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, kwargs["level"])
 
-    def _foreign_jvp(self, argnums: Sequence[int], gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+    def _foreign_jvp(self, argnums: Sequence[int], gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         return self.jvp(dict(zip(argnums, gs)), ans, args, kwargs["params"], kwargs["level"])
 
 
 class Operation(Recorded):
-    """One kind of communication of one array: declared in `catalogue`, defined in the file of its public function.
+    """A communication of one array: declared in `catalogue`, defined in the file of its public function.
 
-    - `of_request`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
+    - `of_request`: whether the operation starts or completes a request; its rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
       arguments that communicates from array x into array out, and doesn't report its calls to debugging tools.
     """
@@ -179,7 +179,7 @@ class Operation(Recorded):
         rule = self.adjoint(ans, x, params, level) if self.of_request else self.adjoint(ans, x, params)
         return lambda g: (rule(g),)
 
-    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Array], ans: Array, args: tuple, params: Any, level: int) -> Array:
         """Return the tangent of the result."""
         x = args[0]
         dx = None if x is None else tangent_of(x, tangents.get(0))
@@ -217,7 +217,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
             argnums.append(k)
     if level < 0:
         return operator.run(args, params)
-    # Recursion to the next outer tape until all arrays are plain; then each tape on the way back records the operation.
+    # Recursion to the next outer tape until all arrays are plain. Each tape records the operation after the recursive call.
     inner, parents = list(args), []
     for k in argnums:
         parents.append(args[k]._node)

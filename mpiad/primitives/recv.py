@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.addresses import address_from
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.operation import communicate
@@ -38,7 +36,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     TypeError
         If `like` isn't an array that can be received.
     ValueError
-        If there is no such rank or tag, or if the message and `like` differ in size.
+        If `source` isn't a rank of `comm`, `tag` is invalid, or the message and `like` differ in size.
 
     Ranks
     -----
@@ -46,7 +44,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
 
     Adjoint
     -------
-    The cotangent is sent to the sender (with a wildcard, to the actual sender).
+    The cotangent is sent to the sender; with `MPI.ANY_SOURCE`, to the actual sender.
 
     Examples
     --------
@@ -59,11 +57,11 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     return communicate(RECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_recv", wildcard=True)))
 
 
-def _forward(x: None, p: Receiving) -> Any:
+def _forward(x: None, p: Receiving) -> Array:
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_recv")
 
 
-def _adjoint(ans: Array, x: None, p: Receiving) -> Any:
+def _adjoint(ans: Array, x: None, p: Receiving) -> Function:
     """Return the transpose of receiving: sending the cotangent to the sender."""
     if p.source is None:
         return lambda g: None
@@ -76,7 +74,7 @@ def _adjoint(ans: Array, x: None, p: Receiving) -> Any:
     return vjp
 
 
-def _tangent(dx: None, ans: Array, x: None, p: Receiving) -> Any:
+def _tangent(dx: None, ans: Array, x: None, p: Receiving) -> Array:
     return communicate(RECV, None, p._replace(source=p.source and p.source.along()))
 
 

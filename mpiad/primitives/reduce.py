@@ -32,9 +32,9 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     Raises
     ------
     TypeError
-        If `x` or `op` can't be reduced.
+        If `x` can't be sent, or `op` isn't supported for its dtype.
     ValueError
-        If there is no such root.
+        If `root` isn't a rank of `comm`.
 
     Ranks
     -----
@@ -42,7 +42,7 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
 
     Adjoint
     -------
-    As for `mpi_allreduce`, with the root's cotangent in place of the sum of all ranks' cotangents.
+    As for `mpi_allreduce`, with the root's cotangent instead of the sum of all ranks' cotangents.
 
     Examples
     --------

@@ -1,12 +1,10 @@
-"""`mpi_reduce_scatter`: sum the arrays of all ranks; each rank gets its piece of the sum."""
+"""`mpi_reduce_scatter`: sum the arrays of all ranks; each rank gets a part of the sum."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, reduction_of
 from mpiad.primitives.cotangents import spec_like
@@ -17,14 +15,14 @@ from mpiad.transport.core.buffers import outgoing
 
 
 def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None) -> LocalArray:
-    """Sum the arrays of all ranks; each rank gets its piece of the sum.
+    """Sum the arrays of all ranks; each rank gets a part of the sum.
 
     Parameters
     ----------
     x : array, the same shape and dtype on all ranks
-        Without `axis` the length of its first axis is the number of ranks.
+        Without `axis`, the length of the first axis is the number of ranks.
     axis : int, optional
-        Axis along which the sum is divided. With None rank r gets entry r along the first axis.
+        Axis along which the sum is divided. For None, rank r gets entry r along the first axis.
     counts : list of int, optional
         Each rank's length along `axis`, the same on all ranks. By default lengths are equal, or differ by one.
     comm : mpi4py intracommunicator, optional
@@ -32,14 +30,14 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     Returns
     -------
     array
-        This rank's piece of the sum.
+        This rank's part of the sum.
 
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be summed.
     ValueError
-        If `x` can't be divided along `axis` into pieces of the lengths `counts`.
+        If `x` can't be divided along `axis` into parts of the lengths `counts`.
 
     Ranks
     -----
@@ -47,7 +45,7 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
 
     Adjoint
     -------
-    The cotangents of all pieces are concatenated, on every rank.
+    The cotangent of `x` is the concatenation of all ranks' cotangents, on every rank.
 
     Examples
     --------
@@ -63,12 +61,12 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     return communicate(REDUCE_SCATTER, x, Dividing(used, None, axis, lengths, piece_of(spec, axis, lengths[used.rank])))
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.reduce_scatter(p.channel, x, p.axis, p.lengths, "mpi_reduce_scatter")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose: each rank's array contributes to all pieces, so it gets the cotangents of all pieces."""
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
+    """Return the transpose: each rank's array contributes to all parts, so it gets the cotangents of all parts."""
     return lambda g: communicate(ALLGATHER, g, p)
 
 

@@ -37,7 +37,7 @@ class Cell:
 
 
 class Request:
-    """An active communication, which `mpi_wait` completes; `call`: the function that started it."""
+    """A communication in progress, which `mpi_wait` completes; `call` is the function that started it."""
 
     __slots__ = ("call", "cells", "channel", "done", "envelope", "handle", "spec", "tape", "value")
 
@@ -51,11 +51,11 @@ class Request:
         self.cells: dict[int, Cell] = {}
 
     def cell(self, level: int) -> Cell:
-        """Return the state that start and wait share in the trace with this number."""
+        """Return the state that start and wait share in the trace with the number `level`."""
         return self.cells.setdefault(level, Cell())
 
     def again(self) -> Request:
-        """Return a copy that hasn't been waited for, for a second run of the function that waits for the request."""
+        """Return a copy that isn't completed, so that the function that waits for the request can run again."""
         renewed = copy(self)
         renewed.done, renewed.tape, renewed.cells = False, None, {}
         return renewed
@@ -67,7 +67,7 @@ class Request:
 
 
 def started(request: Request) -> Request:
-    """Add a request to the current trace; at its end, the trace checks that all its requests were waited for."""
+    """Add a request to the current trace, which checks at its end that all its requests were waited for."""
     request.tape = tracing.tape
     if request.tape is not None:
         request.tape.requests[id(request)] = request
@@ -75,7 +75,7 @@ def started(request: Request) -> Request:
 
 
 def claim(request: object, call: str) -> Request:
-    """Remove a request from its trace, and return it; raise if it isn't a request, or can't be waited for here."""
+    """Remove a request from its trace, and return it; raise if `request` is invalid, completed, or of another trace."""
     if not isinstance(request, Request):
         raise TypeError(
             f"{call}: expected a request of mpi_isend, mpi_irecv or mpi_iallreduce, but got {type(request).__name__}."

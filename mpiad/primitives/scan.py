@@ -1,10 +1,8 @@
-"""`mpi_scan`, `mpi_exscan`: sums over the ranks up to this rank, including or excluding this rank."""
+"""`mpi_scan`, `mpi_exscan`: prefix sums over the ranks, including or excluding this rank."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.primitives.catalogue import SCAN, Prefix
 from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
@@ -13,7 +11,7 @@ from mpiad.transport.core import collectives
 
 
 def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
-    """Sum the arrays of this rank and of the ranks before it.
+    """Sum the arrays of the ranks from 0 to this rank.
 
     Parameters
     ----------
@@ -23,12 +21,12 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`: the sum over rank 0 to this rank.
+        Same shape and dtype as `x`.
 
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be summed.
 
     Ranks
     -----
@@ -36,7 +34,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
 
     Adjoint
     -------
-    The sum of the cotangents of this rank and of the ranks after it.
+    The sum of the cotangents of the ranks from this rank to the last.
 
     Examples
     --------
@@ -70,11 +68,11 @@ def _prefix(x: Array, comm: Comm, exclusive: bool, call: str) -> Prefix:
     return Prefix(channel(comm, call), exclusive, False)
 
 
-def _forward(x: Array, p: Prefix) -> Any:
+def _forward(x: Array, p: Prefix) -> Array:
     return collectives.scan(p.channel, x, p.exclusive, p.backwards, "mpi_exscan" if p.exclusive else "mpi_scan")
 
 
-def _adjoint(ans: Array, x: Array, p: Prefix) -> Any:
+def _adjoint(ans: Array, x: Array, p: Prefix) -> Function:
     """Return the transpose of a lower triangular matrix of ones over the ranks: a sum in the opposite direction."""
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 

@@ -1,13 +1,12 @@
-"""`mpi_scatter`: send each rank its piece of the root's array."""
+"""`mpi_scatter`: divide the root's array among the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, root_of
 from mpiad.primitives.cotangents import spec_like
@@ -21,16 +20,16 @@ from mpiad.transport.core.tracing import settled
 def mpi_scatter(
     x: RootArray, root: Rank = 0, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None
 ) -> LocalArray:
-    """Send each rank its piece of the root's array: the inverse of `mpi_gather`.
+    """Divide the root's array among the ranks: the inverse of `mpi_gather`.
 
     Parameters
     ----------
     x : array
-        Used on the root only; other ranks may pass None. Without `axis` the length of its first axis is the number of
-        ranks.
+        Used on the root only; other ranks may pass None. Without `axis`, the length of the first axis is the
+        number of ranks.
     root : int
     axis : int, optional
-        Axis along which `x` is divided. With None rank r gets entry r along the first axis.
+        Axis along which `x` is divided. For None, rank r gets entry r along the first axis.
     counts : list of int, optional
         Each rank's length along `axis`; used on the root only. By default lengths are equal, or differ by one.
     comm : mpi4py intracommunicator, optional
@@ -38,14 +37,14 @@ def mpi_scatter(
     Returns
     -------
     array
-        This rank's piece.
+        This rank's part.
 
     Raises
     ------
     TypeError
         On all ranks, if the root's `x` can't be sent.
     ValueError
-        If there is no such root. On all ranks, if the root's `x` can't be divided by `axis` and `counts`.
+        If `root` isn't a rank of `comm`. On all ranks, if the root's `x` can't be divided by `axis` and `counts`.
 
     Ranks
     -----
@@ -53,7 +52,7 @@ def mpi_scatter(
 
     Adjoint
     -------
-    The pieces' cotangents are gathered on the root; the cotangent of `x` on other ranks is zero.
+    The cotangents of all ranks are gathered on the root; the cotangent of `x` on other ranks is zero.
 
     Examples
     --------
@@ -64,8 +63,8 @@ def mpi_scatter(
     used = channel(comm, "mpi_scatter")
     root = root_of(root, used, "mpi_scatter")
     whole, ndim, lengths = settled(_agreed, used, getval(x), root, axis, counts)
-    place = None if axis is None else axis_of(axis, ndim, "mpi_scatter")
-    return communicate(SCATTER, x, Dividing(used, root, place, lengths, piece_of(whole, place, lengths[used.rank])))
+    axis = axis_of(axis, ndim, "mpi_scatter")
+    return communicate(SCATTER, x, Dividing(used, root, axis, lengths, piece_of(whole, axis, lengths[used.rank])))
 
 
 def _agreed(
@@ -76,23 +75,23 @@ def _agreed(
 
     def whole() -> Spec:  # called on the root only
         array = outgoing(x, "mpi_scatter")
-        place = axis_of(axis, array.ndim, "mpi_scatter")
-        lengths.extend(lengths_along(place, counts, array.shape, used, "mpi_scatter"))
+        nonnegative = axis_of(axis, array.ndim, "mpi_scatter")
+        lengths.extend(lengths_along(nonnegative, counts, array.shape, used, "mpi_scatter"))
         return spec_like(array)
 
     spec = collectives.agree_on_spec(used, whole, root, x)
     return spec, len(spec.shape), collectives.bcast_integers(used, lengths, root)
 
 
-def _forward(x: Array, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Array:
     return collectives.scatter(p.channel, x, p.root, p.axis, p.lengths, p.spec, "mpi_scatter")
 
 
-def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Function:
     """Return the transpose of scattering: the cotangents are gathered on the root; zeros on other ranks."""
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
-    def vjp(g: Array) -> Any:
+    def vjp(g: Array) -> Array:
         whole = communicate(GATHER, g, p)
         return whole if template is None else template.zeros()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.primitives.addresses import address_to
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.cotangents import spec_like
@@ -15,7 +13,7 @@ from mpiad.transport.core.messages import send
 
 
 def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
-    """Send an array to another rank.
+    """Send an array to another rank, without waiting for the receiver.
 
     Parameters
     ----------
@@ -29,14 +27,14 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     Returns
     -------
     array
-        `x` itself; it may be overwritten after the call, since a copy is sent. The call doesn't wait for the receiver.
+        `x` itself, which may be overwritten after the call, since a copy is sent.
 
     Raises
     ------
     TypeError
         If `x` can't be sent.
     ValueError
-        If there is no such rank or tag.
+        If `dest` isn't a rank of `comm`, or `tag` is invalid.
 
     Ranks
     -----
@@ -58,7 +56,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     return communicate(SEND, x, address_to(x, dest, tag, comm, "mpi_send"))
 
 
-def _forward(x: Array, p: Envelope | None) -> Any:
+def _forward(x: Array, p: Envelope | None) -> Array:
     array = outgoing(x, "mpi_send")
     if p is not None:
         # A copy, because the call doesn't wait for the receiver, and the caller may overwrite x.
@@ -66,15 +64,15 @@ def _forward(x: Array, p: Envelope | None) -> Any:
     return x if hasattr(x, "dtype") else array[()]
 
 
-def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Any:
+def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Function:
     """Return the transpose of copying x to the receiver and to the result: the sum of the two cotangents."""
     if p is None:
         return lambda g: g
-    coming = Receiving(spec_like(ans), p.back())
-    return lambda g: g + communicate(RECV, None, coming)
+    receiving = Receiving(spec_like(ans), p.back())
+    return lambda g: g + communicate(RECV, None, receiving)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Envelope | None) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Envelope | None) -> Array:
     return communicate(SEND, dx, p and p.along())
 
 

@@ -1,4 +1,4 @@
-"""`mpi_sendrecv`: send an array from one rank to another, called by all ranks."""
+"""`mpi_sendrecv`: send an array from one rank to another, in a call on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpiad.transport.core.tracing import once
 
 
 def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Comm = None) -> LocalArray:
-    """Send x of rank `source` to rank `dest`; all ranks pass the same pair.
+    """Send `x` of rank `source` to rank `dest`; all ranks pass the same pair of ranks.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     # In the first call only: a program that mistakes this function for MPI's Sendrecv does so in every call.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    # On all ranks, not only on the pair: under plain autograd all ranks then raise, so no rank waits for another.
+    # Called on all ranks, not only on the pair, so that under plain autograd all ranks raise, and no rank waits.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
     if receiver == sender or receiver is None or sender is None:

@@ -1,8 +1,6 @@
-"""Initialization and end of MPI, renewal of communicators, rank and size; `stop_gradient`."""
+"""Initialization and end of MPI, `reset` of communicators, rank and size; `stop_gradient`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from autograd.tracer import getval
 
@@ -26,7 +24,8 @@ def mpi_init(comm: Comm = None) -> None:
     TypeError
         If `comm` isn't a communicator.
     CommunicatorError
-        If `comm` is freed, null or an intercommunicator, if MPI has ended, or if a rank has ended without a start.
+        If `comm` is freed, null or an intercommunicator, if MPI has ended, or if a rank of the same node ends without such
+        a call.
 
     Ranks
     -----
@@ -58,7 +57,7 @@ def mpi_initialized() -> bool:
 
 
 def mpi_finalize() -> None:
-    """Complete pending sends and finalize MPI; without this call the end of the program does so.
+    """Complete pending sends and finalize MPI; without this call, this happens at the end of the program.
 
     Ranks
     -----
@@ -146,8 +145,8 @@ def reset(comm: Comm = None) -> None:
     renew(comm, "reset")
 
 
-def stop_gradient(x: Array) -> Any:
-    """Return the plain value of a traced value, which is a constant in all derivatives.
+def stop_gradient(x: Array) -> Array:
+    """Return the plain value of a traced value; it is a constant in all derivatives.
 
     Parameters
     ----------

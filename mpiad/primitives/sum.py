@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
 from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
@@ -30,9 +28,9 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     Raises
     ------
     TypeError
-        If `x` can't be sent.
+        If `x` can't be summed.
     ValueError
-        If there is no such root.
+        If `root` isn't a rank of `comm`.
 
     Ranks
     -----
@@ -53,11 +51,11 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     return communicate(SUM_TO_ROOT, x, Summing(used, root_of(root, used, "mpi_sum")))
 
 
-def _forward(x: Array, p: Summing) -> Any:
+def _forward(x: Array, p: Summing) -> Array:
     return collectives.reduce(p.channel, x, p.root, "mpi_sum")
 
 
-def _adjoint(ans: Array, x: Array, p: Summing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Summing) -> Function:
     """Return the transpose of a sum on one rank: the cotangent is broadcast to all ranks."""
     spec = spec_like(ans)
     return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec))

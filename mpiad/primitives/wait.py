@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, claim
@@ -24,7 +24,7 @@ def mpi_wait(request: Request) -> Array:
     Returns
     -------
     array
-        The received array, or the sum. For a send, the values sent; the call doesn't wait for the receiver.
+        The received array, or the sum. For a send, the sent values; the call doesn't wait for the receiver.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def mpi_wait(request: Request) -> Array:
     Adjoint
     -------
     The adjoint starts to communicate the cotangent; the adjoint of the call that started the request completes this
-    communication. For `mpi_iallreduce`, the latter does both.
+    communication. For `mpi_iallreduce`, the latter adjoint does both.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
     return [mpi_wait(request) for request in requests]
 
 
-def _forward(x: None, request: Request) -> Any:
+def _forward(x: None, request: Request) -> Array:
     handle: Any = request.handle
     request.done = True  # for requests of adjoints and tangents, which skip `claim`
     request.handle = None  # frees the buffers even if the user keeps the request
@@ -80,8 +80,8 @@ def _forward(x: None, request: Request) -> Any:
     return request.value
 
 
-def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the function that sends or stores the cotangent; the adjoint of the started call completes the transfer."""
+def _adjoint(ans: Array, x: None, request: Request, level: int) -> Function:
+    """Return the function that sends or stores the cotangent; the adjoint of the start completes the communication."""
     cell, return_address = request.cell(level), request.envelope and request.envelope.back()
     # The adjoint must not refer to the request, which would keep the value in memory until the reverse pass.
     kind, spec = request.call, request.spec
@@ -100,7 +100,7 @@ def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
     return vjp
 
 
-def _tangent(dx: None, ans: Array, x: None, request: Request, level: int) -> Any:
+def _tangent(dx: None, ans: Array, x: None, request: Request, level: int) -> Array:
     cell = request.cell(level)
     # The tangent of the start has stored the request in the cell.
     pending, cell.request = cell.request, None

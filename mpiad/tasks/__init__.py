@@ -1,4 +1,4 @@
-"""Independent tasks, distributed to single ranks, or to groups of ranks with derivatives of the sum of results."""
+"""Independent tasks: a map over items on single ranks, and a differentiable sum over items on groups of ranks."""
 
 from mpiad.tasks.map import mpi_map
 from mpiad.tasks.sum_over import RankGroups, sum_over

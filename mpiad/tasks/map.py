@@ -215,7 +215,7 @@ class _Packed(NamedTuple):
 
 
 class Scheduler:
-    """The root's part of one map: it sends batches, receives results, and finds ranks that have died."""
+    """The root's part of one map: it sends batches, receives results, and detects ranks that have died."""
 
     def __init__(
         self, group: WorkerGroup, items: Iterator[Any], fun: Function, batch: int, keep_failures: bool, progress: Any
@@ -263,9 +263,9 @@ class Scheduler:
     # ---- sending batches
 
     def _send_batches(self) -> None:
-        most_batches = 2 if self._seconds is not None and self._seconds < _SHORT else 1
-        # First the ranks without a batch get one, then, if `most_batches` is 2, the ranks with one batch.
-        for number in range(most_batches):
+        max_batches = 2 if self._seconds is not None and self._seconds < _SHORT else 1
+        # First the ranks without a batch get one, then, if `max_batches` is 2, the ranks with one batch.
+        for number in range(max_batches):
             for rank in list(self._batches):
                 # A dead rank may have been removed from `_batches` since the list was made.
                 if len(self._batches.get(rank, ())) == number:
@@ -311,7 +311,7 @@ class Scheduler:
         wait_for_message(lambda: self._receive(kind) or len(self._batches) < count, self._line.comm)
 
     def _receive(self, kind: int) -> bool:
-        """Receive one message; return whether there was one."""
+        """Receive a message; return False if none has arrived."""
         message = self._take()
         if message is None:
             return False
@@ -491,7 +491,7 @@ def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tupl
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return an iterator that raises at its first item: then all ranks are in the map, and raise together."""
+    """Return an iterator that raises at its first item, when all ranks are in the map and raise together."""
     yield from ()
     raise error
 

@@ -33,7 +33,7 @@ _cached_groups: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDicti
 
 
 class RankGroups:
-    """A division of the ranks into groups of equal size: ranks 0 to k - 1, k to 2 k - 1, and so on.
+    """A division of the ranks into groups of k consecutive ranks: ranks 0 to k - 1, k to 2 k - 1, and so on.
 
     Parameters
     ----------
@@ -48,11 +48,11 @@ class RankGroups:
     index : int
         The index of this rank's group, from 0.
     comm : mpi4py intracommunicator
-        The ranks of this rank's group, for example for a `Domain` per group.
+        The communicator of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
-        The ranks of all groups that have the same rank in `comm` as this rank, one per group. If a variable is divided
-        among all ranks, ``mpi_allgather(piece, axis=0, comm=groups.across)`` concatenates pieces such that the ranks of
-        each group together hold the whole variable.
+        The communicator of the ranks, one per group, that have the same rank in their group as this rank. If a variable
+        is divided among all ranks, ``mpi_allgather(part, axis=0, comm=groups.across)`` concatenates parts such that the
+        ranks of each group together have the whole variable.
 
     Raises
     ------
@@ -75,15 +75,15 @@ class RankGroups:
         require_alike(whole, _problem_with(count, whole.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
         self.index, rank_in_group = divmod(whole.rank, whole.size // self.count)
-        # Split from the user's communicator, since the user's functions get the results. The library's duplicate of it may
-        # be a wrapper of `transport.watch`.
+        # Split from the user's communicator, since the user's functions get the results. The library's duplicate may be
+        # a wrapper of `transport.watch`.
         self.comm: Any = make_communicator(whole.user.Split, self.index, rank_in_group)
         self.across: Any = make_communicator(whole.user.Split, rank_in_group, self.index)
         for division in (self.comm, self.across):
             channel(division, _GROUPS_CALL)  # also prepares the communicator for point-to-point messages
 
     def free(self) -> None:
-        """Free the communicators; call it after the last gradient of communication on them; collective."""
+        """Free the communicators, after the last gradient of communication on them; collective."""
         self.comm.Free()
         self.across.Free()
 
@@ -92,7 +92,7 @@ class RankGroups:
 
 
 def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
-    """Return the given groups; groups for a number are made at the first call and cached with the communicator."""
+    """Return the given groups; groups for a number are constructed at the first call and cached."""
     if isinstance(given, RankGroups):
         return given
     cached = _cached_groups.setdefault(channel(comm, _GROUPS_CALL), {})
@@ -149,10 +149,10 @@ def sum_over(
         communicator `comm`, for example in a `Domain`; communication among all ranks in `fun` raises a
         CommunicatorError. `fun` may use traced values of the enclosing function.
     groups : RankGroups or int
-        The groups, or the number of groups. For a number, the groups are made at the first call and cached with `comm`.
+        The groups, or the number of groups. For a number, the groups are constructed at the first call and cached.
     schedule : str
         ``"static"``: for G groups, group g evaluates the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes
-        the next item when it has finished an item, which is faster if items take very different times. The result is the
+        the next item when it has finished an item, which is faster if the times of items differ a lot. The result is the
         same. The static schedule is always used if MPI doesn't support calls from several threads.
     objective : str
         The value of an item, as in `value_and_grad`. "root": the number that the group's first rank returns. "sum" or
@@ -164,7 +164,7 @@ def sum_over(
     -------
     float
         The sum in the order of the items, on all ranks. If the results of `fun` don't depend on the number of groups, the
-        sum doesn't either, not even by rounding.
+        sum is bitwise the same for any number.
 
     Raises
     ------
@@ -183,8 +183,8 @@ def sum_over(
     -------
     Each rank gets the derivatives of the items of its group; the adjoint of the communication in `fun` runs within the
     group. For a variable that all ranks share (``shared=True``) the derivatives of all ranks are summed to the whole
-    gradient. The records of all items of a group are stored until the reverse pass; ``scan(checkpoints=...)`` inside an
-    item reduces their size.
+    gradient. The recorded operations of all items of a group are stored until the reverse pass;
+    ``scan(checkpoints=...)`` inside an item reduces this memory.
 
     Examples
     --------
@@ -259,7 +259,7 @@ def _run(
 def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return this rank's term of the value, or the failure of any of these ranks."""
+    """Evaluate an item on this rank's group; return this rank's term of the value, or the failure of a rank."""
     own_error: BaseException | None = None
 
     def stage() -> Any:
@@ -282,14 +282,14 @@ def _evaluated(
         return failures.run(stage), None
     except WorkerError as error:
         if error is own_error:
-            raise  # if waiting ranks can be interrupted, the failed rank raises at once
+            raise  # if waiting ranks can be interrupted, the failed rank raises immediately
         return None, _Failed(number, own_error)
 
 
 def _agreed_error(whole: Channel, failed: _Failed | None) -> Exception | None:
     """Return the exception that all ranks raise, that of the first item that failed; None if no item failed."""
     found = whole.data.allgather(None if failed is None else (failed.item, failed.error is None))
-    first = min([(*mark, rank) for rank, mark in enumerate(found) if mark is not None], default=None)
+    first = min([(*entry, rank) for rank, entry in enumerate(found) if entry is not None], default=None)
     if first is None:
         return None
     item, _, rank = first

@@ -43,7 +43,7 @@ class Loop:
         state = self.run(Span(run.last.first, self.steps), args, _copies(run.state), observed)
         return state, observed.arrays
 
-    def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
+    def backwards(self, args: Arguments, active: Sequence[int], state: list[Array], observed: list[Array]) -> list[Array]:
         """Return the cotangents of the leaves `active`, from the cotangents of the last state and the observed arrays."""
         # The first reverse pass releases the stored states; a second reverse pass runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
@@ -54,7 +54,7 @@ class Loop:
             state = cotangents.pull(span, traced, state, in_span)
         return cotangents.of_arguments(state)
 
-    def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
+    def run(self, span: Span, args: Arguments, state: list[Array], observed: _Observed | None) -> list[Array]:
         """Run some steps on plain arrays; raise a TypeError if a step uses a traced value that isn't an argument."""
         for part in spans(self.stepping, *span):
             state, rows = self.stepping.run(part, args.at(part, state))
@@ -69,13 +69,13 @@ class Loop:
                     observed.add(number, row)
         return state
 
-    def traced(self, args: Arguments, span: Span, state: list[Any]) -> tuple[list[int], Traced]:
+    def traced(self, args: Arguments, span: Span, state: list[Array]) -> tuple[list[int], Traced]:
         """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
         args = args.at(span, state)
         leaves = args.all()
         indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
 
-        def called(new_leaves: list[Any]) -> list[Any]:
+        def called(new_leaves: list[Array]) -> list[Array]:
             after, rows = self.stepping.run(span, args.like(new_leaves))
             return [*after, *[leaf for row in rows for leaf in row]]
 
@@ -92,7 +92,7 @@ class _Observed:
         self._loop = loop
         self.arrays: list[Array] = []
 
-    def add(self, number: int, row: list[Any]) -> None:
+    def add(self, number: int, row: list[Array]) -> None:
         # The first step determines the shapes and dtypes.
         specs = [spec_like(leaf) for leaf in row]
         if number == 0:
@@ -112,7 +112,7 @@ def _described(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
 
-def _copies(state: list[Any]) -> list[Array]:
+def _copies(state: list[Array]) -> list[Array]:
     """Return copies, since a step may write into its argument, or return the same buffer each time."""
     return [own(leaf) for leaf in state]
 
@@ -172,7 +172,7 @@ class _Cotangents:
         self._states, self._inputs = len(args.state), len(args.inputs)
         self._sums: dict[int, Array] = {}
 
-    def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
+    def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Array], observed: list[Array]) -> list[Array]:
         """Accumulate the cotangents of some steps; return the cotangents of the state before them."""
         indices, trace = traced
         results = zip([*state, *observed], trace.values, trace.places)
@@ -199,7 +199,7 @@ class _Cotangents:
             # A copy, since later additions are in place, and the cotangent's memory may be shared.
             self._sums[k] = own(conform(g, *spec_like(leaf)))
 
-    def of_arguments(self, state: list[Any]) -> list[Any]:
+    def of_arguments(self, state: list[Array]) -> list[Array]:
         """Return the accumulated cotangents of the active arguments, in their order."""
         cotangents = dict(enumerate(state)) | self._sums
         return [cotangents[k] if k in cotangents else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
@@ -254,7 +254,7 @@ class LoopOperator:
         cotangents = self._loop.backwards(self._like.like(leaves), self.active, parts[:count], parts[count:])
         return self._cotangents.vector(cotangents)
 
-    def tangent(self, leaves: Sequence[Any], directions: Sequence[Any]) -> Array:
+    def tangent(self, leaves: Sequence[Any], directions: Sequence[Array]) -> Array:
         """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the loop."""
         args, tangents = self._like.like(leaves), self._like.like(directions)
         inputs = [k for k, direction in enumerate(tangents.inputs) if direction is not None]
@@ -270,14 +270,14 @@ class LoopOperator:
         state, observed = LoopOperator(stepping, self._steps, self._schedule, extended)(extended)
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
-    def directions(self, vector: Array) -> list[Any]:
+    def directions(self, vector: Array) -> list[Array]:
         """Split a vector of cotangents into one direction per leaf, which is None if the leaf isn't active."""
         directions: list[Any] = [None] * len(self._like.all())
         for k, part in zip(self.active, self._cotangents.parts(vector)):
             directions[k] = part
         return directions
 
-    def curvature(self, g: Array, leaves: Sequence[Any], directions: Sequence[Any]) -> tuple[Array, Array]:
+    def curvature(self, g: Array, leaves: Sequence[Any], directions: Sequence[Array]) -> tuple[Array, Array]:
         """Return the tangent of the results along directions, and the gradient of ⟨g, tangent⟩ as one vector."""
         leaves = list(leaves)
         traced = trace_backwards(lambda new: self.tangent(new, directions), Variables(leaves, self.active, list))
@@ -435,7 +435,7 @@ def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, 
     return _opaque_scan(compiled[0], u0, n_steps, params, inputs, compiled[1], checkpoints)
 
 
-def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[Any]]:
+def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Array], list[Array]]:
     """Run the loop so that the enclosing tape records every step."""
     args, rows = stepping.args, []
     # Copies, since a step may write into its argument, which mustn't be the caller's array.

@@ -1,7 +1,7 @@
 """The gradient of E_q[loss] + w·KL(q‖prior) with respect to the variational parameters φ.
 
 With draws θ = T(ε; φ), the pathwise gradient is the mean of (∂loss/∂θ)ᵀ ∂T/∂φ. The score-function gradient is the mean of
-(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ; the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
+(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ over draws s; the baseline b_s is the mean loss of the other draws (Kool et al., 2019).
 
 KL is computed in closed form, or as the mean of log q - log p at the draws. The estimator "path" omits the explicit
 dependence of log q on φ, whose gradient has mean zero. With "path" the noise of the gradient vanishes as q approaches the
@@ -29,8 +29,8 @@ from mpiad.vi.prior import Prior
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
     """Return whether KL(q‖prior) has a closed form, that is, whether both distributions are normal."""
     # Types are compared, not attributes, which may have another meaning in a user's class.
-    known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
-    return known and prior.normal is not None
+    supported = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
+    return supported and prior.normal is not None
 
 
 def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
@@ -65,8 +65,8 @@ class Objective(NamedTuple):
         """Return the terms of the objective and its gradient; `noise` is on the parameters' device, `found` on the host."""
         leaves, build = flatten(params)
         indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-        kept = found.kept
-        noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
+        valid = found.valid
+        noise = noise if valid.all() else noise[numpy.flatnonzero(valid)]
         divergences: list[float] = []
 
         def surrogate(params: Tree) -> Array:
@@ -80,12 +80,12 @@ class Objective(NamedTuple):
         variables = Variables(leaves, indices, build)
         traced = trace_backwards(surrogate, variables)
         gradients = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
-        return Terms(float(np.mean(found.values[kept])), divergences[0]), variables.filled(gradients, lambda leaf: None)
+        return Terms(float(np.mean(found.values[valid])), divergences[0]), variables.filled(gradients, lambda leaf: None)
 
     def _model_term(self, params: Tree, theta: Array, found: Evaluations) -> Array:
-        values, gradients = found.values[found.kept], found.gradients[found.kept]
+        values, gradients = found.values[found.valid], found.gradients[found.valid]
         if self.gradient == "pathwise":
-            # The model's gradients are constants, so this is linear in θ, and its gradient is that of the chain rule.
+            # The model's gradients are constants, so this is linear in θ, and its derivative is the chain rule.
             return np.sum(to_device_of(gradients, stop_gradient(theta)) * theta) / len(values)
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0

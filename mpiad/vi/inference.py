@@ -89,7 +89,7 @@ class Training:
         return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Return noise on the parameters' device, and draws on the host; store an exception, and return NaN as draws."""
+        """Return noise on the parameters' device, and draws on the host; after an exception, store it and return NaN."""
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
             with np.errstate(all="ignore"):
@@ -107,7 +107,7 @@ class Training:
         return noise, theta
 
     def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
-        """Update the variational parameters, or store the reason for the end of the run."""
+        """Update the variational parameters; if the run ends, store the reason."""
         if self.failure is not None:
             return
         try:
@@ -132,7 +132,7 @@ class Training:
                 f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
                 "gradient of the model infinite."
             )
-        if not found.kept.any():
+        if not found.valid.any():
             counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
             raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
         terms, gradient = self._objective.value_and_gradient(self._params, noise, found)
@@ -181,7 +181,7 @@ class Average:
     of many epochs is closer to the optimum than those of any single epoch (Polyak and Juditsky, 1992; for variational
     inference, Dhaka et al., 2020). The first epochs, far from the optimum, must have small weights. So after epoch k the
     average moves towards the newest parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η
-    ("polynomial-decay averaging", Shamir and Zhang, 2013). This needs one copy of the parameters, and not the total number
+    ("polynomial-decay averaging", Shamir and Zhang, 2013). This needs one copy of the parameters, but not the total number
     n of epochs. For η = 8, the mean age and the variance are those of the plain mean of the last fifth of the epochs: the
     mean age is n / (η + 2) = n / 10, and the sum of the squared weights (η + 1)² / (2η + 1) / n ≈ 5 / n.
 
@@ -269,8 +269,8 @@ class VI:
 
     Notes
     -----
-    In each epoch the root computes the draws from noise that a new generator of this epoch makes on the host. The draws
-    don't depend on the number of ranks, and they depend on devices only by rounding.
+    In each epoch the root computes the draws from noise that it generates on the host, with a new generator per epoch. The
+    draws don't depend on the number of ranks, and depend on devices only through rounding.
 
     Examples
     --------
@@ -368,7 +368,7 @@ class VI:
             On all ranks, if the model raised or wasn't finite at all draws of an epoch, with the first traceback.
         FloatingPointError
             On all ranks, if variational parameters or draws aren't finite (the learning rate may be too large), or if the
-            prior's density is zero at a draw, or its logarithm isn't finite.
+            prior's density at a draw is zero or isn't finite.
 
         Ranks
         -----
@@ -383,20 +383,20 @@ class VI:
         with raising_together(used, Exception):
             if used.rank == root:
                 # A separate generator: default_rng(seed) would be the generator of epoch 0.
-                fresh = np.random.default_rng([self.seed, 2**32 + 2])
-                start = self.posterior.initial(fresh) if params is None else params
+                rng = np.random.default_rng([self.seed, 2**32 + 2])
+                start = self.posterior.initial(rng) if params is None else params
                 _require_one_device(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
-        # This generator differs from those of all epochs, so the draws are independent of the fit. All ranks make the same.
+        # This generator differs from those of all epochs, so the draws are independent of the fit.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
-        # The root keeps its own arrays; other ranks copy them to the device of their model, if it has one.
-        kept = model.to_device(ended.params, ended.best) if ended.on_device else (ended.params, ended.best)
-        reported, best = kept if training is None else training.reported_and_best
+        # The root returns its own arrays; other ranks copy them to the device of their model, if it uses one.
+        copies = model.to_device(ended.params, ended.best) if ended.on_device else (ended.params, ended.best)
+        reported, best = copies if training is None else training.reported_and_best
         return VIResult(
             self.posterior, reported, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
         )
@@ -448,9 +448,9 @@ class VI:
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
         # These arguments determine the collective calls and the draws.
         names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "seed", "root", "devices")
-        given = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
-        given |= {"n_epochs": n_epochs, "n_samples": n_samples, "average": average}
-        require_same(used, ", ".join(f"{name}={value}" for name, value in given.items()), "VI.run")
+        settings = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
+        settings |= {"n_epochs": n_epochs, "n_samples": n_samples, "average": average}
+        require_same(used, ", ".join(f"{name}={value}" for name, value in settings.items()), "VI.run")
         count, idle = self.n_samples_per_epoch, used.size - self.n_samples_per_epoch
         if used.rank == self.root and idle > 0:
             _log.warning("VI: with %d draws per epoch, %d of %d ranks have none.", count, idle, used.size)
@@ -477,7 +477,7 @@ class VI:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if `n_samples` isn't a positive integer, or if it, the seed or the root differs between ranks.
+            On all ranks, if `n_samples` isn't a positive integer, or `n_samples`, seed or root differs between ranks.
         WorkerError
             On all ranks, if the model raised or wasn't finite at all draws.
 
@@ -498,17 +498,17 @@ class VI:
         with restoring_state(), suspended():
             rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
             found: Evaluations = evaluations_of(used.data.bcast(rows, root))
-        if not found.kept.any():
+        if not found.valid.any():
             self._fail(used, model, WorkerError("VI.elbo: the model failed for all draws.", root, ""))
-        terms = (-found.values + np.asarray(self.prior.log_prob(theta)) - log_q)[found.kept]
+        terms = (-found.values + np.asarray(self.prior.log_prob(theta)) - log_q)[found.valid]
         return float(terms.mean()), float(terms.std(ddof=1) / len(terms) ** 0.5) if len(terms) > 1 else math.inf
 
 
 def _check_arguments(loss: object, posterior: object, optimizer: object, **chosen: str) -> None:
     if not callable(loss):
         raise TypeError(f"VI: loss must be a function, but got {type(loss).__name__} {loss!r:.60}.")
-    wanted = [(posterior, "posterior", ("initial", "draw", "log_prob")), (optimizer, "optimizer", ("setup", "update"))]
-    for value, kind, names in wanted:
+    required = [(posterior, "posterior", ("initial", "draw", "log_prob")), (optimizer, "optimizer", ("setup", "update"))]
+    for value, kind, names in required:
         if not all(callable(getattr(value, name, None)) for name in names):
             raise TypeError(f"VI: the {kind} must have {', '.join(names)}, but got {type(value).__name__} {value!r:.60}.")
     choices = {

@@ -28,7 +28,7 @@ class Evaluations(NamedTuple):
 
     values: Array  # shape (S,)
     gradients: Array  # shape (S, dim)
-    kept: Array  # bool, shape (S,); False for draws that failed
+    valid: Array  # bool, shape (S,); False for draws that failed
     raised: int  # number of draws at which the model raised
     not_finite: int  # number of draws at which the value or the gradient wasn't finite
 

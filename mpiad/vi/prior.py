@@ -25,7 +25,7 @@ _MAX_END_FRACTION = 1e-4
 
 
 class Prior:
-    """A prior over dim parameters.
+    """A prior distribution of parameters θ of shape (dim,).
 
     Parameters
     ----------

@@ -63,7 +63,7 @@ class VIResult:
     average: bool = True
 
     def draw(self, count: int, seed: int = 0, best: bool = False) -> Array:
-        """Return draws of shape (count, dim), on the host, from the reported posterior, or from the best one if `best`."""
+        """Return draws of shape (count, dim), on the host, from the reported posterior; if `best`, with `best_params`."""
         noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
         return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 

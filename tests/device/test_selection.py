@@ -35,7 +35,7 @@ def gpus(monkeypatch):
         runtime = SimpleNamespace(getDeviceCount=seen, CUDARuntimeError=NoDriver)
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device)))
         monkeypatch.setattr(world, "local_rank", lambda: local_rank)
-        monkeypatch.setattr(transfer, "_chosen", [])  # other tests select nothing
+        monkeypatch.setattr(transfer, "_selected", [])  # other tests select nothing
         return used
 
     return install
@@ -61,7 +61,7 @@ def test_a_gpu_that_is_not_there_is_named_with_those_that_are(ids, gpus):
 @pytest.mark.parametrize("ids", [[], ["0"], [True], 1.5, "01"])
 def test_what_names_no_gpu_is_refused(ids, gpus):
     gpus(2)
-    with pytest.raises(ValueError, match="numbers of GPUs"):
+    with pytest.raises(ValueError, match="indices of GPUs"):
         select(ids)
 
 

@@ -163,7 +163,7 @@ def test_conditions_that_are_true_or_false(way, affect):
         ({"atol": [1e-6] * 3}, ValueError, r"shape of a state, \(2,\)"),
         ({"max_steps": 0}, ValueError, "max_steps"),
         ({"alg": RK4()}, ValueError, "needs their size, as dt=0.01"),
-        ({"alg": RK45}, TypeError, r"Write RK45\(\) with brackets"),
+        ({"alg": RK45}, TypeError, r"Write RK45\(\) with parentheses"),
         ({"ensemblealg": None}, TypeError, "ensemblealg must be an EnsembleAlgorithm"),
         ({"trajectories": 3}, ValueError, "needs an EnsembleProblem"),
         ({"events": [3]}, TypeError, "events must be mpiad.ensemble.Event"),
@@ -295,14 +295,14 @@ def test_events_that_say_too_much_or_too_little(given, kind, text):
             Event(times=[0.5], affect=lambda u, p, t: u + np.sum(u)),
             {},
             ValueError,
-            "an affect of the events gives the first",
+            "an affect of the events returns .* for the first",
         ),
         (Event(times=[0.5], affect=lambda u, p, t: 1j * u), {}, TypeError, "affect returned complex128"),
         (Event(times=[0.5], affect=lambda u, p, t: u.__setitem__(0, 1)), {}, TypeError, "affect writes into its arguments"),
         (Event(times=lambda p: [np.nan], affect=_same), {}, ValueError, r"times\(p\) must return a list of times"),
         (Event(times=lambda p: np.ones(3), affect=_same), {}, ValueError, r"of shape \(3,\)"),
-        (Event(times=[0.5], affect=_same), {"dense_output": True}, NotImplementedError, "dense_output=True. Ask for"),
-        (Event(times=[0.5], affect=_same), {"save_everystep": True}, NotImplementedError, "save_everystep=True. Ask for"),
+        (Event(times=[0.5], affect=_same), {"dense_output": True}, NotImplementedError, "dense_output=True. Pass the times"),
+        (Event(times=[0.5], affect=_same), {"save_everystep": True}, NotImplementedError, "save_everystep=True. Pass the times"),
     ],
 )
 def test_affects_and_times_that_cant_be_used(event, more, kind, text):
@@ -324,5 +324,5 @@ def test_what_is_traced_around_an_event_is_refused():
 
 def test_events_that_act_are_refused_on_gpus():
     ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: [-u[0]], np.ones(1), (0.0, 1.0)), u0=np.ones((2, 1)))
-    with pytest.raises(NotImplementedError, match="EnsembleGPU. .*take EnsembleVectorized"):
+    with pytest.raises(NotImplementedError, match="EnsembleGPU. .*use EnsembleVectorized"):
         solve(ensemble, ensemblealg=EnsembleGPU(), events=Event(times=[0.5], affect=_same))

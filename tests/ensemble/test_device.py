@@ -194,7 +194,7 @@ def _shared(u, p, t):
     ("change", "kind", "said"),
     [
         ({"events": Event(lambda u, p, t: u)}, ValueError, "one number for each column"),
-        ({"events": Event(lambda u, p, t: u[0] - anp.sum(u))}, ValueError, "a condition of the events gives the first"),
+        ({"events": Event(lambda u, p, t: u[0] - anp.sum(u))}, ValueError, "a condition of the events returns"),
         ({"compile": True}, NotImplementedError, "compile=True generates machine code for the host"),
         ({"f": _shared}, ValueError, "must not depend on each other"),
         ({"f": lambda u, p, t: [u[0]]}, ValueError, "returned shape"),

@@ -124,7 +124,7 @@ KUTTA = {"c": (0.0, 0.5, 1.0), "a": ((0.5,), (-1.0, 2.0)), "b": (1 / 6, 2 / 3, 1
     ({"b": (1 / 6, 2 / 3, 1 / 6, 0.0)}, "4 weights b"),
     ({"b": (1 / 6, 2 / 3, 1 / 5)}, "row 3"),
     ({"a": ((0.5,),)}, "1 rows for 3 stages"),
-    ({"error": (1 / 6, -1 / 3, 1 / 6)}, "order None"),
+    ({"error": (1 / 6, -1 / 3, 1 / 6)}, "embedded_order=None"),
     ({"error": (1 / 6, -1 / 3, 1 / 6, 0.1), "embedded_order": 2}, "the sum 0.1"),
     ({"error": (1 / 6, -1 / 6), "embedded_order": 2}, "2 weights"),
 ])  # fmt: skip

@@ -41,15 +41,15 @@ class Evaluation:
 
 class Instructions:
     def __init__(self):
-        self.given = []
+        self.sent = []
 
-    def give(self, kind, vector=None, direction=None):
-        self.given.append(kind)
+    def send(self, kind, vector=None, direction=None):
+        self.sent.append(kind)
 
 
 def points(together: bool, **kind: bool) -> tuple[Points, list[int]]:
     instructions = Instructions()
-    return Points(Evaluation(**kind), instructions, together), instructions.given
+    return Points(Evaluation(**kind), instructions, together), instructions.sent
 
 
 def value_at(at: Points, x: np.ndarray) -> float:
@@ -89,7 +89,7 @@ def test_after_a_failure_the_other_ranks_get_no_instructions() -> None:
     for ask in (lambda x: value_at(at, x), at.gradient, lambda x: at.product(x, x)):
         with pytest.raises(ValueError, match="rank 1 raised it"):
             ask(np.zeros(1))
-    assert instructions.given == [VALUE] and sum(at.counts.values()) == 1
+    assert instructions.sent == [VALUE] and sum(at.counts.values()) == 1
 
 
 def test_gradient_of_an_earlier_point_takes_a_new_pass() -> None:

@@ -1,12 +1,13 @@
-"""Adjoints and tangents of NumPy functions, which the nodes of our traces use instead of autograd's rules.
+"""Adjoints and tangents of NumPy functions, which the nodes of mpiad's traces use instead of autograd's rules.
 
-Many of autograd's rules are slow: the adjoint of a slice uses `np.add.at`, that of `x**2` computes `x ** where(2, 1, 1.0)`.
-Some are wrong or raise for some axes, shapes or complex numbers; tests/derivative_sweep.py compares all rules. The rules in
-this package are fast for plain arrays, and can be differentiated: they call traced functions for values of an outer trace.
+Many of autograd's rules are slow: the adjoint of a slice uses `np.add.at`, and the adjoint of `x**2` computes
+`x ** where(2, 1, 1.0)`. Some rules are wrong or raise for some axes, shapes or complex numbers (tests/derivative_sweep.py).
+The rules in this package are fast for plain arrays, and can be differentiated: they call traced functions for values of an
+outer trace.
 
 A rule has autograd's signature: `vjpmaker(argnums, ans, args, kwargs)` returns a function that maps the cotangent of the
 result to those of the arguments `argnums`; `jvpmaker(argnums, gs, ans, args, kwargs)` returns the tangent. A cotangent may
-be None for zero, or a `Scatter`. For arguments that a rule doesn't support, it calls autograd's rule.
+be None for zero, or a `Scatter`. For unsupported arguments, a rule calls autograd's rule or raises an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Conversion of a cotangent from the shape of a broadcast result to the shape of an operand.
 
-The cotangent is summed over the axes along which the operand was repeated. If the operand is real, the imaginary part is
-dropped. Then the cotangent is cast to the operand's precision. If one operand is a number on
-the host and the other is a device array, the cotangent of the number is copied to the host.
+The cotangent is summed over the axes along which the operand was repeated, converted to real if the operand is real, and
+cast to the operand's precision. If one operand is a number on the host and the other is a device array, the cotangent of
+the number is copied to the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Einstein's summation, by subscripts in a string.
+"""Einstein summation, with the subscripts in a string.
 
 Autograd's rule fails for device arrays if an index occurs in one operand only, and is wrong if an operand has length one
 along an axis and another operand is longer.
@@ -27,32 +27,32 @@ def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Array:
-    own, shape = inputs[k], anp.shape(operands[k])
-    if len(set(own)) < len(own):
-        raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {own!r}: take its diagonal first")
+    axes, shape = inputs[k], anp.shape(operands[k])
+    if len(set(axes)) < len(axes):
+        raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {axes!r}: take its diagonal first")
     others = [operand for j, operand in enumerate(operands) if j != k]
     subscripts = [letters for j, letters in enumerate(inputs) if j != k]
     # The cotangent is constant along an index that occurs neither in the result nor in another operand.
-    known = set(out).union(*subscripts)
-    kept = "".join(letter for letter in own if letter in known)
+    present = set(out).union(*subscripts)
+    kept = "".join(letter for letter in axes if letter in present)
     part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
     sizes = iter(anp.shape(part))
-    full = tuple([next(sizes) if letter in known else 1 for letter in own])
+    full = tuple([next(sizes) if letter in present else 1 for letter in axes])
     stretched = tuple(map(max, full, shape))
     return fitted(part if stretched == anp.shape(part) else expand(part, stretched, full), operands[k])
 
 
 def letters_of(subscripts: str, ndims: Sequence[int]) -> tuple[list[str], str]:
-    """Return a letter for each axis of each operand, and the letters of the result's axes."""
+    """Return the letters of each operand's axes, one string per operand, and the letters of the result's axes."""
     left, arrow, right = subscripts.replace(" ", "").partition("->")
     unused = [letter for letter in ascii_letters if letter not in subscripts]
     dots = "".join(unused[: max(ndims, default=0)])
     inputs, longest = [], ""
     for part, ndim in zip(left.split(","), ndims):
         count = ndim - len(part.replace("...", ""))
-        those = dots[len(dots) - count :] if "..." in part else ""
-        longest = max(longest, those, key=len)
-        inputs.append(part.replace("...", those))
+        ellipsis = dots[len(dots) - count :] if "..." in part else ""
+        longest = max(longest, ellipsis, key=len)
+        inputs.append(part.replace("...", ellipsis))
     if arrow:
         return inputs, right.replace("...", longest)
     named = left.replace("...", "").replace(",", "")

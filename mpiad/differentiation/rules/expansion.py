@@ -12,7 +12,7 @@ from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
 from mpiad.transport.devices.device_arrays import is_device_array
 
 
-def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
+def has_supported_arguments(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
     """Return whether a reduction's arguments are an array, optionally an axis, and keywords in `names` only."""
     # NumPy's own functions also pass `out=None`.
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})

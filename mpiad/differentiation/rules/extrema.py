@@ -9,7 +9,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import broadcast_tangent, fitted
-from mpiad.differentiation.rules.expansion import axis_of, is_known, kept_shape
+from mpiad.differentiation.rules.expansion import axis_of, has_supported_arguments, kept_shape
 from mpiad.differentiation.rules.protocol import (
     Argnums,
     Primitive,
@@ -22,12 +22,12 @@ from mpiad.differentiation.rules.protocol import (
 )
 from mpiad.transport.devices.device_arrays import is_device_array
 
-_KNOWN = frozenset({"axis", "keepdims", "where", "initial"})
+_SUPPORTED = frozenset({"axis", "keepdims", "where", "initial"})
 
 
 def _is_supported(args: tuple, kwargs: dict) -> bool:
     x = getval(args[0])
-    return (type(x) is np.ndarray or is_device_array(x)) and is_known(args, kwargs, _KNOWN)
+    return (type(x) is np.ndarray or is_device_array(x)) and has_supported_arguments(args, kwargs, _SUPPORTED)
 
 
 def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -43,7 +43,7 @@ def _weights(ans: Array, args: tuple, kwargs: dict) -> Array:
     else:
         axes = tuple(i for i, (n, k) in enumerate(zip(x.shape, extrema.shape)) if n != k)
         counts = np.sum(hits, axis=axes, keepdims=True, dtype=dtype)
-    # If no element equals the extremum, this is `initial` or NaN. For NaN the gradient is NaN, as in autograd.
+    # If no element equals the extremum, the extremum is `initial` or NaN. For NaN the gradient is NaN, as in autograd.
     return hits / (np.maximum(counts, 1) if "initial" in kwargs else counts)
 
 
@@ -64,23 +64,23 @@ def _extremum_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 
 def clip_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass on the cotangents of elements within the bounds; derivatives with respect to the bounds aren't supported."""
+    """Pass on the cotangents of elements strictly within the bounds; derivatives for the bounds aren't supported."""
     inside = _inside(argnums, ans, args, kwargs)
     return lambda g: (fitted(g if inside is None else g * inside, args[0]),)
 
 
 def clip_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Pass on the tangents of elements within the bounds."""
+    """Pass on the tangents of elements strictly within the bounds."""
     inside = _inside(argnums, ans, args, kwargs)
     return broadcast_tangent(gs[0] if inside is None else gs[0] * inside, ans)
 
 
 def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:
-    given = bound(anp.clip, "a a_min a_max out min max", args, kwargs)
+    named = bound(anp.clip, "a a_min a_max out min max", args, kwargs)
     if argnums != (0,):
         raise refusal(anp.clip, "with respect to a bound: use maximum and minimum")
     inside = None
-    for limit in [given.get(name) for name in ("a_min", "a_max", "min", "max")]:
+    for limit in [named.get(name) for name in ("a_min", "a_max", "min", "max")]:
         if limit is not None:
             differs = anp.not_equal(ans, limit)
             inside = differs if inside is None else anp.logical_and(inside, differs)

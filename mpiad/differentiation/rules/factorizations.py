@@ -45,11 +45,11 @@ def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the transposed inverse by the cotangent of the logarithm, and of the phase if the matrix is complex."""
-    turned = anp.swapaxes(linalg.inv(args[0]), -1, -2)
+    inverse_t = _transposed(linalg.inv(args[0]))
 
     def vjp(g: Array) -> tuple[Array]:
         factor = g[1] if not anp.iscomplexobj(args[0]) else g[1] + 1j * anp.imag(g[0] * ans[0])
-        return (anp.reshape(factor, (*anp.shape(factor), 1, 1)) * turned,)
+        return (anp.reshape(factor, (*anp.shape(factor), 1, 1)) * inverse_t,)
 
     return vjp
 
@@ -60,10 +60,10 @@ def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     column = len(anp.shape(b)) == 1 or (not _VECTORS_ONLY and len(anp.shape(b)) == len(anp.shape(a)) - 1)
 
     def vjp(g: Array) -> tuple[Array, ...]:
-        found = linalg.solve(_transposed(a), g[..., None] if column else g)
+        w = linalg.solve(_transposed(a), g[..., None] if column else g)
         parts = {
-            0: lambda: fitted(-anp.matmul(found, _transposed(ans[..., None] if column else ans)), a),
-            1: lambda: fitted(found[..., 0] if column else found, b),
+            0: lambda: fitted(-anp.matmul(w, _transposed(ans[..., None] if column else ans)), a),
+            1: lambda: fitted(w[..., 0] if column else w, b),
         }
         return tuple([parts[i]() for i in argnums])
 
@@ -71,17 +71,17 @@ def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Divide the cotangents of the eigenvectors by differences of eigenvalues, add those of the eigenvalues, and rotate."""
+    """Divide the eigenvectors' cotangents by differences of eigenvalues, add the eigenvalues' cotangents, and rotate."""
     values, vectors = ans[0], ans[1]
     n = args[0].shape[-1]
     ones, lower = identity(args[0], n), lower_triangle(args[0], n)
     triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
 
     def vjp(g: Array) -> tuple[Array]:
-        gaps = values[..., None, :] - values[..., :, None] + ones  # the diagonal is irrelevant
-        turned = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
+        gaps = values[..., None, :] - values[..., :, None] + ones  # with ones on the diagonal, which is irrelevant
+        rotated = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
         # Equal eigenvalues are supported if the objective doesn't depend on their eigenvectors.
-        inner = turned / anp.where((gaps == 0) & (turned == 0), 1.0, gaps) + ones * g[0][..., None, :]
+        inner = rotated / anp.where((gaps == 0) & (rotated == 0), 1.0, gaps) + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
         # eigh reads only one triangle of the matrix.
         return (anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle,)
@@ -94,13 +94,13 @@ def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     x = bound(linalg.pinv, "a", args, kwargs)["a"]
 
     def vjp(g: Array) -> tuple[Array]:
-        turned, back = _transposed(g), anp.conj(_transposed(ans))
+        ans_h = anp.conj(_transposed(ans))
         left = identity(x, x.shape[-2]) - anp.matmul(x, ans)
         right = identity(x, x.shape[-1]) - anp.matmul(ans, x)
-        # d(A⁺) = -A⁺ dA A⁺ + A⁺A⁺ᴴ dAᴴ (I - AA⁺) + (I - A⁺A) dAᴴ A⁺ᴴA⁺, transposed term by term.
-        part = -anp.matmul(anp.matmul(ans, turned), ans)
-        part = part + anp.matmul(anp.matmul(anp.matmul(ans, back), anp.conj(g)), left)
-        part = part + anp.matmul(anp.matmul(anp.matmul(right, anp.conj(g)), back), ans)
+        # The transpose of each term of d(A⁺) = -A⁺ dA A⁺ + A⁺A⁺ᴴ dAᴴ (I - AA⁺) + (I - A⁺A) dAᴴ A⁺ᴴA⁺.
+        part = -anp.matmul(anp.matmul(ans, _transposed(g)), ans)
+        part = part + anp.matmul(anp.matmul(anp.matmul(ans, ans_h), anp.conj(g)), left)
+        part = part + anp.matmul(anp.matmul(anp.matmul(right, anp.conj(g)), ans_h), ans)
         return (_transposed(part),)
 
     return vjp
@@ -112,20 +112,20 @@ def _transposed(x: Array) -> Array:
 
 def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
     """Return the derivative of a norm with respect to each element, and the arguments by name."""
-    given = bound(fun, "x ord axis keepdims", args, kwargs)
-    x, order, axis = given["x"], given.get("ord"), given.get("axis")
+    named = bound(fun, "x ord axis keepdims", args, kwargs)
+    x, order, axis = named["x"], named.get("ord"), named.get("axis")
     shape = anp.shape(x)
     of_matrix = order is not None and len(shape if axis is None else np.ravel(axis)) == 2
     norm = anp.reshape(ans, kept_shape(shape, axis))
     if order is None or order == "fro" or (order == 2 and not of_matrix):
-        return anp.conj(x) / norm, given
+        return anp.conj(x) / norm, named
     if order == "nuc":
         axes = (-2, -1) if axis is None else axis
         left, _, right = checked(fun, partial(linalg.svd, full_matrices=False), anp.moveaxis(x, axes, (-2, -1)))
-        return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes), given
+        return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes), named
     if of_matrix or not 1 < order < np.inf:
         raise refusal(fun, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
-    return anp.conj(x) * anp.abs(x) ** (order - 2) / norm ** (order - 1), given
+    return anp.conj(x) * anp.abs(x) ** (order - 2) / norm ** (order - 1), named
 
 
 _NORM: Primitive = getattr(linalg, "_primitive_norm", linalg.norm)
@@ -134,18 +134,18 @@ _VECTORS_ONLY = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
 
 def trace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Repeat the cotangent along the diagonal."""
-    given = dict(zip(("a", "offset", "axis1", "axis2"), args), **kwargs)
-    shape = given["a"].shape
-    if len(shape) != 2 or given.keys() - {"a", "offset"}:
+    named = dict(zip(("a", "offset", "axis1", "axis2"), args), **kwargs)
+    shape = named["a"].shape
+    if len(shape) != 2 or named.keys() - {"a", "offset"}:
         raise NotImplementedError("on devices the derivative of trace is available for matrices; use diagonal and sum")
-    ones = identity(given["a"], *shape, k=given.get("offset", 0))
+    ones = identity(named["a"], *shape, k=named.get("offset", 0))
     return lambda g: (ones * g,)
 
 
 def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply the cotangents of singular values by singular vectors; derivatives of the vectors aren't supported."""
-    given = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
-    if given.get("compute_uv", True):
+    named = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
+    if named.get("compute_uv", True):
         raise NotImplementedError("on devices the derivative of svd is available for compute_uv=False; use eigh of xᵀx")
     left, _, right = linalg.svd(args[0], full_matrices=False)
     return lambda g: (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import vspace
@@ -31,12 +29,12 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if not basic:
         if isinstance(idx, list):  # NumPy would convert an empty list to floats
             idx = np.asarray(idx, dtype=None if idx else np.intp)
-        # A list of indices may select an element twice, but a mask doesn't.
+        # An array of indices may select an element twice; a mask doesn't.
         advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if not is_basic(i)]
         repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
 
-    def vjp(g: Array) -> tuple[Any]:
+    def vjp(g: Array) -> tuple[Array]:
         if type(g) in BOX_TYPES:
             return (put(g, idx, repeats, space or vspace(np.empty(shape, dtype))),)
         return (Scatter(shape, dtype, idx, g, repeats),)
@@ -61,15 +59,15 @@ def _keeps_order(idx: object) -> bool:
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Return the tangent of a sum with a sparse cotangent: the sum of both tangents, in a new array."""
-    piece = gs[-1]
-    if argnums == (1,) or type(piece) not in sparse_object_types:
+    tangent = gs[-1]
+    if argnums == (1,) or type(tangent) not in sparse_object_types:
         return inherited_jvp(sparse_add, argnums, gs, ans, args, kwargs)
-    space = vspace(piece)
+    space = vspace(tangent)
     if argnums == (2,):
-        return sparse_add(space, None, piece)
+        return sparse_add(space, None, tangent)
     total = gs[0]
     copy = total.copy() if type(total) is np.ndarray else space.mut_add(None, total)
-    return sparse_add(space, copy, piece)
+    return sparse_add(space, copy, tangent)
 
 
 VJPS = {_getitem: getitem_vjp}

@@ -1,4 +1,4 @@
-"""Products: `dot` and `matmul` of factors with one or two axes; outer, Kronecker and cross products.
+"""Products: `dot` and `matmul` of vectors and matrices; outer, Kronecker and cross products.
 
 For device arrays the rules also support `dot`, `inner` and `tensordot` of factors with any numbers of axes.
 """
@@ -60,7 +60,7 @@ def _dot(x: Array, y: Array) -> Array:
     return anp.dot(x, y) if type(x) in BOX_TYPES or type(y) in BOX_TYPES else np.dot(x, y)
 
 
-# Functions of the product's cotangent and the other factor; they return the cotangent of the first or of the second factor.
+# Functions of the product's cotangent and the other factor, which return the cotangent of the first or second factor.
 # The keys are the factors' numbers of axes.
 _FIRST: Any = {
     (1, 1): lambda g, y: g * y,
@@ -92,19 +92,19 @@ def kron_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
     def part(i: int, g: Array) -> Array:
         blocks = anp.transpose(anp.reshape(g, split), order)
-        found = anp.tensordot(blocks, y, n) if i == 0 else anp.tensordot(x, blocks, n)
-        return fitted(anp.reshape(found, anp.shape(args[i])), args[i])
+        product = anp.tensordot(blocks, y, n) if i == 0 else anp.tensordot(x, blocks, n)
+        return fitted(anp.reshape(product, anp.shape(args[i])), args[i])
 
     return lambda g: tuple([part(i, g) for i in argnums])
 
 
 def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Return y × g for x and g × x for y, since g·(x × y) = x·(y × g) = y·(g × x)."""
-    given = bound(anp.cross, "a b axisa axisb axisc axis", args, kwargs)
-    axes = [given.get(name, -1) if given.get("axis") is None else given["axis"] for name in ("axisa", "axisb", "axisc")]
-    if any(anp.shape(given[name])[axis] != 3 for name, axis in zip("ab", axes)):
-        raise refusal(anp.cross, "for vectors of two elements: write the product out")
-    x, y = (anp.moveaxis(given[name], axis, -1) for name, axis in zip("ab", axes))
+    named = bound(anp.cross, "a b axisa axisb axisc axis", args, kwargs)
+    axes = [named.get(name, -1) if named.get("axis") is None else named["axis"] for name in ("axisa", "axisb", "axisc")]
+    if any(anp.shape(named[name])[axis] != 3 for name, axis in zip("ab", axes)):
+        raise refusal(anp.cross, "for vectors of two elements: write the formula of the product")
+    x, y = (anp.moveaxis(named[name], axis, -1) for name, axis in zip("ab", axes))
 
     def part(i: int, g: Array) -> Array:
         g = anp.moveaxis(g, axes[2], -1)
@@ -139,8 +139,8 @@ def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tupl
 
 def _permuted(out: Array, axes: list[int]) -> Array:
     """Transpose an array whose axis k is axis `axes[k]` of a factor."""
-    back = tuple(sorted(range(len(axes)), key=axes.__getitem__))
-    return out if back == tuple(range(len(axes))) else anp.transpose(out, back)
+    inverse = tuple(sorted(range(len(axes)), key=axes.__getitem__))
+    return out if inverse == tuple(range(len(axes))) else anp.transpose(out, inverse)
 
 
 def _tensordot_axes(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -22,25 +22,25 @@ _NAMES = "a axis dtype out ddof keepdims"
 
 
 def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
-    """Return the derivative (for each element, the product of the other elements), and the arguments by name."""
-    given = bound(fun, "a axis dtype out keepdims initial", args, kwargs)
-    x, axis = given["a"], given.get("axis")
+    """Return the derivative (for each element the product of the other elements), and the arguments by name."""
+    named = bound(fun, "a axis dtype out keepdims initial", args, kwargs)
+    x, axis = named["a"], named.get("axis")
     shape = anp.shape(x)
     kept = kept_shape(shape, axis)
     value = getval(x)
     if isinstance(value, (np.ndarray, np.generic)) and np.all(value):
-        return anp.reshape(ans, kept) / x, given
+        return anp.reshape(ans, kept) / x, named
     # The reduced axes are moved to the end, except axes of length one.
     axes = [i for i, (n, k) in enumerate(zip(shape, kept)) if n != k]
     order = [*[i for i in range(len(shape)) if i not in axes], *axes]
     moved = anp.transpose(x, order)
     rest = moved.shape[: len(shape) - len(axes)]
     others = anp.reshape(_product_of_others(anp.reshape(moved, (*rest, math.prod(moved.shape[len(rest) :])))), moved.shape)
-    return anp.transpose(others, tuple(sorted(range(len(order)), key=order.__getitem__))) * given.get("initial", 1.0), given
+    return anp.transpose(others, tuple(sorted(range(len(order)), key=order.__getitem__))) * named.get("initial", 1.0), named
 
 
 def _product_of_others(x: Array) -> Array:
-    """Return, for each element, the product of the other elements along the last axis, in pairs without division."""
+    """Return, for each element, the product of the other elements along the last axis, without division."""
     n = x.shape[-1]
     if n <= 1:
         return anp.ones_like(x)
@@ -53,33 +53,35 @@ def _product_of_others(x: Array) -> Array:
 
 def _slope_of_var(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
     """Return twice the deviations from the mean, divided by the degrees of freedom, and the arguments by name."""
-    given = bound(fun, _NAMES, args, kwargs)
-    x, axis = given["a"], given.get("axis")
+    named = bound(fun, _NAMES, args, kwargs)
+    x, axis = named["a"], named.get("axis")
     count = math.prod(n for n, k in zip(anp.shape(x), kept_shape(anp.shape(x), axis)) if n != k)
-    return anp.conj(x - anp.mean(x, axis=axis, keepdims=True)) * 2.0 / (count - given.get("ddof", 0)), given
+    return anp.conj(x - anp.mean(x, axis=axis, keepdims=True)) * 2.0 / (count - named.get("ddof", 0)), named
 
 
 def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
     """Return the derivative of the variance, divided by twice the standard deviation; zero for one element."""
-    slope, given = _slope_of_var(fun, ans, args, kwargs)
+    slope, named = _slope_of_var(fun, ans, args, kwargs)
     shape = anp.shape(slope)
-    kept = kept_shape(shape, given.get("axis"))
-    return slope * 0.0 if shape == kept else slope / (2.0 * anp.reshape(ans, kept)), given
+    kept = kept_shape(shape, named.get("axis"))
+    return slope * 0.0 if shape == kept else slope / (2.0 * anp.reshape(ans, kept)), named
 
 
-def slope_vjp(fun: Primitive, slope_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+def slope_vjp(fun: Primitive, slope_of: Callable, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply cotangents by the derivative of a reduction, which `slope_of` returns with the arguments by name."""
-    slope, given = slope_of(fun, ans, args, kwargs)
-    kept = kept_shape(anp.shape(slope), given.get("axis"))
+    slope, named = slope_of(fun, ans, args, kwargs)
+    kept = kept_shape(anp.shape(slope), named.get("axis"))
     return lambda g: (fitted(anp.reshape(g, kept) * slope, args[0]),)
 
 
-def slope_jvp(fun: Primitive, slope_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+def slope_jvp(
+    fun: Primitive, slope_of: Callable, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
+) -> Array:
     """Sum the products of tangents and derivatives."""
-    slope, given = slope_of(fun, ans, args, kwargs)
+    slope, named = slope_of(fun, ans, args, kwargs)
     terms = slope * gs[0]
     terms = terms if anp.iscomplexobj(ans) else anp.real(terms)
-    return anp.sum(terms, axis=given.get("axis"), keepdims=given.get("keepdims", False))
+    return anp.sum(terms, axis=named.get("axis"), keepdims=named.get("keepdims", False))
 
 
 _SLOPES = {

@@ -1,4 +1,4 @@
-"""Padding with a constant, or with the array's own elements (edge, reflect, symmetric, wrap)."""
+"""Padding with a constant, or with elements of the array (edge, reflect, symmetric, wrap)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def pad_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Pad the tangent with zeros or with its own elements."""
+    """Pad the tangent with zeros or with elements of the tangent."""
     _, width, mode = _arguments(argnums, args, kwargs)
     return anp.pad(gs[0], width, mode)
 
 
 def _arguments(argnums: Argnums, args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
     """Return array, widths and mode of a call; raise the error of `refusal` if this call has no rule."""
-    given = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
-    x, width, mode, others = given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
+    named = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
+    x, width, mode, others = named.pop("array"), named.pop("pad_width"), named.pop("mode", "constant"), named
     # The odd reflection (reflect_type="odd") doesn't copy elements, and has no rule.
     if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in _COPYING and not others)):
         raise refusal(
@@ -67,7 +67,7 @@ def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
     return g
 
 
-# Padding by the array's own elements is linear, and `fold` is its transpose.
+# Padding with elements of the array is linear, and `fold` is its transpose.
 defvjp(fold, lambda ans, g, widths, mode, shape: lambda h: anp.pad(h, widths or 0, mode))
 defjvp(fold, lambda dg, ans, g, widths, mode, shape: fold(dg, widths, mode, shape))
 

@@ -51,7 +51,7 @@ def _slope(argnums: Argnums, args: tuple, kwargs: dict) -> Callable[[Array], Arr
     if y == 2:
         return lambda g: 2 * g * x
     if y == 0:
-        # The general rule, for infinite or NaN x; on a device it would convert the exponent to a NumPy array.
+        # The general rule supports infinite and NaN x, but would convert the exponent of a device array to a NumPy array.
         return (lambda g: g * 0.0 * x) if is_device_array(getval(x)) else None
     if y == 1:
         return lambda g: g

@@ -25,16 +25,16 @@ anp: Any = autograd.numpy
 """Autograd's NumPy, whose functions are created at run time; importing it fills autograd's tables of rules."""
 
 BOX_TYPES = Box.types
-"""Autograd's set of the types of traced values, to which types are added during the program."""
+"""Autograd's set of the types of traced values, to which other modules add types."""
 # In later versions of autograd, `mean` and `where` are plain functions that call these primitives.
 primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_mean", anp.mean)
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
-# Rules for device arrays, for functions whose rules in autograd would return NumPy arrays; other modules add rules. The
+# Rules for device arrays, for functions whose rules in autograd would return NumPy arrays; other modules add them. These
 # rules call `autograd.numpy`, so they are differentiable, and neither copy to the host nor wait for the device.
 DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
-_ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy in place of autograd.numpy"
+_ASSEMBLY = "it makes a NumPy array. Import mpiad.device.numpy instead of autograd.numpy"
 # Functions without a derivative on devices: name and advice.
 DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
     anp.concatenate_args: ("concatenate", _ASSEMBLY),
@@ -52,7 +52,7 @@ _RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's rule or the rule in `DEVICE_VJPS`; cotangents are reshaped like the arguments."""
+    """Make the adjoint by autograd's rule or the rule in `DEVICE_VJPS`; cotangents get the shapes of the arguments."""
     on_host = _is_on_host(ans)
     _require_support(fun, ans, on_host)
     rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
@@ -63,7 +63,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
         fitted = pull = rule(argnums, ans, args, kwargs)
     if on_host:
         return fitted
-    # If the result is on a device, the cotangents of numbers on the host are copied to the host.
+    # If the result is on a device, the cotangents of host numbers are copied to the host.
     are_numbers = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
     if not any(are_numbers):
         return fitted
@@ -77,7 +77,7 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
-    """Compute a tangent by a rule; for NumPy functions, convert it to the result's shape, and for real results to real."""
+    """Compute a tangent by a rule; for NumPy functions, convert it to the result's shape, and to real for a real result."""
     return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _OWN_PRIMITIVES else rule(*call)
 
 
@@ -127,14 +127,14 @@ def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | No
 
 
 def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Return the arguments of a call by name; raise the error of `refusal` for arguments that aren't in `names`."""
-    known = names.split()
-    given = {**dict(zip(known, args)), **kwargs}
-    others = [name for name in given if name not in known and given[name] is not None]
-    if others or len(args) > len(known):
+    """Return the arguments of a call by name; raise the error of `refusal` for arguments not in `names`."""
+    supported = names.split()
+    named = {**dict(zip(supported, args)), **kwargs}
+    others = [name for name in named if name not in supported and named[name] is not None]
+    if others or len(args) > len(supported):
         unknown = " and ".join(others) or f"{len(args)} arguments"
         raise refusal(fun, f"with {unknown}: supported arguments are {names.replace(' ', ', ')}")
-    return given
+    return named
 
 
 def _is_on_host(ans: Array) -> bool:
@@ -167,16 +167,16 @@ def linear_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tup
     return fun(gs[0], *args[1:], **kwargs)
 
 
-def one_unchanged(g: Array) -> tuple[Any]:
+def one_unchanged(g: Array) -> tuple[Array]:
     """Pass the cotangent to the only argument."""
     return (g,)
 
 
-def one_negated(g: Array) -> tuple[Any]:
+def one_negated(g: Array) -> tuple[Array]:
     """Negate the cotangent for the only argument."""
     return (-g,)
 
 
-def two_unchanged(g: Array) -> tuple[Any, Any]:
+def two_unchanged(g: Array) -> tuple[Array, Array]:
     """Pass the cotangent to both arguments."""
     return (g, g)

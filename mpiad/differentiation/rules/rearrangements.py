@@ -11,7 +11,7 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Function, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.differentiation.rules.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import (
@@ -26,7 +26,7 @@ from mpiad.differentiation.rules.protocol import (
 
 
 def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Concatenate the cotangents of the pieces."""
+    """Concatenate the cotangents of the parts."""
     x, *others = args
     axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
     if fixed is not None:
@@ -36,17 +36,17 @@ def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, 
 
 def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Apply the transpose of a difference n times: pad the cotangent with zeros, and negate its differences."""
-    given = bound(anp.diff, "a n axis", args, kwargs)
-    if given.get("n", 1) == 0:
+    named = bound(anp.diff, "a n axis", args, kwargs)
+    if named.get("n", 1) == 0:
         return one_unchanged
     rank = len(ans.shape)
-    place = given.get("axis", -1) % rank
-    times = min(given.get("n", 1), args[0].shape[place])
-    widths = [(1, 1) if i == place else (0, 0) for i in range(rank)]
+    axis = named.get("axis", -1) % rank
+    times = min(named.get("n", 1), args[0].shape[axis])
+    widths = [(1, 1) if i == axis else (0, 0) for i in range(rank)]
 
     def vjp(g: Array) -> tuple[Array]:
         for _ in range(times):
-            g = -anp.diff(anp.pad(g, widths, "constant"), axis=place)
+            g = -anp.diff(anp.pad(g, widths, "constant"), axis=axis)
         return (g,)
 
     return vjp
@@ -76,7 +76,7 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 def _transposed_differences(g: Array, axis: int) -> Array:
     """Return Σ_i w_i (e_{i+1} - e_{i-1}) with unit vectors e_i and w = g/2.
 
-    At the ends w = g, and the index of a missing neighbor is replaced by the index of the end.
+    At the ends w = g, and the index of the end replaces the index of a missing neighbor.
     """
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
@@ -84,16 +84,16 @@ def _transposed_differences(g: Array, axis: int) -> Array:
 
 
 @primitive
-def scattered(g: Array, places: Array, shape: Shape) -> Array:
-    """Return an array of zeros, except for g at `places`, which are distinct indices into the flattened array."""
+def scattered(g: Array, indices: Array, shape: Shape) -> Array:
+    """Return an array of zeros, except for g at `indices`, which are distinct indices into the flattened array."""
     total = arrays_like(g).full((math.prod(shape),), 0, g.dtype)
-    total[places] = g
+    total[indices] = g
     return np.reshape(total, shape)
 
 
-# Taking elements and placing them into zeros are transposes of each other.
-defvjp(scattered, lambda ans, g, places, shape: lambda h: anp.reshape(h, (-1,))[places])
-defjvp(scattered, lambda dg, ans, g, places, shape: scattered(dg, places, shape))
+# Taking elements and writing them into an array of zeros are transposes of each other.
+defvjp(scattered, lambda ans, g, indices, shape: lambda h: anp.reshape(h, (-1,))[indices])
+defjvp(scattered, lambda dg, ans, g, indices, shape: scattered(dg, indices, shape))
 
 
 def _source_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -104,8 +104,8 @@ def _source_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Ar
 
 def _sorted_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Return, for each element of a sorted or partitioned array, its index in the flattened argument."""
-    given = bound(fun, "a axis kind" if fun is anp.sort else "a kth axis", args, kwargs)
-    x, result, axis = getval(args[0]), getval(ans), given.get("axis", -1)
+    named = bound(fun, "a axis kind" if fun is anp.sort else "a kth axis", args, kwargs)
+    x, result, axis = getval(args[0]), getval(ans), named.get("axis", -1)
     numbers = np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x))
     if axis is None:
         x, numbers, axis = np.ravel(x), np.ravel(numbers), 0
@@ -117,16 +117,18 @@ def _sorted_indices(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Ar
     return np.take_along_axis(numbers, order, axis)
 
 
-def _rearrangement_vjp(fun: Primitive, indices_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Move each element of the cotangent back."""
+def _rearrangement_vjp(
+    fun: Primitive, indices_of: Function, argnums: Argnums, ans: Array, args: tuple, kwargs: dict
+) -> Vjp:
+    """Move each element of the cotangent to the original index of the element."""
     if fun is anp.diag and len(anp.shape(args[0])) == 1:
         return inherited_vjp(fun, argnums, ans, args, kwargs)  # here diag makes a matrix from its diagonal
-    places, shape = indices_of(fun, ans, args, kwargs), anp.shape(args[0])
-    return lambda g: (scattered(g, places, shape),)
+    indices, shape = indices_of(fun, ans, args, kwargs), anp.shape(args[0])
+    return lambda g: (scattered(g, indices, shape),)
 
 
 def _rearrangement_jvp(
-    fun: Primitive, indices_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
+    fun: Primitive, indices_of: Function, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
 ) -> Array:
     """Rearrange the tangent like the array."""
     return anp.reshape(gs[0], (-1,))[indices_of(fun, ans, args, kwargs)]

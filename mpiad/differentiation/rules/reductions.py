@@ -6,11 +6,11 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Axis
-from mpiad.differentiation.rules.expansion import axis_of, expanded, filled, is_known, kept_shape
+from mpiad.differentiation.rules.expansion import axis_of, expanded, filled, has_supported_arguments, kept_shape
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_vjp, primitive_mean
 
-_KNOWN = frozenset({"axis", "keepdims", "dtype", "where"})
-_KNOWN_TO_SUM = _KNOWN | {"initial"}
+_SUPPORTED = frozenset({"axis", "keepdims", "dtype", "where"})
+_SUPPORTED_BY_SUM = _SUPPORTED | {"initial"}
 
 
 def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -19,7 +19,7 @@ def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if type(x) is np.ndarray and len(args) == 1 and not kwargs:
         shape, dtype = x.shape, x.dtype
         return lambda g: (filled(g, shape, dtype),)
-    if not is_known(args, kwargs, _KNOWN_TO_SUM):
+    if not has_supported_arguments(args, kwargs, _SUPPORTED_BY_SUM):
         return inherited_vjp(anp.sum, argnums, ans, args, kwargs)
     return _repeated(getval(x), axis_of(args, kwargs), kwargs.get("where", True))
 
@@ -32,7 +32,7 @@ def sum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -
 
 def mean_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass the cotangent of a mean, divided by the number of terms, to every term."""
-    if not is_known(args, kwargs, _KNOWN):
+    if not has_supported_arguments(args, kwargs, _SUPPORTED):
         return inherited_vjp(primitive_mean, argnums, ans, args, kwargs)
     x, axis, where = getval(args[0]), axis_of(args, kwargs), kwargs.get("where", True)
     repeated = _repeated(x, axis, where)

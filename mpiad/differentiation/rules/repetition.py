@@ -16,19 +16,19 @@ from mpiad.differentiation.rules.protocol import Argnums, Vjp, bound, refusal
 
 def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Add the cotangents of the copies of an element."""
-    given = bound(anp.repeat, "a repeats axis", args, kwargs)
-    shape, axis = anp.shape(given["a"]), given.get("axis")
-    if np.size(given["repeats"]) != 1 or argnums != (0,):
+    named = bound(anp.repeat, "a repeats axis", args, kwargs)
+    shape, axis = anp.shape(named["a"]), named.get("axis")
+    if np.size(named["repeats"]) != 1 or argnums != (0,):
         raise refusal(anp.repeat, "with a number of copies per element: index with an array of indices instead")
     before = shape[: axis % max(len(shape), 1) + 1] if axis is not None else (math.prod(shape),)
-    split = (*before, int(np.sum(given["repeats"])), *(shape[len(before) :] if axis is not None else ()))
+    split = (*before, int(np.sum(named["repeats"])), *(shape[len(before) :] if axis is not None else ()))
     return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=len(before)), shape),)
 
 
 def tile_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Add the cotangents of the tiles."""
-    given = bound(anp.tile, "A reps", args, kwargs)
-    shape, reps = anp.shape(given["A"]), [int(n) for n in np.ravel(given["reps"])]
+    named = bound(anp.tile, "A reps", args, kwargs)
+    shape, reps = anp.shape(named["A"]), [int(n) for n in np.ravel(named["reps"])]
     lengths = (1,) * (len(reps) - len(shape)) + shape
     reps = [1] * (len(shape) - len(reps)) + reps
     split = [n for pair in zip(reps, lengths) for n in pair]
@@ -46,10 +46,10 @@ def full_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
 
 
 def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the cotangents, weighted for each end by the relative distance from the other end."""
-    given = bound(anp.linspace, "start stop num endpoint", args, kwargs)
+    """Sum the cotangents; the weight for each end is the relative distance from the other end."""
+    named = bound(anp.linspace, "start stop num endpoint", args, kwargs)
     n = ans.shape[0]
-    steps = n - 1 if given.get("endpoint", True) else n
+    steps = n - 1 if named.get("endpoint", True) else n
     towards_stop = arrays_like(ans).arange(n) / max(steps, 1)
     weights = {0: 1.0 - towards_stop, 1: towards_stop}
     return lambda g: tuple([fitted(anp.tensordot(weights[i].astype(ans.dtype), g, 1), args[i]) for i in argnums])

@@ -1,4 +1,4 @@
-"""Operations that transpose or shift elements, or change their dtype."""
+"""Transposition, cyclic shifts, and conversion to another dtype."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vj
     if not isinstance(axes, (tuple, list)):
         return inherited_vjp(anp.transpose, argnums, ans, args, kwargs)
     # Autograd's rule doesn't support negative axes.
-    places = [axis % len(axes) for axis in axes]
-    back = tuple(sorted(range(len(places)), key=places.__getitem__))
-    return lambda g: ((anp if type(g) in BOX_TYPES else np).transpose(g, back),)
+    axes = [axis % len(axes) for axis in axes]
+    inverse = tuple(sorted(range(len(axes)), key=axes.__getitem__))
+    return lambda g: ((anp if type(g) in BOX_TYPES else np).transpose(g, inverse),)
 
 
 def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -30,8 +30,8 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return inherited_vjp(anp.roll, argnums, ans, args, kwargs)
     bound = dict(zip(("a", "shift", "axis"), args), **kwargs)
     shift, axis = bound["shift"], bound.get("axis")
-    back = [-s for s in shift] if isinstance(shift, (tuple, list)) else -shift
-    return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, back, axis=axis),)
+    opposite = [-s for s in shift] if isinstance(shift, (tuple, list)) else -shift
+    return lambda g: ((anp if type(g) in BOX_TYPES else np).roll(g, opposite, axis=axis),)
 
 
 VJPS = {anp.transpose: transpose_vjp, anp.roll: roll_vjp}

@@ -1,8 +1,8 @@
 """The adjoint of taking elements, as sparse data: a few values and their index.
 
 If a program reads many slices of an array, each slice contributes a cotangent that is zero elsewhere. `Scatter` holds
-the values of such a cotangent, and adds them to the sum in place. For a traced cotangent the primitive `put` returns
-autograd's `SparseObject`, which does the same.
+the values of such a cotangent, and adds them to the total of a node in place. For a traced cotangent the primitive
+`put` returns autograd's `SparseObject`, which does the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scatter:
 
     - `shape`, `dtype`: the shape and dtype of the array from which elements were taken.
     - `values`: the cotangent of the taken elements, untraced.
-    - `repeats`: whether `idx` may name an element more than once.
+    - `repeats`: whether `idx` may select an element more than once.
     """
 
     shape: Shape
@@ -52,7 +52,7 @@ class Scatter:
 
 
 def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
-    """Add in place with an index that may name an element more than once."""
+    """Add in place with an index that may select an element more than once."""
     arrays = arrays_of(total)
     if arrays is not None:
         arrays.add_at(total, idx, values)
@@ -61,13 +61,13 @@ def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
         np.add.at(total, idx, values)
         return total
     # np.add.at is ten times as fast for one axis as for several.
-    places = np.arange(total.size).reshape(total.shape)[idx]
-    np.add.at(total.reshape(-1), np.ravel(places), np.ravel(values).astype(total.dtype, copy=False))
+    indices = np.arange(total.size).reshape(total.shape)[idx]
+    np.add.at(total.reshape(-1), np.ravel(indices), np.ravel(values).astype(total.dtype, copy=False))
     return total
 
 
 def is_basic(idx: Index) -> bool:
-    """Return whether an index has only integers, slices, None and Ellipsis, so NumPy returns a view."""
+    """Return whether an index has only integers, slices, None and Ellipsis, so that NumPy returns a view or a number."""
     if type(idx) is not tuple:
         return type(idx) in _BASIC
     # all() with a generator would take three times as long.
@@ -83,7 +83,7 @@ def put(g: Array, idx: Index, repeats: bool, vs: Array) -> SparseObject:
     return SparseObject(vs, Scatter(vs.shape, vs.dtype, idx, g, repeats).mut_add)
 
 
-# Adding to elements of zeros is the transpose of taking elements.
+# Adding elements to an array of zeros is the transpose of taking elements.
 defvjp(put, lambda ans, g, idx, repeats, vs: lambda h: h[idx])
 # The tangent of a sparse cotangent is sparse; autograd's defjvp would form a dense array.
 defjvp_argnums(put, lambda argnums, gs, ans, args, kwargs: put(gs[0], *args[1:]))

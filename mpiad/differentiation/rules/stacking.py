@@ -20,21 +20,21 @@ from mpiad.transport.devices.device_arrays import is_device_array
 
 
 def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Split the cotangent into the parts of the pieces that were joined."""
-    axis, pieces = args[0], args[1:]
+    """Split the cotangent into one part per concatenated array."""
+    axis, arrays = args[0], args[1:]
     _refuse_object_array(ans)
     if kwargs:
         return inherited_vjp(anp.concatenate_args, argnums, ans, args, kwargs)
     if axis is None:
-        flat = concatenate_vjp(argnums, ans, (0, *[np.ravel(getval(piece)) for piece in pieces]), kwargs)
+        flat = concatenate_vjp(argnums, ans, (0, *[np.ravel(getval(x)) for x in arrays]), kwargs)
         return lambda g: tuple([anp.reshape(part, anp.shape(args[i])) for part, i in zip(flat(g), argnums)])
     lead = (slice(None),) * (axis % ans.ndim)
     cuts, stop = [], 0
-    for piece in pieces:
-        shape = piece.shape if type(piece) is np.ndarray else np.shape(getval(piece))
+    for x in arrays:
+        shape = x.shape if type(x) is np.ndarray else np.shape(getval(x))
         start, stop = stop, stop + shape[axis]
         cuts.append((*lead, slice(start, stop)))
-    chosen = [(cuts[i - 1], _must_be_real(pieces[i - 1], ans)) for i in argnums]
+    chosen = [(cuts[i - 1], _must_be_real(arrays[i - 1], ans)) for i in argnums]
     return lambda g: tuple([anp.real(g[cut]) if real else g[cut] for cut, real in chosen])
 
 
@@ -45,13 +45,13 @@ def _refuse_object_array(ans: Array) -> None:
 
 
 def concatenate_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Join the tangents, with zeros for pieces without a tangent."""
+    """Join the tangents, with zeros for arrays without a tangent."""
     _refuse_object_array(ans)
     return anp.concatenate_args(args[0], *_all_tangents(argnums, gs, args, 1))
 
 
 def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Return, for each element of the literal, its part of the cotangent."""
+    """Return the part of the cotangent for each element of the literal."""
     if args[1] or len(args[0]) > 1:
         return inherited_vjp(anp.array_from_args, argnums, ans, args, kwargs)
     # The elements are the arguments after the first two.
@@ -79,8 +79,8 @@ def element_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return one_unchanged
 
 
-def _must_be_real(piece: Array, ans: Array) -> bool:
-    return ans.dtype.kind == "c" and not anp.iscomplexobj(piece)
+def _must_be_real(x: Array, ans: Array) -> bool:
+    return ans.dtype.kind == "c" and not anp.iscomplexobj(x)
 
 
 def _all_tangents(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:

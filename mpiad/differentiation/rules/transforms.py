@@ -1,4 +1,4 @@
-"""Fourier transforms along several axes, and from and to real arrays; tangents are transformed as values are."""
+"""Fourier transforms along several axes, and between real and complex arrays; tangents are transformed like values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ADJOINT_NORMS = {None: "forward", "backward": "forward", "ortho": "ortho", "for
 def _axes(fun: Primitive, args: tuple, kwargs: dict) -> tuple[Shape, list[int], Any, str | None]:
     """Return the shape of the argument, the axes, the lengths along the axes (or None), and the normalization."""
     one_axis = fun is fft.rfft or fun is fft.irfft
-    given: Any = bound(fun, "a n axis norm" if one_axis else "a s axes norm", args, kwargs)
-    shape, norm = anp.shape(given["a"]), given.get("norm")
+    named: Any = bound(fun, "a n axis norm" if one_axis else "a s axes norm", args, kwargs)
+    shape, norm = anp.shape(named["a"]), named.get("norm")
     if one_axis:
-        lengths, axes = given.get("n") and [given["n"]], [given.get("axis", -1)]
+        lengths, axes = named.get("n") and [named["n"]], [named.get("axis", -1)]
     else:
-        lengths, axes = given.get("s"), given.get("axes", (-2, -1) if fun in _TWO_DIMENSIONAL else None)
+        lengths, axes = named.get("s"), named.get("axes", (-2, -1) if fun in _TWO_DIMENSIONAL else None)
         axes = range(-len(lengths or shape), 0) if axes is None else axes
     axes = [axis % len(shape) for axis in axes]
     if len(set(axes)) != len(axes):
@@ -41,7 +41,7 @@ def _complex_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
 
 
 def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pad the cotangent with zeros, transform it, and take the real part: rfft gives the first entries of fft."""
+    """Pad the cotangent with zeros, transform it, and take the real part, since rfft returns the first entries of fft."""
     shape, (*leading, last), lengths, norm = _axes(fun, args, kwargs)
     n = lengths[-1] if lengths is not None else shape[last]
 
@@ -53,11 +53,11 @@ def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs:
 
 
 def _inverse_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Transform the cotangent; frequencies count twice, except the first one and, for an even length, the last one."""
+    """Transform the cotangent, and double it except at the first and, for an even length, the last frequency."""
     shape, (*leading, last), _, norm = _axes(fun, args, kwargs)
     n = ans.shape[last]
-    places = arrays_like(ans).arange(n // 2 + 1)
-    once = ((places == 0) | (places == (n // 2 if n % 2 == 0 else -1))).astype(ans.dtype)
+    frequencies = arrays_like(ans).arange(n // 2 + 1)
+    once = ((frequencies == 0) | (frequencies == (n // 2 if n % 2 == 0 else -1))).astype(ans.dtype)
     weights = anp.reshape(2.0 - once, (-1,) + (1,) * (len(shape) - 1 - last))
 
     def vjp(g: Array) -> tuple[Array]:

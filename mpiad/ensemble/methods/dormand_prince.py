@@ -12,7 +12,7 @@ from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
 @dataclass(frozen=True)
 class RK45(Algorithm):
-    """Dormand and Prince's pair of order 5(4), the default; its steps are those of SciPy's RK45.
+    """Dormand and Prince's pair of order 5(4), the default of `solve`; its steps are those of SciPy's RK45.
 
     Parameters
     ----------

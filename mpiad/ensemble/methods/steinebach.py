@@ -28,7 +28,7 @@ _H4 = np.array([
 
 @dataclass(frozen=True)
 class Rodas5P(Algorithm):
-    """Steinebach's stiffly accurate, L-stable pair of order 5(4) for stiff systems, the first choice for rtol < 1e-3.
+    """Steinebach's stiffly accurate, L-stable pair of order 5(4) for stiff systems, recommended for rtol < 1e-3.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""L-BFGS and Newton-CG with variables distributed over the ranks: only scalars are sent to the root, which decides."""
+"""L-BFGS and Newton-CG for distributed variables: only scalars are sent to the root, which makes all decisions."""
 
 from mpiad.optimize.sharded.sharded_solve import LocalArguments, Sharded, check_local_arguments
 

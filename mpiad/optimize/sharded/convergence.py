@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mpiad._typing import Function
 from mpiad.optimize.evaluated_points import STOPPED, Ending
 
-_REAL = "gtol", "grtol", "ftol", "radius"  # other options are integers
+_REAL = "gtol", "grtol", "ftol", "radius"  # other numeric options are integers
 GRADIENT = Ending(0, "CONVERGENCE: the largest entry of the projected gradient is at most gtol.")
 REDUCTION = Ending(0, "CONVERGENCE: the relative decrease of the objective is at most ftol.")
 ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept the best point so far.")
@@ -40,25 +40,25 @@ class Settings(NamedTuple):
 
 def checked(name: str, value: Any) -> float:
     """Return the numeric value of an option; raise a ValueError if it is invalid."""
-    tolerance = name in _REAL
-    least = 0 if tolerance or name in ("maxiter", "maxfun") else 1
+    real = name in _REAL
+    lowest = 0 if real or name in ("maxiter", "maxfun") else 1
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not number >= least or (not tolerance and number % 1 != 0):
-        kind = "a number" if tolerance else "an integer"
-        raise ValueError(f"minimize: option {name} must be {kind} of at least {least}, but got {value!r}.")
-    return number if tolerance else int(number)
+    if not number >= lowest or (not real and number % 1 != 0):
+        kind = "a number" if real else "an integer"
+        raise ValueError(f"minimize: option {name} must be {kind} of at least {lowest}, but got {value!r}.")
+    return number if real else int(number)
 
 
 def ending_at(
-    before: float, value: float, stopped: Callable[[], bool], made: tuple[int, int], settings: Settings | NewtonSettings
+    before: float, value: float, stopped: Callable[[], bool], counts: tuple[int, int], settings: Settings | NewtonSettings
 ) -> Ending | None:
     """Return the ending of a solve at an iterate whose gradient isn't small enough, or None if it continues.
 
-    `before` is the objective at the previous iterate, or infinite if the last line search found no better point. `made` are
-    the numbers of iterations and evaluations. ``stopped()`` returns whether a callback has raised StopIteration.
+    `before` is the objective at the previous iterate, or infinite if the last line search found no better point. `counts`
+    are the numbers of iterations and evaluations. ``stopped()`` returns whether a callback has raised StopIteration.
     """
     if settings.ftol > 0.0 and before < math.inf:
         # Relative for large values and absolute below one, as in L-BFGS-B.
@@ -66,9 +66,9 @@ def ending_at(
             return REDUCTION
     if stopped():
         return STOPPED
-    if made[0] >= settings.maxiter:
+    if counts[0] >= settings.maxiter:
         return ITERATIONS
-    return EVALUATIONS if made[1] >= settings.maxfun else None
+    return EVALUATIONS if counts[1] >= settings.maxfun else None
 
 
 _CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region")}
@@ -94,7 +94,7 @@ class NewtonSettings(NamedTuple):
     maxfun: int = 15000
     maxls: int = 20
     maxcg: int = 200  # maximum number of Hessian products per iteration
-    radius: float | None = None  # of the first trust region; by default that of the preconditioned steepest descent step
+    radius: float | None = None  # of the first trust region; default: the length of the preconditioned gradient
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -123,9 +123,9 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
         given["maxcor"] = given.pop("m")  # its name in papers
     for name, value in given.items():
         if name not in kind._fields:
-            known, names = ("Newton-CG-sharded", ()) if newton else ("L-BFGS-sharded", ("m",))
+            label, names = ("Newton-CG-sharded", ()) if newton else ("L-BFGS-sharded", ("m",))
             listed = ", ".join((*names, *kind._fields))
-            raise ValueError(f"minimize: method {known!r} has the options {listed}, but got {name!r}.")
+            raise ValueError(f"minimize: method {label!r} has the options {listed}, but got {name!r}.")
         if name in _CHOICES:
             if value not in _CHOICES[name]:
                 raise ValueError(f"minimize: option {name} must be one of {_CHOICES[name]}, but got {value!r}.")
@@ -143,7 +143,7 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function of an option; for an object, its method `cost` (of a regularizer) or `solve` (of others)."""
+    """Return the function of an option; for an object, its method `cost` for a regularizer, otherwise `solve`."""
     method = "cost" if name == "regularizer" else "solve"
     if callable(found := getattr(value, method, None)):
         return found

@@ -80,10 +80,10 @@ class DeviceVectors:
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row; the coefficients are copied to the device."""
         factors = self._xp.to_device(coefficients)
-        (part, places), *others = parts
-        total = factors[places] @ self.memory[part]
-        for part, places in others:
-            total += factors[places] @ self.memory[part]
+        (part, positions), *others = parts
+        total = factors[positions] @ self.memory[part]
+        for part, positions in others:
+            total += factors[positions] @ self.memory[part]
         self.memory[row] = total
 
     def advance(

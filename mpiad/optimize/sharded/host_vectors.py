@@ -135,8 +135,8 @@ class HostVectors:
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the inner products of the ring's rows with the newest change y and with the gradient g, and g·g.
 
-        With `change`, the row of y holds the previous gradient, and is first replaced by y. Products that aren't requested
-        by `change` or `gradient` are zero.
+        With `change`, the row of y contains the previous gradient, and is first replaced by y. Products that `change` or
+        `gradient` doesn't request are zero.
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
@@ -157,8 +157,8 @@ class HostVectors:
             if before != row:
                 np.subtract(tile[row], tile[before], out=tile[before])
             square += float(vdot(tile[row], tile[row]))
-            for rows, places in parts:
-                out[places] += vdots(tile[rows], tile[before], self.size)
+            for rows, positions in parts:
+                out[positions] += vdots(tile[rows], tile[before], self.size)
         return square
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
@@ -183,8 +183,8 @@ class HostVectors:
     def _combine(self, tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
         first, *others = parts
         combination(coefficients[first[1]], tile[first[0]], self.size, out)
-        for rows, places in others:
-            out += combination(coefficients[places], tile[rows], self.size)
+        for rows, positions in others:
+            out += combination(coefficients[positions], tile[rows], self.size)
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def store_trial(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:

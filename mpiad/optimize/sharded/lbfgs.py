@@ -59,7 +59,7 @@ class LineSearch:
     def __init__(self, value: float, slope: float, first: float):
         self.step, self.stuck = first, False
         self._start = self._best = self._other = Sample(0.0, value, slope)
-        self._bracketed, self._early = False, True
+        self._bracketed, self._first_stage = False, True
         self._farthest = _FARTHEST
         self._width, self._width_before = _FARTHEST, 2.0 * _FARTHEST
         self._low, self._high = 0.0, (1.0 + _GROWTH[1]) * first
@@ -67,17 +67,17 @@ class LineSearch:
     def accepts(self, value: float, slope: float) -> bool:
         """Return whether value and slope at `step` end the search; otherwise choose another step."""
         start, trial = self._start, Sample(self.step, value, slope)
-        wanted = start.value + _DECREASE * trial.step * start.slope
-        if value <= wanted and abs(slope) <= -_CURVATURE * start.slope:
+        required = start.value + _DECREASE * trial.step * start.slope
+        if value <= required and abs(slope) <= -_CURVATURE * start.slope:
             return True
         if self._approximately(trial):
             return True
-        if self._is_narrow() or (trial.step >= self._farthest and value <= wanted):
+        if self._is_narrow() or (trial.step >= self._farthest and value <= required):
             self.stuck = True
-            return value <= wanted
-        if self._early and value <= wanted and slope >= 0.0:
-            self._early = False
-        self._advance(trial, modified=self._early and value <= self._best.value and value > wanted)
+            return value <= required
+        if self._first_stage and value <= required and slope >= 0.0:
+            self._first_stage = False
+        self._advance(trial, modified=self._first_stage and value <= self._best.value and value > required)
         return False
 
     def decreases(self, value: float, change_before: float) -> bool:
@@ -169,10 +169,10 @@ def _after_flattening(best: Sample, other: Sample, trial: Sample, bracketed: boo
     secant = _secant(best, trial)
     theta, root = _cubic_terms(best, trial)
     root = -root if trial.step > best.step else root
-    share = (root - trial.slope + theta) / (root + (best.slope - trial.slope) + root) if root else 0.0
+    fraction = (root - trial.slope + theta) / (root + (best.slope - trial.slope) + root) if root else 0.0
     # The cubic's minimizer if it lies beyond the trial.
     limit = highest if trial.step > best.step else lowest
-    cubic = trial.step + share * (best.step - trial.step) if share < 0.0 else limit
+    cubic = trial.step + fraction * (best.step - trial.step) if fraction < 0.0 else limit
     if not bracketed:
         return min(max(max(cubic, secant, key=lambda s: abs(s - trial.step)), lowest), highest)
     step = min(cubic, secant, key=lambda s: abs(s - trial.step))
@@ -201,7 +201,7 @@ def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
 class Trials:
     """Evaluation of points along a direction; `count` is the number of evaluations so far.
 
-    Each evaluation takes two small messages in addition to the messages of the objective.
+    Each evaluation takes three small collective operations in addition to those of the objective.
     """
 
     def __init__(self, evaluation: Evaluation, packing: LocalPacking, totals: Totals, memory: LimitedMemory):
@@ -249,7 +249,7 @@ class LBFGS:
     ):
         self._trials, self._memory, self._files, self._iterates = trials, memory, files, iterates
         self._settings, self._bounded = settings, memory.vectors.box is not None
-        self._count, self._barrier = 0, math.inf  # `_barrier`: least length of a trial step to a value that isn't finite
+        self._count, self._barrier = 0, math.inf  # `_barrier`: length of the shortest step without a finite value
 
     def run(self, start: Array) -> tuple[Point, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
@@ -270,7 +270,7 @@ class LBFGS:
             self._write(state, ending)
             if ending is not None:
                 return iterate, ending
-            found = self._search(iterate, state.slope, state.length) if state.slope < 0.0 else iterate
+            found = self._search(iterate, state.slope, state.grad_norm) if state.slope < 0.0 else iterate
             if found is iterate and self._files.interrupted:  # the search is repeated when the solve resumes
                 self._write(state, INTERRUPTED)
                 return iterate, INTERRUPTED
@@ -290,21 +290,21 @@ class LBFGS:
     def _ending(self, state: State) -> Ending | None:
         if state.iterate.norm <= self._settings.gtol:
             return GRADIENT
-        made = state.iteration, state.count
-        return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, made, self._settings)
+        counts = state.iteration, state.count
+        return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, counts, self._settings)
 
     def _state_at(self, new: Point, before: Point | None, stop: bool) -> State:
         """Make a point the current point of the memory; return the state of the solve at this point."""
         # The memory stores a step only if the curvature along it is positive.
         curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
-        slope, length, stopped = self._memory.update(new, before if curved else None, stop)
+        slope, grad_norm, stopped = self._memory.update(new, before if curved else None, stop)
         value_before = math.inf if before is None else before.value
-        return State(self._count, self._trials.count, new, value_before, slope, length, stopped)
+        return State(self._count, self._trials.count, new, value_before, slope, grad_norm, stopped)
 
-    def _search(self, iterate: Point, slope: float, length: float) -> Point:
+    def _search(self, iterate: Point, slope: float, grad_norm: float) -> Point:
         """Return the point that a line search accepts, or the best trial point; `iterate` if no trial is better."""
         self._barrier = math.inf
-        line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, length)), iterate
+        line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, grad_norm)), iterate
         for _ in range(self._settings.maxls):
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
@@ -332,13 +332,12 @@ class LBFGS:
         self._memory.restore_gradient(best)
         return best
 
-    def _first_step(self, iterate: Point, slope: float, length: float) -> float:
+    def _first_step(self, iterate: Point, slope: float, grad_norm: float) -> float:
         if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
-            return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
+            return 1.0 / grad_norm if self._count == 0 else min(1.0, 1.0 / grad_norm)
         # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
-        # The length of the direction is at least -slope / length, so this step isn't shorter than the distance to these
-        # points.
-        return min(1.0, iterate.range * length / -slope)
+        # The length of the direction is at least -slope / grad_norm, so this step isn't shorter than the distance to them.
+        return min(1.0, iterate.range * grad_norm / -slope)
 
     def _release_trial(self, point: Point, iterate: Point) -> None:
         if point is not iterate:
@@ -352,7 +351,7 @@ class LBFGS:
     def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
         point = state.iterate
         yield "x", self._memory.vectors.to_host(point.x)
-        yield "numbers", np.array([point.value, point.norm, state.value_before, state.slope, state.length, point.range])
+        yield "numbers", np.array([point.value, point.norm, state.value_before, state.slope, state.grad_norm, point.range])
         yield "count", np.array(state.count)
         yield "history", self._iterates.record.table()
         yield from self._memory.state().items()
@@ -360,9 +359,9 @@ class LBFGS:
     def _restored(self, found: dict[str, np.ndarray]) -> State:
         """Restore the state of the solve from the arrays of `_arrays`."""
         iterate = Point(self._memory.vectors.from_host(found["x"]))
-        iterate.value, iterate.norm, value_before, slope, length, iterate.range = found["numbers"].tolist()
+        iterate.value, iterate.norm, value_before, slope, grad_norm, iterate.range = found["numbers"].tolist()
         iterate.current = True  # the gradient is in the memory
         self._count, self._trials.count = self._files.iteration, int(found["count"])
         self._iterates.record.restore(found["history"])
         self._memory.restore(found)
-        return State(self._count, self._trials.count, iterate, value_before, slope, length, False)
+        return State(self._count, self._trials.count, iterate, value_before, slope, grad_norm, False)

@@ -29,8 +29,8 @@ from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
-# If the gradient's norm decreases by a factor, the relative errors of its products grow by it. From this factor on, they
-# are computed again.
+# If the gradient's norm decreases by a factor, the relative errors of its products grow by the same factor. Beyond this
+# factor the products are computed again.
 _DECREASE = 100.0
 _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the attributes that are part of the state
 
@@ -91,9 +91,9 @@ class LimitedMemory:
         decision = self._totals.decide_on_root(
             np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, store, recompute)
         )
-        *coefficients, slope, length, stopped = decision.tolist()
+        *coefficients, slope, grad_norm, stopped = decision.tolist()
         self._coefficients, self._direction_computed = np.array(coefficients), False
-        return slope, length, bool(stopped)
+        return slope, grad_norm, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all arrays of the state; rows that are on the host aren't copied."""

@@ -40,8 +40,8 @@ from mpiad.transport.resources import vdot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
-# The residual is measured in the user's inner product, like the gradient: its norm in P, the preconditioner, may be small
-# although the gradient of the model isn't. The norm of the step is ‖p‖² = pᵀ P⁻¹ p. This norm and the product of the
+# The residual is measured in the user's inner product, like the gradient, since its norm in the preconditioner P may be
+# small although the gradient of the model isn't. The norm of the step is ‖p‖² = pᵀ P⁻¹ p. This norm and the product of the
 # step with the direction are updated by recurrences, without P⁻¹.
 #
 # References
@@ -71,7 +71,7 @@ class Step(NamedTuple):
     vector: Array  # this rank's part
     decrease: float  # of the quadratic model
     length: float  # in the preconditioner's norm
-    bound: bool  # whether the step ends at the boundary of the trust region
+    on_boundary: bool  # whether the step ends at the boundary of the trust region
 
 
 def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
@@ -85,7 +85,8 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
     z = system.precondition(residual)
     square = _positive(system, system.dot(residual, z))
     target, near_target = forcing**2 * system.square, system.slack * forcing**2 * square
-    direction, length, step_direction, along, decrease = -z, 0.0, 0.0, square, 0.0
+    # The recurrences for pᵀ P⁻¹ p, pᵀ P⁻¹ d and dᵀ P⁻¹ d, with the direction d.
+    direction, pp, pd, dd, decrease = -z, 0.0, 0.0, square, 0.0
     for count in range(limit):
         product = system.multiply(direction)
         curvature = system.dot(direction, product)
@@ -95,17 +96,17 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
                 "second derivatives of fun, or hessp."
             )
         step = square / curvature if curvature > 0.0 else math.inf
-        if radius < math.inf and length + step * (2.0 * step_direction + step * along) >= radius**2:
-            step = (math.sqrt(max(step_direction**2 + along * (radius**2 - length), 0.0)) - step_direction) / along
+        if radius < math.inf and pp + step * (2.0 * pd + step * dd) >= radius**2:
+            step = (math.sqrt(max(pd**2 + dd * (radius**2 - pp), 0.0)) - pd) / dd
             p += step * direction
             return Step(p, decrease + step * (square - 0.5 * step * curvature), radius, True)
         if curvature <= 0.0:
             # The model has no minimizer; the line search chooses the length of a steepest descent step.
-            return Step(direction, square, math.sqrt(along), False) if count == 0 else _interior_step(p, decrease, length)
+            return Step(direction, square, math.sqrt(dd), False) if count == 0 else _interior_step(p, decrease, pp)
         p += step * direction
         residual += step * product
         decrease += 0.5 * step * square
-        length += step * (2.0 * step_direction + step * along)
+        pp += step * (2.0 * pd + step * dd)
         if system.ended():
             return None
         z = system.precondition(residual)
@@ -113,13 +114,13 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         if square <= near_target and (square if system.measure is None else system.measure(residual)) <= target:
             break
         beta = square / before
-        step_direction, along = beta * (step_direction + step * along), square + beta**2 * along
+        pd, dd = beta * (pd + step * dd), square + beta**2 * dd
         direction = beta * direction - z
-    return _interior_step(p, decrease, length)
+    return _interior_step(p, decrease, pp)
 
 
-def _interior_step(p: Array, decrease: float, length: float) -> Step:
-    return Step(p, decrease, math.sqrt(length), False)
+def _interior_step(p: Array, decrease: float, pp: float) -> Step:
+    return Step(p, decrease, math.sqrt(pp), False)
 
 
 def _positive(system: System, square: float) -> float:
@@ -340,7 +341,7 @@ class NewtonCG:
             # Differences at rounding level don't reduce the radius.
             if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(iterate.value)):
                 self._radius = 0.25 * found.length
-            elif ratio > 0.75 and found.bound:
+            elif ratio > 0.75 and found.on_boundary:
                 self._radius = 2.0 * self._radius
             if falls:
                 return trial

@@ -1,7 +1,7 @@
-"""Redistribution of the state of a sharded solve, from the files of one number of ranks to another number.
+"""Redistribution of the state of a sharded solve that was written by another number of ranks.
 
 Each file contains the boxes (index ranges in the whole arrays) of its variables. A rank reads the files whose boxes
-intersect its own boxes. Data other than variables are the same in all files.
+intersect its own boxes. Data that don't belong to variables are the same in all files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Box = list[list[int]]
 
 
 class Layout(NamedTuple):
-    """Positions of the variables of this rank's vector, as consecutive boxes of whole arrays."""
+    """Positions of this rank's variables, as consecutive boxes of whole arrays, and the shapes of these arrays."""
 
     boxes: list[Box]
     shapes: list[list[int]]
@@ -38,11 +38,11 @@ class OldState(NamedTuple):
     boxes: list[list[Box]]
 
     def arrays(self, layout: Layout) -> dict[str, np.ndarray]:
-        """Return this rank's arrays of the state; raise a ValueError if a file is damaged or of another iteration."""
+        """Return this rank's arrays of the state; raise a ValueError if a file is damaged or from another iteration."""
         size = _length(layout.boxes)
         found: dict[str, np.ndarray] = {}
         nonempty = [part for part in zip(self.files, self.boxes) if _length(part[1])]
-        # A rank without variables reads the first file, for the data that all files have.
+        # A rank without variables reads the data that all files contain from the first file.
         needed = [part for part in nonempty if any(map(_intersect, part[1], layout.boxes))] or nonempty[:1]
         for file, boxes in needed:
             description, arrays = read(file)
@@ -110,7 +110,7 @@ def _hashed(x: np.ndarray) -> np.ndarray:
 
 
 def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tuple[OldState | None, str | None]:
-    """Return the newest iteration for which all ranks of an earlier job have files, and an error of a file; collective.
+    """Return the newest state of which all files exist, and the text of a file's error, or None for each; collective.
 
     `files` are all files of the earlier job; `problem` is the part of the problem's description that doesn't depend on the
     number of ranks.
@@ -146,10 +146,10 @@ def _intersect(old: Box, new: Box) -> bool:
 
 def _copy(source: np.ndarray, old: list[Box], target: np.ndarray, new: list[Box]) -> None:
     """Copy the intersections of corresponding boxes from one array of vectors to another."""
-    begin, out = 0, 0
+    start = target_start = 0
     for first, second in zip(old, new):
-        parts = source[:, begin : begin + _length([first])], target[:, out : out + _length([second])]
-        begin, out = begin + _length([first]), out + _length([second])
+        parts = source[:, start : start + _length([first])], target[:, target_start : target_start + _length([second])]
+        start, target_start = start + _length([first]), target_start + _length([second])
         if not _intersect(first, second):
             continue
         overlap = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(first, second)]

@@ -73,8 +73,8 @@ class Sharded(Solve):
         # If any rank has bounds or a callback, all ranks exchange additional messages.
         own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
         bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
-        shown = progress if self._totals.is_root else None
-        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), shown)
+        bar = progress if self._totals.is_root else None
+        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), bar)
         box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
@@ -104,13 +104,13 @@ class Sharded(Solve):
         # The mean over the ranks depends on their number, so such a solve can't resume on another number of ranks.
         if layout is None or self._program.objective == "mean":
             return Identity(problem)
-        found = {name: value for name, value in problem.items() if name not in OF_RANKS}
-        found["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in arguments.packing.specs]]
-        found["x0 of all ranks (checksum)"] = global_checksum(to_host(start), layout, comm)
+        any_ranks = {name: value for name, value in problem.items() if name not in OF_RANKS}
+        any_ranks["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in arguments.packing.specs]]
+        any_ranks["x0 of all ranks (checksum)"] = global_checksum(to_host(start), layout, comm)
         if any(comm.allgather(arguments.box is not None)):
             limits = self._box(True).limits  # type: ignore[union-attr]
-            found["bounds of all ranks (checksum)"] = [global_checksum(limit, layout, comm) for limit in limits]
-        return Identity(problem, found, layout)
+            any_ranks["bounds of all ranks (checksum)"] = [global_checksum(limit, layout, comm) for limit in limits]
+        return Identity(problem, any_ranks, layout)
 
     def _box(self, bounded: bool) -> Box | None:
         """Return this rank's bounds; infinite bounds if only other ranks have bounds."""

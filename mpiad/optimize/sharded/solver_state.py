@@ -54,7 +54,7 @@ class State(NamedTuple):
     iterate: Point
     value_before: float  # objective at the previous iterate; infinite if the last search found no better point
     slope: float  # of the objective along the next direction
-    length: float  # 2-norm of the gradient
+    grad_norm: float  # 2-norm
     stopped: bool  # whether a callback has raised StopIteration
 
 
@@ -69,7 +69,7 @@ class Identity(NamedTuple):
 class StateFiles:
     """Writes and reads the files of states; it does nothing without a checkpoint, which all ranks or none have.
 
-    `iteration` is the number of the last state that was written or found, -1 for none.
+    `iteration` is that of the last state that was written or read, or -1.
     """
 
     def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
@@ -141,7 +141,7 @@ class StateFiles:
         return arrays
 
     def _iterations_on_disk(self) -> dict[int, int]:
-        """Return the slot of each iteration of which this rank has a file."""
+        """Return the slots of this rank's files, by iteration."""
         file, found = self._checkpoint.file, {}  # type: ignore[union-attr]
         others = files_of_ranks(file)
         if others and not self._of_this_size(others):
@@ -202,7 +202,7 @@ class StateFiles:
             # The next state is written to the same slot, since the other slot has the last complete state.
             self._failures.warn(iteration, failures[0])
         else:
-            self._failures.end()
+            self._failures.clear()
             self.iteration, self._slot = iteration, 1 - self._slot
             # The files of another number of ranks are now obsolete.
             for file in self._obsolete[self._used.rank :: self._used.size]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import autograd.numpy as np
 import numpy
@@ -59,7 +59,7 @@ class Flow:
                 raise TypeError(f"Flow: a layer must have initial, forward and inverse, but got {layer!r:.60}.")
         self._mean, self._sd = initial_moments(dim, mean, sd, "Flow")
 
-    def initial(self, rng: numpy.random.Generator) -> dict[str, Any]:
+    def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the initial variational parameters of all layers, the shift and the scale."""
         layers = [layer.initial(self.dim, rng) for layer in self.layers]
         return {"layers": layers, "mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
@@ -108,7 +108,7 @@ class LULinear:
     def __init__(self, permute: bool = True):
         self.permute = permute
 
-    def initial(self, dim: int, rng: numpy.random.Generator) -> dict[str, Any]:
+    def initial(self, dim: int, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return initial parameters; the permutation is an array of integers and isn't fitted."""
         order = rng.permutation(dim) if self.permute else numpy.arange(dim)
         zeros = {name: numpy.zeros((dim, dim)) for name in ("lower", "upper")}
@@ -152,7 +152,7 @@ class Planar:
     True
     """
 
-    def initial(self, dim: int, rng: numpy.random.Generator) -> dict[str, Any]:
+    def initial(self, dim: int, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return initial parameters."""
         return {"u": 0.01 * rng.normal(size=dim), "w": rng.normal(size=dim) / dim**0.5, "b": np.zeros(())}
 

@@ -1,4 +1,4 @@
-"""Neural spline layers (Durkan et al., 2019): monotone splines of coordinates, with parameters that depend on others.
+"""Neural spline layers (Durkan et al., 2019): monotone splines whose parameters depend on other coordinates.
 
 The splines are rational-quadratic (Gregory and Delbourgo, 1982). The widths and heights of the bins are softmaxes of
 unconstrained parameters, and the slopes at inner knots are softpluses. Outside of the bins the spline is the identity, and
@@ -17,7 +17,7 @@ from mpiad.device.numpy import concatenate
 from mpiad.primitives import stop_gradient
 from mpiad.vi.flows.coupling import evaluated, halves, initial_network, joined, length_of, masked_network
 
-# Lower bounds of the length of a bin, as a fraction of the interval, and of slopes, for a well-conditioned inverse.
+# Lower bounds of bin lengths (fractions of the interval) and of slopes, for a well-conditioned inverse.
 _MIN_BIN, _MIN_SLOPE = 1e-3, 1e-3
 # With this offset, parameters of zero give slopes of one.
 _SLOPE_OFFSET = float(numpy.log(numpy.expm1(1 - _MIN_SLOPE)))

@@ -91,7 +91,7 @@ def test_steps_of_cg_are_those_of_the_textbook() -> None:
     inside = step(hessian, 0.5 * length)
     np.testing.assert_allclose(inside.vector @ np.linalg.solve(p, inside.vector), (0.5 * length) ** 2, rtol=1e-9)
     np.testing.assert_allclose(inside.decrease, -model(inside.vector, hessian), rtol=1e-9)
-    assert inside.bound and not found.bound
+    assert inside.on_boundary and not found.on_boundary
     bent = hessian - 20.0 * np.eye(12)
     np.testing.assert_allclose(step(-hessian).vector, -p @ gradient)
     edge = step(bent, 3.0)
