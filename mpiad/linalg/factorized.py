@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import autograd.numpy as anp
 import numpy as np
@@ -33,7 +34,7 @@ from mpiad.linalg.vectors import block_error
 from mpiad.primitives import mpi_allgather, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
-from mpiad.programs.closure import Unfollowed, Watch, watch_of
+from mpiad.programs.closure import Unfollowed, Watch, same_bits, watch_of
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raise_together, raising_together
@@ -53,7 +54,7 @@ class _Operator(NamedTuple):
 
     matvec: Function
     build: Callable[[Any], Any]  # assembles the params from their leaves
-    leaves: list[Any]  # the plain leaves of the params
+    leaves: list[Any]  # copies of the plain leaves of the params
     shape: tuple[int, ...]
     takes_batches: bool
 
@@ -81,14 +82,14 @@ class _Operator(NamedTuple):
 
 @custom_operator
 def back_substitution(
-    b: LocalArray, *variables: Array, factors: Factorized, indices: tuple[int, ...], transposed: bool
+    b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
 ) -> LocalArray:
     """Return the solution of A u = b or Aᵀ u = b; `variables`: the traced leaves of the params, at `indices`."""
-    return factors._solved(b, transposed)
+    return factors.solved(b, transposed)
 
 
 def _adjoint(
-    ans: LocalArray, b: LocalArray, *variables: Array, factors: Factorized, indices: tuple[int, ...], transposed: bool
+    ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
 ) -> Callable:
     def vjp(g: LocalArray) -> list:
         multiplier = back_substitution(g, *variables, factors=factors, indices=indices, transposed=not transposed)
@@ -103,7 +104,7 @@ def _adjoint(
 
 
 def _tangent(
-    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: Factorized, indices: tuple[int, ...],
+    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...],
     transposed: bool,
 ) -> LocalArray:  # fmt: skip
     residual = tangent_of(b, gs[0])
@@ -116,6 +117,58 @@ def _tangent(
 
 defvjp_together(back_substitution, _adjoint)
 defjvp_together(back_substitution, _tangent)
+
+
+class _Factors:
+    """The factors of an operator with fixed params; `given`: the leaves of the params, which the user may change later."""
+
+    def __init__(self, operator: _Operator, given: list[Any], options: _Options):
+        self.operator, self.given, self.options = operator, given, options
+        with restoring_state(), suspended():
+            self.matrix = matrix = options.assembled(operator)
+            if options.group.size == 1:
+                self._inverse: Any = _factors_of(matrix.local_rows())
+            elif options.method == "gathered":
+                self._inverse = GatheredFactors(matrix)
+            else:
+                self._inverse = AdditiveSchwarz(matrix, restricted=True)
+        try:
+            self._watch: Watch | None = watch_of(operator.matvec, (), given)
+        except Unfollowed:
+            self._watch = None
+
+    def is_current(self) -> bool:
+        """Return whether the params, and the objects in the operator's closure, are unchanged on this rank."""
+        return self._watch is None or self._watch.is_the_same()
+
+    def is_for(self, operator: _Operator, options: _Options) -> bool:
+        """Return whether these are the factors of an operator on this rank."""
+        same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
+        pairs = zip(operator.leaves, self.operator.leaves)
+        return same and all(same_bits(np.asarray(x), np.asarray(y)) for x, y in pairs) and self.is_current()
+
+    def again(self) -> _Factors:
+        """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
+        leaves = [np.array(x) for x in self.given]
+        if _on_all(self.options, all(same_bits(x, np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))):
+            raise RuntimeError(
+                f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
+                "object among the params, or call factorized again."
+            )
+        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options)
+
+    def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
+        """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""
+        rows = np.ascontiguousarray(b, np.result_type(b, self.matrix.values)).reshape(-1, math.prod(self.operator.shape))
+        if self.options.group.size == 1:
+            return back_substituted(self._inverse, rows, "T" if transposed else "N").reshape(b.shape)
+        comm, inverse = self.options.comm, self._inverse.T if transposed else self._inverse
+        settings = Settings("gmres", _RTOL, 0.0, None, comm, None, batch=1, call=_CALL, preconditioned=True, probe=False)
+        matrix: Any = self.matrix.T if transposed else self.matrix
+        system = System(matrix.matvec, inverse, rows, settings, name="matrix")
+        found = iterate(gmres, system, rows, None)
+        system.settle()
+        return found.reshape(b.shape)
 
 
 class Factorized:
@@ -131,28 +184,17 @@ class Factorized:
         The inverse of the transpose, with the same factors.
     """
 
-    def __init__(self, operator: _Operator, variables: list[Any], indices: tuple[int, ...], options: _Options):
-        self.operator, self._variables, self._indices, self._options = operator, variables, indices, options
+    def __init__(self, factors: _Factors, variables: list[Array], indices: tuple[int, ...]):
+        self._factors, self._variables, self._indices = factors, variables, indices
         self._transposed, self._other = False, None
-        self._factor()
-
-    def _factor(self) -> None:
-        with restoring_state(), suspended():
-            self.matrix = matrix = self._options.assembled(self.operator)
-            self.shape = matrix.shape
-            if self._options.group.size == 1:
-                self._factors: Any = _factors_of(matrix.local_rows())
-            else:
-                schwarz = self._options.method != "gathered"
-                self._factors = AdditiveSchwarz(matrix, restricted=True) if schwarz else GatheredFactors(matrix)
-        self._watch = self._options.watch(self.operator)
+        self.shape, self.matrix = factors.matrix.shape, factors.matrix
 
     @property
     def T(self) -> Factorized:
         """The inverse of the transpose."""
         if self._other is None:
-            self._other = other = object.__new__(Factorized)
-            other.__dict__.update(self.__dict__, _transposed=not self._transposed, _other=self)
+            self._other = other = Factorized(self._factors, self._variables, self._indices)
+            other._transposed, other._other = not self._transposed, self
         return self._other
 
     def __repr__(self) -> str:
@@ -189,68 +231,41 @@ class Factorized:
         """
         return _solve(self, b, *self._variables)
 
-    def _require(self, b: Array) -> None:
-        plain, shape = stop_gradient(b), self.operator.shape
+    def _current(self, b: Array) -> _Factors:
+        """Check b, and return the factors, which are computed again if the params have changed in place."""
+        factors, plain = self._factors, stop_gradient(b)
+        shape, options = factors.operator.shape, factors.options
         error = block_error(_CALL, "b", plain) or _host_error("b", plain)
         if error is None and plain.shape[max(plain.ndim - len(shape), 0) :] != shape:
             error = ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {plain.shape}.")
-        changed = self._watch is not None and not self._watch.is_the_same()
-        if self._options.group.size > 1:
-            raise_together(self._options.group, error)
-            changed = bool(mpi_allgather(np.array(float(changed)), comm=self._options.comm).any())
-        elif error is not None:
-            raise error
-        if changed:
-            self._refactor()
-
-    def _refactor(self) -> None:
-        own_params = [leaf.tobytes() for leaf in self.operator.leaves if isinstance(leaf, np.ndarray)]
-        same = own_params == self._options.factored
-        if self._options.group.size > 1:
-            same = bool(mpi_allgather(np.array(float(same)), comm=self._options.comm).all())
-        if same:
-            raise RuntimeError(
-                f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
-                "object among the params, or call factorized again."
-            )
-        self._factor()
-        if self._other is not None:
-            self._other.__dict__.update({k: self.__dict__[k] for k in ("matrix", "_factors", "_watch")})
-
-    def _solved(self, b: LocalArray, transposed: bool) -> LocalArray:
-        dtype = np.result_type(b, self.matrix.values)
-        rows = np.ascontiguousarray(b, dtype).reshape(-1, math.prod(self.operator.shape))
-        if self._options.group.size == 1:
-            return back_substituted(self._factors, rows, "T" if transposed else "N").reshape(b.shape)
-        settings = Settings(
-            "gmres", _RTOL, 0.0, None, self._options.comm, None, batch=1, call=_CALL, preconditioned=True, probe=False
-        )
-        matrix: Any = self.matrix.T if transposed else self.matrix
-        system = System(matrix.matvec, self._factors.T if transposed else self._factors, rows, settings, name="matrix")
-        found = iterate(gmres, system, rows, None)
-        system.settle()
-        return found.reshape(b.shape)
+        raise_together(options.group, error)
+        if not _on_all(options, factors.is_current()):
+            self._factors = factors.again()
+            self.matrix = self._factors.matrix
+            if self._other is not None:
+                self._other._factors, self._other.matrix = self._factors, self.matrix
+        return self._factors
 
 
 @opaque
-def _solve(factors: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
-    factors._require(b)
-    kind = factors._transposed
-    return back_substitution(b, *variables, factors=factors, indices=factors._indices, transposed=kind)
+def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
+    factors = solve._current(b)
+    return back_substitution(b, *variables, factors=factors, indices=solve._indices, transposed=solve._transposed)
 
 
-class _Options:
+class _Options(NamedTuple):
     """How an operator is factored; see `factorized`."""
 
-    def __init__(self, group: Channel, comm: Comm, pattern: Any, method: str, matrix: DistributedMatrix | None):
-        self.group, self.comm, self.pattern, self.method, self.given = group, comm, pattern, method, matrix
-        self.factored: list[bytes] = []  # the params at the last factorization
+    group: Channel
+    comm: Comm
+    pattern: Any
+    method: str
+    matrix: DistributedMatrix | None
 
     def assembled(self, operator: _Operator) -> DistributedMatrix:
         """Return the matrix of the operator; raise an error on all ranks if the pattern misses an entry."""
-        self.factored = [leaf.tobytes() for leaf in operator.leaves if isinstance(leaf, np.ndarray)]
-        if self.given is not None:
-            return self.given.with_values(operator.leaves[0])
+        if self.matrix is not None:
+            return self.matrix.with_values(operator.leaves[0])
         params, count = tuple(operator.build(operator.leaves)), math.prod(operator.shape)
         if isinstance(self.pattern, Domain):
             rows, columns = operator_rows(operator.matvec, self.pattern, params)
@@ -260,12 +275,16 @@ class _Options:
         _require_complete(operator, params, matrix, self.group)
         return matrix
 
-    def watch(self, operator: _Operator) -> Watch | None:
-        """Return the watch of the objects that the operator reads, None if they can't be followed."""
-        try:
-            return watch_of(operator.matvec, (), operator.leaves)
-        except Unfollowed:
-            return None
+
+# The factors of the last call with each operator. A step of a time loop that calls `factorized` uses them again.
+_kept: WeakKeyDictionary[Any, _Factors] = WeakKeyDictionary()
+
+
+def _on_all(options: _Options, condition: bool) -> bool:
+    """Return whether a condition holds on all ranks; collective."""
+    if options.group.size == 1:
+        return condition
+    return bool(mpi_allgather(np.array(float(condition)), comm=options.comm).all())
 
 
 def _host_error(name: str, value: Array) -> Exception | None:
@@ -434,8 +453,13 @@ def factorized(
     leaves, build = flatten(params)
     indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
     plain = [stop_gradient(leaf) for leaf in leaves]
-    operator = _Operator(product, build, plain, getattr(like, "shape", ()), matrix is not None)
-    return Factorized(operator, [leaves[k] for k in indices], indices, _Options(group, comm, pattern, method, matrix))
+    options = _Options(group, comm, pattern, method, matrix)
+    copies = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in plain]
+    operator = _Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
+    kept = _kept.get(matvec)
+    if not _on_all(options, kept is not None and kept.is_for(operator, options)):
+        kept = _kept[matvec] = _Factors(operator, plain, options)
+    return Factorized(kept, [leaves[k] for k in indices], indices)  # type: ignore[arg-type]
 
 
 def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:

@@ -1,5 +1,7 @@
 """`factorized` against dense matrices of the whole grid in one process, and closed forms of the derivatives."""
 
+import importlib
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -7,10 +9,12 @@ import scipy.sparse
 from mpi4py import MPI
 
 import mpiad
+import mpiad.timestepping
 from mpiad.domain import Domain
 from mpiad.linalg import DistributedMatrix, factorized
 from mpiad.testing import check_grads
 
+factorized_module = importlib.import_module("mpiad.linalg.factorized")
 SHAPE = (9, 8)
 WIND = 0.3
 
@@ -127,6 +131,33 @@ def test_compiled_and_in_a_loop_of_steps(case):
         g = (1 + 0.1 * np.cos(u)) * np.linalg.solve(case.matrix.T, g)
     for advance in (step, step.fun):
         case.close(mpiad.grad(loss)(case.local(case.b), advance), g)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_a_scan_whose_steps_share_the_factors(rank_rng, monkeypatch, checkpoints):
+    """Five steps that call `factorized` with the params of the scan; the gradient with respect to k in closed form."""
+    case, count = Case(rank_rng), []
+    computed = factorized_module.operator_rows
+    monkeypatch.setattr(factorized_module, "operator_rows", lambda *args: count.append(1) or computed(*args))
+    operator = case.matvec  # one object: the factors belong to it
+
+    def step(u, number, k):
+        return factorized(operator, u, k, pattern=case.domain)(u)
+
+    def loss(k):
+        return case.domain.sum(mpiad.timestepping.scan(step, case.local(case.b), 5, k, checkpoints=checkpoints) ** 2)
+
+    states = [case.b.ravel()]
+    for _ in range(5):
+        states.append(np.linalg.solve(case.matrix, states[-1]))
+    g, k_bar = 2 * states[-1], np.zeros(case.b.size)
+    for u in states[:0:-1]:
+        g = np.linalg.solve(case.matrix.T, g)
+        k_bar -= g * (case.differences @ u)
+    case.close(mpiad.grad(loss)(case.local(case.k)), k_bar)
+    assert len(count) == 1
+    mpiad.grad(loss)(2 * case.local(case.k))
+    assert len(count) == 2
 
 
 def test_complex_operators(rank_rng):
