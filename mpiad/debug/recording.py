@@ -114,7 +114,7 @@ def _inside_calls(events: list[Event]) -> Iterable[tuple[Event, float]]:
             inner = 0.0
 
 
-# One clock for all ranks: the offset of each rank's clock from rank 0's clock is measured at the start and at the end.
+# One clock for all ranks: the offset of rank 0's clock from each rank's clock is measured at the start and at the end.
 #
 # A round trip consists of a message and a reply. The message bounds the offset from below, and the reply from above.
 # The fastest round trip gives the best estimate between the bounds. On a busy machine most round trips are slow, since
@@ -181,9 +181,9 @@ def _difference(comm: Comm, rank: int) -> float:
 
 # The trace file: the events of all ranks, written atomically in Chrome's trace event format, which Perfetto reads.
 #
-# In this format each rank is a process, and its events are "complete" events. Times are integer nanoseconds on one
-# clock, so that nested events remain nested after rounding. The time between two communications is an event
-# "computation".
+# In this format each rank is a process, and its events are "complete" events. Times on one clock are rounded
+# to nanoseconds, so that nested events remain nested, and written in microseconds. The time between two communications is
+# an event "computation".
 
 _WRITE_SIZE = 1 << 20  # approximate number of characters per write
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
@@ -306,7 +306,7 @@ _log = logging.getLogger("mpiad")
 
 
 class Recording:
-    """The events of all ranks between the constructor, which is collective, and `stop`."""
+    """The events of this rank between the constructor, which is collective on the world, and `stop`."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()

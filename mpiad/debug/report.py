@@ -127,7 +127,7 @@ _SMALL_MESSAGE = 10_000  # bytes; smaller messages take about as long as empty m
 
 
 class Totals(NamedTuple):
-    """The arguments of `advice`."""
+    """The sums over the rows of a report, and its largest rows, for `advice` and for the table of ranks."""
 
     elapsed: np.ndarray  # `elapsed`, `communicating` and `waiting`: seconds of each rank, shape (P,)
     communicating: np.ndarray
@@ -136,14 +136,14 @@ class Totals(NamedTuple):
     waited_in: str  # the row with the longest wait, as "operation at line"
     calls: int  # the number of calls of `busiest`, on all ranks
     nbytes: int  # the size of the arguments of these calls
-    dropped: int  # the number of communications beyond the maximum, which weren't recorded
+    dropped: int  # the number of communications and phases beyond the maximum, which weren't recorded
 
 
 def advice(totals: Totals, computations: Sequence[Computation]) -> list[str]:
     """Return advice on the largest costs, or one line if no cost is large."""
     lines = [*_waits(totals, computations), *_transfer(totals), *_computing(totals, computations)]
     if totals.dropped:
-        lines.append(f"{totals.dropped} communications weren't recorded: the recording was full. Record fewer iterations.")
+        lines.append(f"{totals.dropped} calls or phases weren't recorded: the recording was full. Record fewer iterations.")
     return lines or ["nothing stands out: the ranks compute for equal times, and neither wait nor communicate for long."]
 
 
@@ -240,7 +240,7 @@ class Row(NamedTuple):
     nbytes : array of int, shape (P,)
         The number of bytes of the arrays that were passed to or received in these calls.
     seconds : array, shape (P,)
-        The time inside the calls.
+        The time of the communication in the calls, without computation between several communications in one call.
     waited : array, shape (P,)
         The part of `seconds` in which the rank waited for other ranks to begin their calls.
 
@@ -279,7 +279,7 @@ class Report(NamedTuple):
     elapsed : array, shape (P,)
         The duration of the recording on each rank, in seconds.
     dropped : int
-        The number of communications beyond the maximum, which weren't recorded.
+        The number of communications and phases beyond the maximum, which weren't recorded.
     computing : list of Computation
         The computations between two lines, in descending order of the total time, with the attributes `place` (`phase`,
         `after`, `until`) and `seconds`, an array with an entry per rank.

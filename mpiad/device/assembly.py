@@ -112,7 +112,7 @@ def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
     values : array, number, or nested lists and tuples of them
         All arrays are on the host, or all are on one device.
     *args, **kwargs
-        Passed to `numpy.array` if all values are on the host.
+        Passed to `numpy.array` if all values are on the host; on a device only the dtype is used.
 
     Raises
     ------

@@ -170,7 +170,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
         if not target:
-            # CuPy is imported only here, since the user's device arrays may come from another library.
+            # CuPy is imported only if it is needed, since the user's device arrays may come from another library.
             cupy = _import_cupy("to_device")
             from mpiad.transport.devices.cupy_arrays import on_device
 

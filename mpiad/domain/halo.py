@@ -1,9 +1,10 @@
 """Halo exchange, which copies the cells around a block from the ranks that own them, and its transpose.
 
-Filling a halo copies cells from other blocks and, beyond physical sides, sets boundary values, one dimension after
-another, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell that it copies, on the rank that owns
-this cell. Each of the two operations is one node on the tape, and the adjoint of the other operation. `field_exchange`
-divides both operations into halves, between which the program can compute. A *padded* array includes the halo.
+Filling a halo copies cells from other blocks and, beyond physical sides, applies the boundary conditions. The result is
+the same as if one dimension were filled after another, as by `numpy.pad`, except that the scheme `FACES` sets corners to
+zero. The transpose of filling, folding, adds every halo cell to the cell that it copies, on the rank that owns this cell.
+Each of the two operations is one node on the tape, and the adjoint of the other operation. `field_exchange` divides both
+operations into halves, between which the program can compute. A *padded* array includes the halo.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LocalFill(NamedTuple):
     end: int | None = None  # 0 or 1 for the low or high side; None if no physical side is involved
 
     def side(self, sides: Sides) -> Side:
-        """Return the boundary that fills these cells."""
+        """Return the boundary of these cells; without a physical side `ZERO`, which adds zero to the copied cells."""
         return ZERO if self.end is None else sides[self.axis][self.end]
 
 

@@ -54,7 +54,7 @@ class Stencil:
 
         Adjoint
         -------
-        The stencil with reversed weights along each dimension; values in halo cells are added to the copied cells.
+        The stencil with reversed weights along each dimension; cotangents of halo cells are added to the cells they copy.
         """
         field = getval(checked_block(self._domain, u, "Stencil"))
         if field.dtype.kind not in "fc":

@@ -30,7 +30,7 @@ def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
 
 
 def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return a batch of the trajectories `numbers` of an ensemble of `count`; `numbers` and `repeat` start at 1."""
+    """Return a batch of the trajectories `numbers` of an ensemble of `count`; trajectories and `repeat` count from 1."""
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
     fun = ensemble.prob_func
@@ -41,8 +41,8 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return _checked(fun(ensemble.problem, i, repeat, **keywords), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # Leaves shared with the first and the last trajectory are assumed to be shared by all. A single
-        # trajectory is created again for this comparison.
+        # Leaves shared with the first and the last trajectory are assumed to be shared by all. If the ensemble has only
+        # one trajectory, it is created a second time for this comparison.
         outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
         return [flatten(problem_of(i).p)[0] for i in outside]
 

@@ -39,7 +39,8 @@ class Bilaplacian(GaussianPrior):
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid on any rank or differs between ranks.
+        On all ranks, if an argument is invalid on any rank, or if `correlation_length`, `anisotropy`, `spacing` or `rtol`
+        differs between ranks. If `domain` isn't a Domain, only the ranks that passed it raise.
 
     Ranks
     -----

@@ -1,9 +1,9 @@
 """The base class of Gaussian priors, checks of their arguments, and their pointwise variances.
 
-Variances are the diagonal entries of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. They are computed without a solve, from
-the heat kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per dimension, and the diagonal
-of each factor is a sum over the cosine modes of its dimension (Fourier modes if periodic). With t = eˢ the trapezoidal
-rule converges geometrically.
+Before scaling, variances are the diagonal entries of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. These are computed
+without a solve, from the heat kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per
+dimension, and the diagonal of each factor is a sum over the cosine modes of its dimension (Fourier modes if periodic). With
+t = eˢ the trapezoidal rule converges geometrically.
 
 References
 ----------
@@ -121,7 +121,11 @@ def checked_block(domain: Domain, block: LocalArray, call: str, several: bool = 
 
 
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
-    """Return the fields as blocks; raise a TypeError or ValueError on all ranks if an argument is invalid; collective."""
+    """Return the fields as blocks; collective.
+
+    Raise a TypeError or ValueError on all ranks if a field or number is invalid, or a number differs between ranks. If
+    `domain` isn't a Domain, only the ranks that passed it raise.
+    """
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
     used, blocks = channel(domain.comm, call), []

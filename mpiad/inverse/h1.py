@@ -37,7 +37,8 @@ class H1(GaussianPrior):
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument is invalid on any rank or differs between ranks.
+        On all ranks, if an argument is invalid on any rank, or if `gradient`, `value`, `spacing` or `rtol` differs between
+        ranks. If `domain` isn't a Domain, only the ranks that passed it raise.
 
     Ranks
     -----

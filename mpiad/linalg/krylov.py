@@ -182,8 +182,8 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         add_scaled(p, -omega, v)
         scale_and_add(p, beta, r)
         # The norm of r - ω t follows from these inner products; if rounding makes its square negative, it is zero.
-        left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
-        norms = np.where(active, left, norms)
+        reached = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
+        norms = np.where(active, reached, norms)
         system.note(norms / scale)
         broken = (np.abs(rho) <= _BREAKDOWN * norms * at_start) | (alpha * omega == 0.0) | (norms > _DIVERGED * at_start)
         if broken[active & (norms > targets)].any():
@@ -208,7 +208,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
     p, s = np.zeros_like(r), np.zeros_like(r)
     # Initially infinite, so that β is zero in the first iteration.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
-    min_steps, norms_before, norm_known = np.full(len(x), np.inf), norms, True
+    shortest, norms_before, norm_known = np.full(len(x), np.inf), norms, True
     while not (norm_known and (norms <= targets).all()):
         z = system.precondition(r)
         w = system.apply(z)
@@ -232,15 +232,15 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # The curvature p·Ap for p = z + β p₋, where p₋ is the last direction: since p·Ap₋ = 0, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
-        min_steps = _require_curvature(system, curvature, wz, rz.real, min_steps, active)
+        shortest = _require_curvature(system, curvature, wz, rz.real, shortest, active)
         scale_and_add(p, beta, z)
         scale_and_add(s, beta, w)
         alpha = np.where(active, rz.real, 0.0) / np.where(active, curvature, 1.0)
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # If the norm would meet the target after a decrease by the same factor as in the last step, it is computed by an
-        # additional reduction.
+        # If the norm would come within twice the target after a decrease by the same factor as in the last step, it is
+        # computed by an additional reduction.
         norm_known = bool((norms * norms <= 2.0 * targets * norms_before).all())
         if norm_known:
             norms_before, norms = norms, system.norms(r)
@@ -249,9 +249,9 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
 
 
 def _require_curvature(
-    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, min_steps: np.ndarray, active: np.ndarray
+    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, shortest: np.ndarray, active: np.ndarray
 ) -> np.ndarray:
-    """Check that the curvature p·Ap is positive; return each system's smallest step length so far."""
+    """Check that the curvature p·Ap is positive; return each system's shortest step length so far."""
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
         value = complex(wz[active][0])
         system.fail(f"it needs a Hermitian operator, but z·Az = {value:.3e} is not real. Take method='gmres'")
@@ -264,7 +264,7 @@ def _require_curvature(
         system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
     # The operator maps the direction of such a long step to zero, up to rounding.
-    if (active & (step * np.finfo(system.dtype).eps > min_steps)).any():
+    if (active & (step * np.finfo(system.dtype).eps > shortest)).any():
         cause = diagnosis(system) or "the ratio of its largest and smallest curvature exceeds floating-point precision."
         system.fail(f"the operator is singular to working precision: {cause}")
-    return np.where(active, np.minimum(min_steps, step), min_steps)
+    return np.where(active, np.minimum(shortest, step), shortest)

@@ -113,7 +113,7 @@ class System:
         self.settings = settings
         # The failures of this rank's user functions in the enclosing call.
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
-        self.usable: LocalArray | None = None  # an argument that the operator accepts; None: zeros
+        self.usable: LocalArray | None = None  # argument for repeating a failed call of the operator; None: zeros
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
@@ -230,8 +230,8 @@ class System:
         self.require_finite(size, b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MAX_ITERATIONS) if s.maxiter is None else s.maxiter
-        # If squares of a row of b or of its residuals would overflow or underflow, the row is divided by a power of two,
-        # which causes no rounding errors. `iterate` multiplies the solution by this power.
+        # If squares of a row of b or of its residuals would overflow or underflow, each row is divided by a power of two,
+        # which causes no rounding errors. `iterate` multiplies the solutions by these powers.
         bound = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < bound) | (size > 1.0 / bound))).any():
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
@@ -241,7 +241,7 @@ class System:
         return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
 
     def note(self, norms: np.ndarray) -> None:
-        """Append the norm of the residual of all systems together to the history, and call the user's callback."""
+        """Append the joint norm of all systems' residuals to the history; after the first, call the user's callback."""
         norm = math.hypot(*(norms * self.units).tolist())
         self.history.append(norm)
         if len(self.history) > 1:

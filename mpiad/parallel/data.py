@@ -1,4 +1,4 @@
-"""`DistributedDataContainer`: samples divided among the ranks, each of which is used once per epoch."""
+"""`DistributedDataContainer`: samples divided among the ranks, so that each sample is used once per epoch."""
 
 from __future__ import annotations
 

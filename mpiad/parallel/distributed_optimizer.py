@@ -49,7 +49,7 @@ def value_and_grad(
         without samples, so every rank needs samples if `loss` communicates.
     samples : callable, optional
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
-        array of the batch, and 1 if there is no batch.
+        array of the batch or, if a `DistributedDataContainer` holds a list, the length of its batch; 1 if there is neither.
     comm : mpi4py intracommunicator, optional
     bucket_bytes : int
         Maximum size of a message in bytes. Gradients of one dtype are concatenated to messages of at most this size; a

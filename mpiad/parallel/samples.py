@@ -1,4 +1,4 @@
-"""The number of samples of a batch, and a reduction before the gradients are summed."""
+"""The number of samples of a batch; sums of these numbers and the losses over all ranks, before those of gradients."""
 
 from __future__ import annotations
 

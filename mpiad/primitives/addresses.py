@@ -1,7 +1,7 @@
 """Addresses of messages, made from the arguments of point-to-point calls.
 
-An address contains the number of its message. Sender and receiver count their messages separately, so all arguments are
-checked before an address is made.
+An address contains the number of its message. Making it counts the message, on the sender and on the receiver separately.
+So all arguments are checked before: if the call raised after counting, the counts of the two ranks would differ.
 """
 
 from __future__ import annotations

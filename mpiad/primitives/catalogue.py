@@ -46,7 +46,7 @@ class Summing(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Parameters of a reduction to all ranks."""
+    """Parameters of a reduction to all ranks, and of `ALLTOALL`, which ignores `op`."""
 
     channel: Channel
     op: Op

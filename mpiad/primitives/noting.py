@@ -62,7 +62,7 @@ def _recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, 
 
 
 def note_rules(kind: Any) -> None:
-    """Make the adjoints and tangents of a class record their calls, with the forward call's line, while this is on."""
+    """Make adjoints and tangents of a class of operations record their calls, with the forward call's line, on request."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
     def noted_vjp(self: Noted, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:

@@ -412,8 +412,8 @@ def mpi_map(
     ------
     WorkerError
         On all ranks, if `fun` raises on any rank (unless `return_exceptions`), or the iteration over `items` raises on the
-        root. The error has the attributes `rank`, `traceback` and the item's `index`. Items that have been started are
-        finished first; no further items are started.
+        root. The error has the attributes `rank`, `traceback` and the item's `index`. Other ranks first finish the
+        batches that they have started; no further batches are sent.
     TypeError, ValueError
         On all ranks, if an argument is invalid on any rank, or differs between ranks.
     RemoteError

@@ -75,15 +75,15 @@ class RankGroups:
         require_alike(whole, _problem_with(count, whole.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
         self.index, rank_in_group = divmod(whole.rank, whole.size // self.count)
-        # Split from the user's communicator, since the user's functions get the results. The library's duplicate may be
-        # a wrapper of `transport.watch`.
+        # The user's functions get these communicators. So the user's communicator is split, not the library's duplicate of
+        # it, which may be a wrapper of `transport.watch`.
         self.comm: Any = make_communicator(whole.user.Split, self.index, rank_in_group)
         self.across: Any = make_communicator(whole.user.Split, rank_in_group, self.index)
         for division in (self.comm, self.across):
             channel(division, _GROUPS_CALL)  # also prepares the communicator for point-to-point messages
 
     def free(self) -> None:
-        """Free the communicators, after the last gradient of communication on them; collective."""
+        """Free the communicators; collective. Call it after the last gradient of a function that communicates on them."""
         self.comm.Free()
         self.across.Free()
 

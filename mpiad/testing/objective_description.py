@@ -24,8 +24,8 @@ class ObjectiveReport(NamedTuple):
     Attributes
     ----------
     kind : {"same", "root", "share"}
-        "root" if all ranks except the root return None or zero; otherwise "same" if all ranks return one value; otherwise
-        "share", a share per rank. A single rank is "same".
+        "root" if all ranks except the root return None or zero; otherwise "same" if all ranks return equal values;
+        otherwise "share", a share per rank. A single rank is "same".
     objective : str
         The matching value of the argument `objective`, "root" or "sum".
     values : list

@@ -119,7 +119,7 @@ class CheckpointSchedule(NamedTuple):
     Parameters
     ----------
     memory : int
-        The number of states stored in memory, including the initial state.
+        The number of states stored in memory. The initial state is one of the states in memory or in files.
     disk : int
         The number of additional states stored in files, namely the states that are accessed least often.
     directory : path, optional

@@ -173,7 +173,10 @@ class _Cotangents:
         self._sums: dict[int, Array] = {}
 
     def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Array], observed: list[Array]) -> list[Array]:
-        """Accumulate the cotangents of some steps; return the cotangents of the state before them."""
+        """Accumulate the cotangents of some steps; return the cotangents of the state before them.
+
+        `state`, `observed`: the cotangents of the state after these steps, and of the arrays observed in them.
+        """
         indices, trace = traced
         results = zip([*state, *observed], trace.values, trace.places)
         seeds = [(place, conform(g, *spec_like(value))) for g, value, place in results if place >= 0]
@@ -200,7 +203,7 @@ class _Cotangents:
             self._sums[k] = own(conform(g, *spec_like(leaf)))
 
     def of_arguments(self, state: list[Array]) -> list[Array]:
-        """Return the accumulated cotangents of the active arguments, in their order."""
+        """Return the cotangents of the active arguments, in their order, given those of the initial state, `state`."""
         cotangents = dict(enumerate(state)) | self._sums
         return [cotangents[k] if k in cotangents else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
 
@@ -328,7 +331,7 @@ defvjp_together(_reversed, _reversed_adjoint)
 defjvp_together(_reversed, _reversed_tangent)
 
 
-_MAX_UNROLLED = 50  # maximum number of steps that are compiled one by one, for a loop without checkpoints
+_MAX_UNROLLED = 50  # maximum number of steps for which a loop without checkpoints is unrolled in a compiled function
 
 
 def scan(
@@ -346,9 +349,9 @@ def scan(
     ----------
     step : callable
         ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the same structure as `u`. With `inputs` it
-        is called as ``step(u, k, x, *params)``. It may communicate. It must return the same state for the same arguments,
-        because the gradient calls `step` again. Arrays to differentiate with respect to must be among the arguments of
-        `step`, not in its closure.
+        is called as ``step(u, k, x, *params)``. It may communicate. With `checkpoints`, the gradient calls `step` again, so
+        it must return the same state for the same arguments; and arrays to differentiate with respect to must be among the
+        arguments of `step`, not in its closure.
     u0 : pytree of arrays of floats
         The initial state. All states have the same shapes and dtypes.
     n_steps : int
@@ -373,7 +376,8 @@ def scan(
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid, or `step` doesn't return a state like `u0` or uses a traced value from its closure.
+        If an argument is invalid, `step` doesn't return a state like `u0`, or, with `checkpoints`, `step` uses a traced
+        value from its closure.
     OSError
         If a state can't be written to a file.
     FloatingPointError

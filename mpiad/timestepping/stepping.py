@@ -88,7 +88,8 @@ class UserStepping:
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether several steps may be compiled into one program. (`length`: number of steps that are recorded together.)
+        # Whether several steps may be compiled into one program. (`length`: the number of steps to divide into programs: a
+        # block of steps that are recorded together, or all steps of the loop if there are no such blocks.)
         self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)

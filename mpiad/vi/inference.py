@@ -365,7 +365,8 @@ class VI:
         TypeError, ValueError
             On all ranks, if an argument is invalid, or arguments differ between ranks.
         WorkerError
-            On all ranks, if the model raised or wasn't finite at all draws of an epoch, with the first traceback.
+            On all ranks, if each draw of an epoch failed, because the model raised or wasn't finite. The text contains the
+            first traceback.
         FloatingPointError
             On all ranks, if variational parameters or draws aren't finite (the learning rate may be too large), or if the
             prior's density at a draw is zero or isn't finite.
@@ -479,7 +480,7 @@ class VI:
         TypeError, ValueError
             On all ranks, if `n_samples` isn't a positive integer, or `n_samples`, seed or root differs between ranks.
         WorkerError
-            On all ranks, if the model raised or wasn't finite at all draws.
+            On all ranks, if each draw failed, because the model raised or wasn't finite.
 
         Ranks
         -----
@@ -527,7 +528,7 @@ def _require_count(value: object, name: str) -> None:
 
 
 def _require_one_device(params: Tree, device: int | None, call: str) -> None:
-    """Raise if variational parameters are on several devices, not on this rank's device, or not in a pytree."""
+    """Raise if a leaf has an unsupported type, or if variables are in several places or on a GPU other than `device`."""
     refuse_objects(params, "params", call)
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
     namespaces = [arrays_of(leaf) for leaf in leaves]

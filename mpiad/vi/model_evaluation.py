@@ -24,7 +24,7 @@ _SUCCEEDED, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
 
 
 class Evaluations(NamedTuple):
-    """The results of one epoch's draws, on the root."""
+    """The results of the model at a number of draws, such as those of one epoch."""
 
     values: Array  # shape (S,)
     gradients: Array  # shape (S, dim)

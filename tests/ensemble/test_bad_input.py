@@ -301,8 +301,18 @@ def test_events_that_say_too_much_or_too_little(given, kind, text):
         (Event(times=[0.5], affect=lambda u, p, t: u.__setitem__(0, 1)), {}, TypeError, "affect writes into its arguments"),
         (Event(times=lambda p: [np.nan], affect=_same), {}, ValueError, r"times\(p\) must return a list of times"),
         (Event(times=lambda p: np.ones(3), affect=_same), {}, ValueError, r"of shape \(3,\)"),
-        (Event(times=[0.5], affect=_same), {"dense_output": True}, NotImplementedError, "dense_output=True. Pass the times"),
-        (Event(times=[0.5], affect=_same), {"save_everystep": True}, NotImplementedError, "save_everystep=True. Pass the times"),
+        (
+            Event(times=[0.5], affect=_same),
+            {"dense_output": True},
+            NotImplementedError,
+            "dense_output=True. Pass the times",
+        ),
+        (
+            Event(times=[0.5], affect=_same),
+            {"save_everystep": True},
+            NotImplementedError,
+            "save_everystep=True. Pass the times",
+        ),
     ],
 )
 def test_affects_and_times_that_cant_be_used(event, more, kind, text):

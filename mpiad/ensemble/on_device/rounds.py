@@ -1,6 +1,7 @@
 """The vectorized solver on a device: each round attempts one step of all trajectories.
 
-Per round the host reads the numbers of active trajectories, of saved times (maximum), and of columns with each event.
+Per round the host reads a few numbers: the number of active trajectories, the number of saved times in the column that
+has the most of them in this round, and for each event the number of columns in which it occurs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from mpiad.transport.devices.device_arrays import arrays_of
 def integrate(batch: Batch, settings: Settings) -> Outcome:
     """Solve all trajectories of a batch whose states are device arrays; its start and end times are on the host.
 
-    In the outcome, states and saved states are on the device, and everything else is copied to the host in one transfer.
+    In the outcome, states, saved states and the record for derivatives are on the device. Everything else is on the host;
+    end times, return codes and numbers of steps are copied in one transfer, saved times and events separately.
     """
     working_set = DeviceWorkingSet(batch, settings)
     with np.errstate(all="ignore"):
@@ -118,7 +120,7 @@ class DeviceWorkingSet(Turns):
         self._begin()
 
     def _begin(self) -> None:
-        """Initialize the conditions and the record for a new set of columns."""
+        """Evaluate the event conditions, and begin a block of the record, for a new set of columns."""
         if self._watch is not None:
             self._watch.enter(self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         if self._record is not None:
@@ -179,7 +181,7 @@ class DeviceWorkingSet(Turns):
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
     def _read_counts(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
-        """Return the numbers of active trajectories, of saved times (maximum; per column), and of columns per event."""
+        """Return the numbers of active trajectories, of saved times (largest; per column), and of columns per event."""
         numbers, count = [np.sum(self.live)], None
         if self._examines_steps:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)
