@@ -541,10 +541,16 @@ def factors_of(matrix: object, name: str) -> Any:
         raise ValueError(f"{name} can't be factorized: {error}.") from error
 
 
+_MOST_AT_ONCE = 2000  # unknowns up to which a solve takes all right-hand sides at once
+
+
 def back_substituted(factors: Any, rows: LocalArray, kind: str) -> LocalArray:
     """Return the solutions for right-hand sides (k, n), by SciPy's factors; `kind`: "N", or "T" for the transpose."""
     if rows.dtype.kind == "c" and factors.L.dtype.kind == "f":
         return back_substituted(factors, rows.real, kind) + 1j * back_substituted(factors, rows.imag, kind)
     if len(rows) == 1:
         return factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
-    return np.ascontiguousarray(factors.solve(np.ascontiguousarray(rows.T), kind).T)
+    # More columns at once than fit into the caches would take longer than one by one.
+    step = len(rows) if rows.shape[1] <= _MOST_AT_ONCE else 3
+    parts = [factors.solve(np.ascontiguousarray(rows[k : k + step]).T, kind).T for k in range(0, len(rows), step)]
+    return np.concatenate(parts)

@@ -91,14 +91,18 @@ def back_substitution(
 def _adjoint(
     ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
 ) -> Callable:
-    def vjp(g: LocalArray) -> list:
-        multiplier = back_substitution(g, *variables, factors=factors, indices=indices, transposed=not transposed)
-        if not variables:
-            return [multiplier]
+    def cotangents(multiplier: LocalArray) -> list:
         # In both cases, the function λᵀ A u of the params is differentiated.
         left, right = (ans, multiplier) if transposed else (multiplier, ans)
         pull, _ = make_vjp(lambda x: factors.operator.product(right, x, indices, False))(list(variables))
-        return [multiplier, *[None if part is None else -part for part in pull(left)]]
+        return [-part for part in pull(left)]
+
+    def vjp(g: LocalArray) -> list:
+        multiplier = back_substitution(g, *variables, factors=factors, indices=indices, transposed=not transposed)
+        lead = spec_like(g).shape[: -len(spec_like(ans).shape) or None]  # of several cotangents
+        if not variables or not lead:
+            return [multiplier, *(cotangents(multiplier) if variables else ())]
+        return [multiplier, *[anp.stack(parts) for parts in zip(*[cotangents(multiplier[k]) for k in range(lead[0])])]]
 
     return vjp
 
@@ -115,6 +119,7 @@ def _tangent(
     return back_substitution(residual, *variables, factors=factors, indices=indices, transposed=transposed)
 
 
+back_substitution.batched_adjoint = True
 defvjp_together(back_substitution, _adjoint)
 defjvp_together(back_substitution, _tangent)
 

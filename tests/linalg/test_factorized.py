@@ -133,6 +133,19 @@ def test_compiled_and_in_a_loop_of_steps(case):
         case.close(mpiad.grad(loss)(case.local(case.b), advance), g)
 
 
+def test_batches_of_products(case, monkeypatch):
+    """Several products of a linearization, in both directions, are as many columns of one solve."""
+    b, k, several = case.local(case.b), case.local(case.k), case.local(case.several)
+    point = mpiad.linearize(lambda x: case.solver(x["k"])(anp.sin(x["b"])))({"b": b, "k": k})
+    whole, u = np.linalg.inv(case.matrix), np.linalg.solve(case.matrix, np.sin(case.b.ravel()))
+    by_b, by_k = whole * np.cos(case.b.ravel()), -whole * (case.differences @ u)
+    columns = case.several.reshape(3, -1)
+    found = point.vjp(several, batch=True)
+    case.close(found["b"], columns @ by_b)
+    case.close(found["k"], columns @ by_k)
+    case.close(point.jvp({"b": several, "k": several**2}, batch=True), columns @ by_b.T + columns**2 @ by_k.T)
+
+
 @pytest.mark.parametrize("checkpoints", [None, 2])
 def test_a_scan_whose_steps_share_the_factors(rank_rng, monkeypatch, checkpoints):
     """Five steps that call `factorized` with the params of the scan; the gradient with respect to k in closed form."""
