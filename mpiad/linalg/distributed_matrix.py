@@ -548,6 +548,8 @@ def back_substituted(factors: Any, rows: LocalArray, kind: str) -> LocalArray:
     """Return the solutions for right-hand sides (k, n), by SciPy's factors; `kind`: "N", or "T" for the transpose."""
     if rows.dtype.kind == "c" and factors.L.dtype.kind == "f":
         return back_substituted(factors, rows.real, kind) + 1j * back_substituted(factors, rows.imag, kind)
+    if not len(rows):
+        return rows.copy()
     if len(rows) == 1:
         return factors.solve(np.ascontiguousarray(rows[0]), kind)[None]
     # More columns at once than fit into the caches would take longer than one by one.
