@@ -3,12 +3,13 @@
 from mpiad.linalg import petsc
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import DistributedMatrix
+from mpiad.linalg.factorized import Factorized, factorized
 from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
 from mpiad.linalg.randomized_eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
 
 __all__ = [
-    "AdditiveSchwarz", "EigenPairs", "Elliptic", "DistributedMatrix", "Multigrid", "eigsh", "newton", "petsc", "solve",
-    "solve_elliptic",
+    "AdditiveSchwarz", "EigenPairs", "Elliptic", "DistributedMatrix", "Factorized", "Multigrid", "eigsh", "factorized",
+    "newton", "petsc", "solve", "solve_elliptic",
 ]  # fmt: skip

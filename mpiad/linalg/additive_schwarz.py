@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse
 
 from mpiad._typing import LocalArray
-from mpiad.linalg.distributed_matrix import DistributedMatrix, factors_of
+from mpiad.linalg.distributed_matrix import DistributedMatrix, back_substituted, factors_of
 from mpiad.linalg.sparse_products import GhostPlan
 from mpiad.linalg.vectors import through_host
 from mpiad.primitives import mpi_allgather
@@ -131,8 +131,8 @@ class AdditiveSchwarz:
         ghosts = self._plan.fetch(r) if needs_ghosts else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
         extended = np.concatenate([r, ghosts], axis=-1)
         if self._factors is not None:
-            columns = self._factors.solve(extended.reshape(-1, extended.shape[-1]).T, "T" if self._transposed else "N")
-            extended = np.ascontiguousarray(columns.T).reshape(extended.shape)
+            rows = extended.reshape(-1, extended.shape[-1])
+            extended = back_substituted(self._factors, rows, "T" if self._transposed else "N").reshape(extended.shape)
         out = np.ascontiguousarray(extended[..., : r.shape[-1]])
         if adds_ghosts:
             self._plan.add_to_owners(extended[..., r.shape[-1] :], out)

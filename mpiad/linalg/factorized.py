@@ -1,0 +1,496 @@
+"""`factorized`: a linear operator whose matrix is computed and factored once, for many solves.
+
+The matrix comes from products with the operator: columns that have no row in common have the same color, and one product
+yields all columns of a color. On one rank, a solve is SuperLU's back-substitution. On several ranks, it is GMRES with a
+preconditioner that contains SuperLU's factors: overlapping Schwarz, or the exact factors of the gathered matrix.
+
+The solution u of A(p) u = b is one operator of the tape. The cotangent of b is λ = A⁻ᵀ ū, from the same factors. The
+cotangent of p is that of -λᵀ A(p) u, a reverse pass through the user's operator, which takes place if p is a variable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import autograd.numpy as anp
+import numpy as np
+import scipy.sparse
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, Comm, Function, LocalArray, Tree
+from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.domain import Domain
+from mpiad.extend import custom_operator, defjvp_together, defvjp_together
+from mpiad.linalg.additive_schwarz import AdditiveSchwarz
+from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, back_substituted, factors_of, operator_rows
+from mpiad.linalg.iteration import iterate
+from mpiad.linalg.krylov import gmres
+from mpiad.linalg.solve import direction_of, function_error, transposed_function
+from mpiad.linalg.system import Settings, System
+from mpiad.linalg.vectors import block_error
+from mpiad.primitives import mpi_allgather, stop_gradient
+from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.primitives.operation import suspended
+from mpiad.programs.closure import Unfollowed, Watch, same_bits, watch_of
+from mpiad.pytrees import flatten
+from mpiad.transport import Channel, channel
+from mpiad.transport.core.agreement import raise_together, raising_together
+from mpiad.transport.core.tracing import opaque, restoring_state
+from mpiad.transport.devices.device_arrays import is_device_array
+from mpiad.transport.exits.recovery import recoverable
+from mpiad.transport.exits.user_failures import DeferredFailures
+
+_CALL = "linalg.factorized"
+_METHODS = ("auto", "schwarz", "gathered")
+_MOST_PROBED = 2000  # unknowns up to which an operator without a pattern is probed by a product per column
+_RTOL = 1e-12  # of the iteration on several ranks
+
+
+class _Operator(NamedTuple):
+    """The user's operator A(p) for blocks of shape `shape`."""
+
+    matvec: Function
+    build: Callable[[Any], Any]  # assembles the params from their leaves
+    leaves: list[Any]  # copies of the plain leaves of the params
+    shape: tuple[int, ...]
+    takes_batches: bool
+
+    def product(self, u: Array, variables: list[Array], indices: tuple[int, ...], transposed: bool) -> Array:
+        """Return A u or Aᵀ u for blocks (..., *shape); `variables` replace the leaves at `indices`."""
+        leaves = list(self.leaves)
+        for k, x in zip(indices, variables):
+            leaves[k] = x
+        params = tuple(self.build(leaves))
+
+        def one(block: Array) -> Array:
+            if not transposed:
+                return self.matvec(block, *params)
+            transpose = getattr(self.matvec, "transpose", None)
+            if callable(transpose):
+                return transpose(block, *params)
+            return transposed_function(lambda x: self.matvec(x, *params), block)(block)
+
+        lead = spec_like(u).shape[: -len(self.shape) or None]
+        if self.takes_batches or not lead:
+            return one(u)
+        blocks = anp.reshape(u, (-1, *self.shape))
+        return anp.reshape(anp.stack([one(blocks[k]) for k in range(math.prod(lead))]), (*lead, *self.shape))
+
+
+@custom_operator
+def back_substitution(
+    b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
+) -> LocalArray:
+    """Return the solution of A u = b or Aᵀ u = b; `variables`: the traced leaves of the params, at `indices`."""
+    return factors.solved(b, transposed)
+
+
+def _adjoint(
+    ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...], transposed: bool
+) -> Callable:
+    def cotangents(multiplier: LocalArray) -> list:
+        # In both cases, the function λᵀ A u of the params is differentiated.
+        left, right = (ans, multiplier) if transposed else (multiplier, ans)
+        pull, _ = make_vjp(lambda x: factors.operator.product(right, x, indices, False))(list(variables))
+        return [-part for part in pull(left)]
+
+    def vjp(g: LocalArray) -> list:
+        multiplier = back_substitution(g, *variables, factors=factors, indices=indices, transposed=not transposed)
+        lead = spec_like(g).shape[: -len(spec_like(ans).shape) or None]  # of several cotangents
+        if not variables or not lead:
+            return [multiplier, *(cotangents(multiplier) if variables else ())]
+        return [multiplier, *[anp.stack(parts) for parts in zip(*[cotangents(multiplier[k]) for k in range(lead[0])])]]
+
+    return vjp
+
+
+def _tangent(
+    gs: list, ans: LocalArray, b: LocalArray, *variables: Array, factors: _Factors, indices: tuple[int, ...],
+    transposed: bool,
+) -> LocalArray:  # fmt: skip
+    residual = tangent_of(b, gs[0])
+    if variables:
+        tangents = [direction_of(x, g) for x, g in zip(variables, gs[1:])]
+        change = make_jvp(lambda x: factors.operator.product(ans, x, indices, transposed))(list(variables))(tangents)[1]
+        residual = residual - change
+    return back_substitution(residual, *variables, factors=factors, indices=indices, transposed=transposed)
+
+
+back_substitution.batched_adjoint = True
+defvjp_together(back_substitution, _adjoint)
+defjvp_together(back_substitution, _tangent)
+
+
+class _Factors:
+    """The factors of an operator with fixed params; `given`: the leaves of the params, which the user may change later."""
+
+    def __init__(self, operator: _Operator, given: list[Any], options: _Options):
+        self.operator, self.given, self.options = operator, given, options
+        with restoring_state(), suspended():
+            self.matrix = matrix = options.assembled(operator)
+            if options.group.size == 1:
+                self._inverse: Any = _factors_of(matrix.local_rows())
+            elif options.method == "gathered":
+                self._inverse = GatheredFactors(matrix)
+            else:
+                self._inverse = AdditiveSchwarz(matrix, restricted=True)
+        try:
+            self._watch: Watch | None = watch_of(operator.matvec, (), given)
+        except Unfollowed:
+            self._watch = None
+
+    def is_current(self) -> bool:
+        """Return whether the params, and the objects in the operator's closure, are unchanged on this rank."""
+        return self._watch is None or self._watch.is_the_same()
+
+    def is_for(self, operator: _Operator, options: _Options) -> bool:
+        """Return whether these are the factors of an operator on this rank."""
+        same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
+        pairs = zip(operator.leaves, self.operator.leaves)
+        return same and all(same_bits(np.asarray(x), np.asarray(y)) for x, y in pairs) and self.is_current()
+
+    def again(self) -> _Factors:
+        """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
+        leaves = [np.array(x) for x in self.given]
+        if _on_all(self.options, all(same_bits(x, np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))):
+            raise RuntimeError(
+                f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
+                "object among the params, or call factorized again."
+            )
+        return _Factors(self.operator._replace(leaves=leaves), self.given, self.options)
+
+    def solved(self, b: LocalArray, transposed: bool) -> LocalArray:
+        """Return the solution of A u = b or Aᵀ u = b for blocks (..., *shape)."""
+        rows = np.ascontiguousarray(b, np.result_type(b, self.matrix.values)).reshape(-1, math.prod(self.operator.shape))
+        if self.options.group.size == 1:
+            return back_substituted(self._inverse, rows, "T" if transposed else "N").reshape(b.shape)
+        comm, inverse = self.options.comm, self._inverse.T if transposed else self._inverse
+        settings = Settings("gmres", _RTOL, 0.0, None, comm, None, batch=1, call=_CALL, preconditioned=True, probe=False)
+        matrix: Any = self.matrix.T if transposed else self.matrix
+        system = System(matrix.matvec, inverse, rows, settings, name="matrix")
+        found = iterate(gmres, system, rows, None)
+        system.settle()
+        return found.reshape(b.shape)
+
+
+class Factorized:
+    """The inverse of an operator, made by `factorized`: ``solve(b)`` solves A u = b, and ``solve.T(b)`` solves Aᵀ u = b.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Shape of the whole matrix.
+    matrix : DistributedMatrix
+        The matrix that was factored, untraced.
+    T : Factorized
+        The inverse of the transpose, with the same factors.
+    """
+
+    def __init__(self, factors: _Factors, variables: list[Array], indices: tuple[int, ...]):
+        self._factors, self._variables, self._indices = factors, variables, indices
+        self._transposed, self._other = False, None
+        self.shape, self.matrix = factors.matrix.shape, factors.matrix
+
+    @property
+    def T(self) -> Factorized:
+        """The inverse of the transpose."""
+        if self._other is None:
+            self._other = other = Factorized(self._factors, self._variables, self._indices)
+            other._transposed, other._other = not self._transposed, self
+        return self._other
+
+    def __repr__(self) -> str:
+        return f"<factorized operator of shape {self.shape}>"
+
+    def __call__(self, b: LocalArray) -> LocalArray:
+        """Solve A u = b, for one right-hand side or several.
+
+        Parameters
+        ----------
+        b : array of the shape of `like`, or with additional leading axes
+            This rank's block of the right-hand side, or of several right-hand sides.
+
+        Returns
+        -------
+        array of the shape of `b`
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if `b` isn't an array of floats on the host, or doesn't end with the shape of `like`.
+        RuntimeError
+            On all ranks, if an object that the operator reads from its closure has changed since the factorization. If
+            only the params have changed in place, the operator is factored again.
+
+        Ranks
+        -----
+        All ranks of the operator call it.
+
+        Adjoint
+        -------
+        One solve with the transpose, from the same factors. If the params are variables, also a reverse pass through the
+        operator.
+        """
+        return _solve(self, b, *self._variables)
+
+    def _current(self, b: Array) -> _Factors:
+        """Check b, and return the factors, which are computed again if the params have changed in place."""
+        factors, plain = self._factors, stop_gradient(b)
+        shape, options = factors.operator.shape, factors.options
+        error = block_error(_CALL, "b", plain) or _host_error("b", plain)
+        if error is None and plain.shape[max(plain.ndim - len(shape), 0) :] != shape:
+            error = ValueError(f"{_CALL}: b must have shape {shape}, after any leading axes, but has {plain.shape}.")
+        raise_together(options.group, error)
+        if not _on_all(options, factors.is_current()):
+            self._factors = factors.again()
+            self.matrix = self._factors.matrix
+            if self._other is not None:
+                self._other._factors, self._other.matrix = self._factors, self.matrix
+        return self._factors
+
+
+@opaque
+def _solve(solve: Factorized, b: LocalArray, *variables: Array) -> LocalArray:
+    factors = solve._current(b)
+    return back_substitution(b, *variables, factors=factors, indices=solve._indices, transposed=solve._transposed)
+
+
+class _Options(NamedTuple):
+    """How an operator is factored; see `factorized`."""
+
+    group: Channel
+    comm: Comm
+    pattern: Any
+    method: str
+    matrix: DistributedMatrix | None
+
+    def assembled(self, operator: _Operator) -> DistributedMatrix:
+        """Return the matrix of the operator; raise an error on all ranks if the pattern misses an entry."""
+        if self.matrix is not None:
+            return self.matrix.with_values(operator.leaves[0])
+        params, count = tuple(operator.build(operator.leaves)), math.prod(operator.shape)
+        if isinstance(self.pattern, Domain):
+            rows, columns = operator_rows(operator.matvec, self.pattern, params)
+        else:
+            rows, columns = _rows_of(operator, params, self.pattern, self.group, self.comm), count
+        matrix = DistributedMatrix(rows, columns=columns, comm=self.comm)
+        _require_complete(operator, params, matrix, self.group)
+        return matrix
+
+
+# The factors of the last call with each operator. A step of a time loop that calls `factorized` uses them again.
+_kept: WeakKeyDictionary[Any, _Factors] = WeakKeyDictionary()
+
+
+def _on_all(options: _Options, condition: bool) -> bool:
+    """Return whether a condition holds on all ranks; collective."""
+    if options.group.size == 1:
+        return condition
+    return bool(mpi_allgather(np.array(float(condition)), comm=options.comm).all())
+
+
+def _host_error(name: str, value: Array) -> Exception | None:
+    if not is_device_array(value):
+        return None
+    return TypeError(f"{_CALL} works on the host, but {name} is on a device: copy it with mpiad.device.to_host.")
+
+
+def _rows_of(operator: _Operator, params: tuple, pattern: Any, group: Channel, comm: Comm) -> Any:
+    """Return this rank's rows, probed color by color; `pattern`: this rank's rows of the sparsity pattern, or None."""
+    count = math.prod(operator.shape)
+    counts = mpi_allgather(np.array(count), comm=comm)
+    start = int(sum(counts[: group.rank]))
+    if pattern is None:
+        pattern = scipy.sparse.csr_array(np.ones((count, count), bool))  # one rank only
+    rows = scipy.sparse.csr_matrix(pattern)
+    colors = _colors(rows, group)
+    of_entry, row_of_entry = colors[rows.indices], np.repeat(np.arange(count), np.diff(rows.indptr))
+    values, failures = np.zeros(len(rows.indices)), DeferredFailures(comm, _CALL)
+    for color in range(int(colors.max(initial=-1)) + 1):
+        field = (colors[start : start + count] == color).astype(float).reshape(operator.shape)
+        image = _image(operator, field, params, failures).ravel()
+        chosen = of_entry == color
+        values = values.astype(np.result_type(values, image), copy=False)
+        values[chosen] = image[row_of_entry[chosen]]
+    return scipy.sparse.csr_matrix((values, rows.indices, rows.indptr), (count, int(sum(counts))))
+
+
+def _colors(rows: Any, group: Channel) -> np.ndarray:
+    """Return the color of each column, chosen greedily on rank 0: columns with a row in common have different colors."""
+    parts = group.data.gather(rows, 0)
+    colors: Any = None
+    if parts is not None:
+        by_row: Any = scipy.sparse.vstack(parts, format="csr")
+        by_column, colors = by_row.tocsc(), np.full(by_row.shape[1], -1)
+        for column in range(by_row.shape[1]):
+            its_rows = by_column.indices[by_column.indptr[column] : by_column.indptr[column + 1]]
+            near = [by_row.indices[by_row.indptr[row] : by_row.indptr[row + 1]] for row in its_rows]
+            taken = set(colors[np.concatenate(near)].tolist()) if near else set()
+            colors[column] = next(color for color in range(len(taken) + 1) if color not in taken)
+    return group.data.bcast(colors, 0)
+
+
+def _image(operator: _Operator, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
+    image = failures.attempt("matvec", lambda u: operator.matvec(u, *params), field, again=lambda: np.zeros(field.shape))
+    if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
+        shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
+        failures.note(
+            TypeError(f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}.")
+        )
+    failures.raise_together()
+    return image
+
+
+def _require_complete(operator: _Operator, params: tuple, matrix: DistributedMatrix, group: Channel) -> None:
+    """Compare a product with the operator, in a random direction, with the matrix's; raise an error on all ranks."""
+    failures = DeferredFailures(matrix.comm, _CALL)
+    start, stop = matrix.owned_columns.start, matrix.owned_columns.stop
+    direction = np.random.default_rng(0).standard_normal(matrix.shape[1])
+
+    def difference(first: int, last: int) -> np.ndarray:
+        own = np.where((np.arange(start, stop) >= first) & (np.arange(start, stop) < last), direction[start:stop], 0.0)
+        image = _image(operator, own.reshape(operator.shape), params, failures).ravel()
+        scale = 1e-8 * max(1.0, float(np.abs(matrix.values).max(initial=0.0)))
+        gap = np.abs(image - matrix.matvec(own))
+        return np.where(gap <= scale * np.abs(direction).max(), 0.0, gap)  # NaN remains
+
+    found = difference(0, matrix.shape[1])
+    wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
+    rank = next((k for k, row in enumerate(wrong) if row >= 0), None)
+    if rank is None:
+        return
+    first, last = 0, matrix.shape[1]
+    while last - first > 1:  # a column with a missing entry in this row, by bisection
+        middle = (first + last) // 2
+        gap = difference(first, middle)
+        left = group.data.bcast(bool(gap[wrong[rank]]) if group.rank == rank else None, rank)
+        first, last = (first, middle) if left else (middle, last)
+    row = int(matrix.offsets[0][rank]) + wrong[rank]
+    raise ValueError(
+        f"{_CALL}: the matrix doesn't reproduce the operator: in row {row}, the entry of column {first} is missing in the "
+        "pattern, or matvec isn't linear. Pass a pattern with this entry, or a Domain with a wider halo."
+    )
+
+
+def _factors_of(rows: Any) -> Any:
+    try:
+        return factors_of(rows.tocsc(), f"{_CALL}: the matrix {rows.shape}")
+    except ValueError as error:
+        # The null vector of a singular matrix, by one inverse iteration with a small shift, is largest in these unknowns.
+        shift = 1e-10 * max(float(np.abs(rows.data).max(initial=0.0)), 1.0)
+        shifted = (rows + shift * scipy.sparse.eye_array(rows.shape[0])).tocsc()
+        vector = factors_of(shifted, _CALL).solve(
+            np.random.default_rng(0).standard_normal(rows.shape[0]).astype(rows.dtype)
+        )
+        raise ValueError(f"{error} The null vector is largest in row {int(np.abs(vector).argmax())}.") from error
+
+
+@recoverable(_CALL)
+def factorized(
+    matvec: Function | DistributedMatrix,
+    like: LocalArray | None = None,
+    *params: Tree,
+    pattern: Any = None,
+    method: str = "auto",
+    comm: Comm = None,
+) -> Factorized:
+    """Compute and factor the matrix of a linear operator once, for many solves; named after SciPy's `factorized`.
+
+    Parameters
+    ----------
+    matvec : callable or DistributedMatrix
+        ``matvec(u, *params)`` returns this rank's block of A u, linear in u, as in `solve`; or a square sparse matrix.
+    like : array of floats
+        An array of the shape of this rank's blocks; only its shape is used. None for a DistributedMatrix.
+    *params : pytree of arrays
+        Arguments of the operator, at which it is factored; derivatives flow to them (or to the matrix's values).
+    pattern : Domain, or SciPy sparse matrix or array, optional
+        The nonzero entries of the matrix. A Domain means the stencil of its halo. A sparse matrix of shape (n, N) contains
+        this rank's n rows. By default, on one rank, and for at most 2,000 unknowns, all entries are computed.
+    method : {"auto", "schwarz", "gathered"}
+        On one rank, SuperLU factors the matrix. On several ranks, a solve is GMRES to a relative residual of 1e-12, with
+        the preconditioner "schwarz" (overlapping local factors, the default) or "gathered" (factors of the whole matrix
+        on rank 0).
+    comm : mpi4py intracommunicator, optional
+        The ranks that hold the operator; by default those of the pattern or matrix.
+
+    Returns
+    -------
+    Factorized
+        A function ``solve(b)``, also for several right-hand sides along leading axes; ``solve.T`` solves with Aᵀ.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, if an argument is invalid, the matrix is singular, `matvec` isn't linear, or `pattern` misses an entry
+        (the message names its row and column).
+    Exception
+        On all ranks, if `matvec` raises it on any rank.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    Each solve is differentiable with respect to b and the params, to any order.
+
+    Examples
+    --------
+    >>> import scipy.sparse
+    >>> halves = mpiad.linalg.factorized(lambda u, k: k * u, np.ones(3), 2.0, pattern=mpiad.Domain(3 * size))
+    >>> print(halves(np.array([2.0, 4.0, 6.0])))
+    [1. 2. 3.]
+    """
+    matrix = matvec if isinstance(matvec, DistributedMatrix) else None
+    comm = matrix.comm if matrix is not None else pattern.comm if isinstance(pattern, Domain) and comm is None else comm
+    like = None if like is None else stop_gradient(like)
+    group = channel(comm, _CALL)
+    with raising_together(group):
+        _check(matvec, like, params, pattern, method, group)
+    product: Any = matvec
+    if matrix is not None:
+        params, like = (matrix.values,), np.empty(matrix.local_shape[1])
+        product = matrix.operator()
+    leaves, build = flatten(params)
+    indices = tuple(k for k, leaf in enumerate(leaves) if isbox(leaf))
+    plain = [stop_gradient(leaf) for leaf in leaves]
+    options = _Options(group, comm, pattern, method, matrix)
+    copies = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in plain]
+    operator = _Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
+    kept = _kept.get(matvec)
+    if not _on_all(options, kept is not None and kept.is_for(operator, options)):
+        kept = _kept[matvec] = _Factors(operator, plain, options)
+    return Factorized(kept, [leaves[k] for k in indices], indices)  # type: ignore[arg-type]
+
+
+def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:
+    matrix, shape = isinstance(matvec, DistributedMatrix), getattr(like, "shape", ())
+    error = None if matrix else function_error(_CALL, {"matvec": matvec}) or block_error(_CALL, "like", like)
+    error = error or (None if matrix else _host_error("like", like))
+    if error is not None:
+        raise error
+    if matrix and (like is not None or params or pattern is not None):
+        raise TypeError(f"{_CALL}: a DistributedMatrix takes no like, params or pattern.")
+    if method not in _METHODS:
+        raise ValueError(f"{_CALL}: method must be one of {', '.join(map(repr, _METHODS))}, but got {method!r}.")
+    if matrix:
+        matvec._require_square("factorized")
+        return
+    if isinstance(pattern, Domain):
+        if shape != pattern.local_shape:
+            raise ValueError(f"{_CALL}: like must have the domain's local shape, {pattern.local_shape}, but has {shape}.")
+        return
+    count = math.prod(shape)
+    if pattern is None and (group.size > 1 or count > _MOST_PROBED):
+        raise ValueError(
+            f"{_CALL}: without a pattern, the operator must be on one rank and have at most {_MOST_PROBED} unknowns, but "
+            f"there are {group.size} rank(s), and {count} unknowns on this one. Pass the Domain, or a sparse matrix with "
+            "the nonzero entries, as pattern=."
+        )
+    if pattern is not None and (not scipy.sparse.issparse(pattern) or pattern.shape[0] != count):
+        shown = f"one of shape {pattern.shape}" if scipy.sparse.issparse(pattern) else type(pattern).__name__
+        raise TypeError(f"{_CALL}: pattern must be a Domain or a sparse matrix with {count} rows, but got {shown}.")

@@ -1,0 +1,286 @@
+"""`factorized` against dense matrices of the whole grid in one process, and closed forms of the derivatives."""
+
+import importlib
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.sparse
+from mpi4py import MPI
+
+import mpiad
+import mpiad.timestepping
+from mpiad.domain import Domain
+from mpiad.linalg import DistributedMatrix, factorized
+from mpiad.testing import check_grads
+
+factorized_module = importlib.import_module("mpiad.linalg.factorized")
+SHAPE = (9, 8)
+WIND = 0.3
+
+
+def stencil(v):
+    """The difference operator of the tests on a padded block: diffusion and upwind advection, not symmetric."""
+    u = v[1:-1, 1:-1]
+    return 4 * u - v[2:, 1:-1] - v[:-2, 1:-1] - v[1:-1, 2:] - v[1:-1, :-2] + WIND * (u - v[:-2, 1:-1])
+
+
+def whole_stencil():
+    """The same operator as a dense matrix, by one unit vector after the other."""
+    count = SHAPE[0] * SHAPE[1]
+    units = np.eye(count).reshape(count, *SHAPE)
+    return np.stack([stencil(np.pad(unit, 1)).ravel() for unit in units], axis=1)
+
+
+class Case:
+    def __init__(self, rank_rng, method="auto"):
+        self.domain, rng = Domain(SHAPE), rank_rng(50)
+        self.k, self.b, self.w = np.exp(rng.standard_normal(SHAPE)), rng.standard_normal(SHAPE), rng.standard_normal(SHAPE)
+        self.several = rng.standard_normal((3, *SHAPE))
+        self.differences = whole_stencil()
+        self.matrix = np.eye(self.b.size) + self.k.ravel()[:, None] * self.differences
+        self.method = method
+
+    def local(self, whole):
+        return whole[(..., *self.domain.owned)]
+
+    def matvec(self, u, k):
+        return u + k * stencil(self.domain.exchange(u))
+
+    def solver(self, k):
+        return factorized(self.matvec, self.local(self.b), k, pattern=self.domain, method=self.method)
+
+    def close(self, block, whole):
+        np.testing.assert_allclose(
+            block, self.local(np.reshape(whole, (*np.shape(whole)[:-1], *SHAPE))), rtol=1e-9, atol=1e-11
+        )
+
+
+@pytest.fixture(params=["auto", "gathered"])
+def case(request, rank_rng):
+    return Case(rank_rng, request.param)
+
+
+def test_solutions_and_batches(case):
+    solve = case.solver(case.local(case.k))
+    assert solve.shape == case.matrix.shape and solve.T.T is solve
+    case.close(solve(case.local(case.b)), np.linalg.solve(case.matrix, case.b.ravel()))
+    case.close(solve.T(case.local(case.b)), np.linalg.solve(case.matrix.T, case.b.ravel()))
+    columns = case.several.reshape(3, -1).T
+    case.close(solve(case.local(case.several)), np.linalg.solve(case.matrix, columns).T)
+    case.close(solve(case.local(case.several[:, None]))[:, 0], np.linalg.solve(case.matrix, columns).T)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradient_in_closed_form(case, transposed):
+    """L = Σ w u³ with A u = b, or Aᵀ u = b: λ solves the other system with 3 w u², and k̄ = -λ D u for A = 1 + k D."""
+
+    def loss(b, k):
+        solve = case.solver(k)
+        u = (solve.T if transposed else solve)(b)
+        return case.domain.sum(case.local(case.w) * u**3)
+
+    total, (b_bar, k_bar) = mpiad.value_and_grad(loss, argnum=(0, 1))(case.local(case.b), case.local(case.k))
+    own, other = (case.matrix.T, case.matrix) if transposed else (case.matrix, case.matrix.T)
+    u = np.linalg.solve(own, case.b.ravel())
+    multiplier = np.linalg.solve(other, 3 * case.w.ravel() * u**2)
+    left, right = (u, multiplier) if transposed else (multiplier, u)
+    np.testing.assert_allclose(total, np.sum(case.w.ravel() * u**3), rtol=1e-10)
+    case.close(b_bar, multiplier)
+    case.close(k_bar, -left * (case.differences @ right))
+
+
+def test_higher_orders_and_batches(case):
+    b, k = case.local(case.b), case.local(case.k)
+
+    def loss(x):
+        solve = case.solver(anp.exp(0.1 * x["k"]))
+        first = solve(anp.stack([x["b"], anp.sin(x["b"])]))
+        return case.domain.sum(anp.sum(first, axis=0) ** 2) + case.domain.sum(solve.T(first[1]) ** 2)
+
+    check_grads(loss, {"b": b, "k": k}, order=1)
+    direction = {"b": 0.5 * b**2, "k": np.cos(k)}
+    product = mpiad.hvp(loss)({"b": b, "k": k}, direction)
+    step = 1e-4
+    shifted = [mpiad.grad(loss)({n: {"b": b, "k": k}[n] + s * direction[n] for n in "bk"}) for s in (step, -step)]
+    for n in "bk":
+        np.testing.assert_allclose(product[n], (shifted[0][n] - shifted[1][n]) / (2 * step), rtol=2e-5, atol=1e-6)
+    _, tangent = mpiad.make_jvp(lambda x: case.solver(x["k"])(x["b"]))({"b": b, "k": k})(direction)
+    # A u̇ = ḃ - k̇ D u, for A = 1 + k D.
+    u = np.linalg.solve(case.matrix, case.b.ravel())
+    right = 0.5 * case.b.ravel() ** 2 - np.cos(case.k.ravel()) * (case.differences @ u)
+    case.close(tangent, np.linalg.solve(case.matrix, right))
+
+
+def test_compiled_and_in_a_loop_of_steps(case):
+    """Five implicit steps, compiled or not, with the closed form of the gradient with respect to the first state."""
+    solve = case.solver(case.local(case.k))
+    step = mpiad.jit(lambda u: solve(u + 0.1 * anp.sin(u)))
+
+    def loss(u, advance):
+        for _ in range(5):
+            u = advance(u)
+        return case.domain.sum(u**2)
+
+    u, states = case.b.ravel(), []
+    for _ in range(5):
+        states.append(u)
+        u = np.linalg.solve(case.matrix, u + 0.1 * np.sin(u))
+    g = 2 * u
+    for u in states[::-1]:
+        g = (1 + 0.1 * np.cos(u)) * np.linalg.solve(case.matrix.T, g)
+    for advance in (step, step.fun):
+        case.close(mpiad.grad(loss)(case.local(case.b), advance), g)
+
+
+def test_batches_of_products(case, monkeypatch):
+    """Several products of a linearization, in both directions, are as many columns of one solve."""
+    b, k, several = case.local(case.b), case.local(case.k), case.local(case.several)
+    point = mpiad.linearize(lambda x: case.solver(x["k"])(anp.sin(x["b"])))({"b": b, "k": k})
+    whole, u = np.linalg.inv(case.matrix), np.linalg.solve(case.matrix, np.sin(case.b.ravel()))
+    by_b, by_k = whole * np.cos(case.b.ravel()), -whole * (case.differences @ u)
+    columns = case.several.reshape(3, -1)
+    found = point.vjp(several, batch=True)
+    case.close(found["b"], columns @ by_b)
+    case.close(found["k"], columns @ by_k)
+    case.close(point.jvp({"b": several, "k": several**2}, batch=True), columns @ by_b.T + columns**2 @ by_k.T)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_a_scan_whose_steps_share_the_factors(rank_rng, monkeypatch, checkpoints):
+    """Five steps that call `factorized` with the params of the scan; the gradient with respect to k in closed form."""
+    case, count = Case(rank_rng), []
+    computed = factorized_module.operator_rows
+    monkeypatch.setattr(factorized_module, "operator_rows", lambda *args: count.append(1) or computed(*args))
+    operator = case.matvec  # one object: the factors belong to it
+
+    def step(u, number, k):
+        return factorized(operator, u, k, pattern=case.domain)(u)
+
+    def loss(k):
+        return case.domain.sum(mpiad.timestepping.scan(step, case.local(case.b), 5, k, checkpoints=checkpoints) ** 2)
+
+    states = [case.b.ravel()]
+    for _ in range(5):
+        states.append(np.linalg.solve(case.matrix, states[-1]))
+    g, k_bar = 2 * states[-1], np.zeros(case.b.size)
+    for u in states[:0:-1]:
+        g = np.linalg.solve(case.matrix.T, g)
+        k_bar -= g * (case.differences @ u)
+    case.close(mpiad.grad(loss)(case.local(case.k)), k_bar)
+    assert len(count) == 1
+    mpiad.grad(loss)(2 * case.local(case.k))
+    assert len(count) == 2
+
+
+def test_complex_operators(rank_rng):
+    domain, rng = Domain(SHAPE), rank_rng(50)
+    b = rng.standard_normal(SHAPE) + 1j * rng.standard_normal(SHAPE)
+    solve = factorized(lambda u: (2 + 1j) * u + stencil(domain.exchange(u)), np.zeros(domain.local_shape), pattern=domain)
+    whole = (2 + 1j) * np.eye(b.size) + whole_stencil()
+    for transposed, matrix in ((False, whole), (True, whole.T)):
+        found = (solve.T if transposed else solve)(b[domain.owned])
+        np.testing.assert_allclose(found, np.linalg.solve(matrix, b.ravel()).reshape(SHAPE)[domain.owned], rtol=1e-9)
+    real = factorized(lambda u: 5 * u + stencil(domain.exchange(u)), np.zeros(domain.local_shape), pattern=domain)
+    expected = np.linalg.solve(5 * np.eye(b.size) + whole_stencil(), b.ravel()).reshape(SHAPE)
+    np.testing.assert_allclose(real(b[domain.owned]), expected[domain.owned], rtol=1e-9)
+
+
+def rows_of(rank_rng, rank, size):
+    """A random sparse matrix with a strong diagonal on all ranks, and this rank's rows; lengths differ between ranks."""
+    lengths = [7 + 3 * r for r in range(size)]
+    rng, total = rank_rng(60), sum(lengths)
+    whole = scipy.sparse.random_array((total, total), density=0.2, rng=rng, format="csr") + 4 * scipy.sparse.eye_array(
+        total
+    )
+    start = sum(lengths[:rank])
+    return whole.tocsr(), slice(start, start + lengths[rank]), rng.standard_normal((2, total))
+
+
+def test_a_distributed_matrix_and_its_values(rank_rng, rank, size):
+    whole, own, (b, w) = rows_of(rank_rng, rank, size)
+    matrix = DistributedMatrix(whole[own])
+
+    def loss(values):
+        return mpiad.mpi_allreduce(anp.sum(w[own] * factorized(matrix.with_values(values))(b[own])))
+
+    found = mpiad.grad(loss)(matrix.values)
+    dense = whole.toarray()
+    u, multiplier = np.linalg.solve(dense, b), np.linalg.solve(dense.T, w)
+    np.testing.assert_allclose(factorized(matrix)(b[own]), u[own], rtol=1e-9, atol=1e-12)
+    rows, columns = matrix.indices
+    np.testing.assert_allclose(found, -multiplier[rows] * u[columns], rtol=1e-8, atol=1e-11)
+
+
+def test_a_sparse_pattern(rank_rng, rank, size):
+    whole, own, (b, _) = rows_of(rank_rng, rank, size)
+    matrix = DistributedMatrix(whole[own])
+    solve = factorized(matrix.operator(), b[own], matrix.values, pattern=whole[own] != 0)
+    np.testing.assert_allclose(solve(b[own]), np.linalg.solve(whole.toarray(), b)[own], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(solve.T(b[own]), np.linalg.solve(whole.toarray().T, b)[own], rtol=1e-9, atol=1e-12)
+
+
+def test_a_missing_entry_is_named(rank_rng, rank, size):
+    whole, own, (b, _) = rows_of(rank_rng, rank, size)
+    matrix, row = DistributedMatrix(whole[own]), whole.shape[0] - 2
+    column = int(next(c for c in whole[[row]].nonzero()[1] if c != row))
+    pattern = (whole != 0).tolil()
+    pattern[row, column] = False
+    with pytest.raises(ValueError, match=f"in row {row}, the entry of column {column} is missing"):
+        factorized(matrix.operator(), b[own], matrix.values, pattern=pattern.tocsr()[own])
+
+
+def test_without_a_pattern_on_one_rank(rng):
+    matrix = rng.standard_normal((6, 6)) + 6 * np.eye(6)
+    solve = factorized(lambda u, a: a @ u, np.zeros(6), matrix, comm=MPI.COMM_SELF)
+    b = rng.standard_normal(6)
+    np.testing.assert_allclose(solve(b), np.linalg.solve(matrix, b), rtol=1e-12)
+    with pytest.raises(ValueError, match=r"can't be factorized.*largest in row 3"):
+        factorized(lambda u: u * np.array([1.0, 2.0, 3.0, 0.0, 5.0]), np.zeros(5), comm=MPI.COMM_SELF)
+
+
+def test_changed_params_are_factored_again(case):
+    k = case.local(case.k).copy()
+    solve = case.solver(k)
+    solve.T(case.local(case.b))
+    k *= 3.0  # in place
+    changed = np.eye(case.b.size) + 3 * case.k.ravel()[:, None] * case.differences
+    case.close(solve(case.local(case.b)), np.linalg.solve(changed, case.b.ravel()))
+    case.close(solve.T(case.local(case.b)), np.linalg.solve(changed.T, case.b.ravel()))
+
+
+def test_a_changed_closure_is_an_error_on_all_ranks(rank, size):
+    domain, factor = Domain(SHAPE), np.ones(1)
+    solve = factorized(lambda u: factor[0] * u, np.zeros(domain.local_shape), pattern=domain)
+    if rank == size - 1:
+        factor[0] = 2.0
+    with pytest.raises(RuntimeError, match="closure has changed since it was factored"):
+        solve(np.ones(domain.local_shape))
+
+
+def test_refusals(rank, size):
+    domain = Domain(SHAPE)
+    like = np.zeros(domain.local_shape)
+    for error, message, call in (
+        (ValueError, "method must be one of", lambda: factorized(lambda u: u, like, pattern=domain, method="lu")),
+        (TypeError, "matvec must be a function", lambda: factorized(3, like, pattern=domain)),
+        (TypeError, "like must be an array", lambda: factorized(lambda u: u, 3, pattern=domain)),
+        (ValueError, "domain's local shape", lambda: factorized(lambda u: u, np.zeros(3), pattern=domain)),
+        (
+            TypeError,
+            "pattern must be a Domain or a sparse matrix",
+            lambda: factorized(lambda u: u, like, pattern=np.eye(3)),
+        ),
+        (
+            ValueError,
+            "isn't linear",
+            lambda: factorized(lambda u: u + 0.5 * u**2 * (rank == size - 1), like, pattern=domain),
+        ),
+        (ValueError, "without a pattern", lambda: factorized(lambda u: u, np.zeros(3000))),
+        (ValueError, "must have shape", lambda: factorized(lambda u: u, like, pattern=domain)(np.zeros((2, 2)))),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    if size > 1:
+        with pytest.raises(ValueError, match="without a pattern, the operator must be on one rank"):
+            factorized(lambda u: u, like)
