@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Axis, Shape
 from mpiad.compiling.operations import OPERATIONS
@@ -38,13 +37,7 @@ class Translator(Protocol):
         """Append an elementwise function of values and numbers, which are broadcast; its dtype is that of the call."""
 
     def reduce(
-        self,
-        name: str,
-        x: Array,
-        axis: Axis = None,
-        dtype: DTypeLike | None = None,
-        out: None = None,
-        keepdims: bool = False,
+        self, name: str, x: Array, axis: Axis = None, dtype: object = None, out: None = None, keepdims: bool = False
     ) -> Array:
         """Append a reduction by a ufunc, given by its name, from the first entry to the last; no axes are kept."""
 

@@ -170,13 +170,7 @@ class ScalarRecorder:
         return self._value([function(*entries) for entries in zip(*[x.ravel().tolist() for x in arrays])], arrays[0].shape)
 
     def reduce(
-        self,
-        name: str,
-        x: Array,
-        axis: Axis = None,
-        dtype: DTypeLike | None = None,
-        out: None = None,
-        keepdims: bool = False,
+        self, name: str, x: Array, axis: Axis = None, dtype: object = None, out: None = None, keepdims: bool = False
     ) -> TracedArray:
         """Reduce an array along axes by a binary function, from the first entry to the last."""
         entries = self.symbols(x)

@@ -14,7 +14,6 @@ from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
@@ -166,13 +165,7 @@ class _Translation:
         return self.elementwise(ufunc.__name__, function, *args)
 
     def reduce(
-        self,
-        name: str,
-        x: Array,
-        axis: Any = None,
-        dtype: DTypeLike | None = None,
-        out: None = None,
-        keepdims: bool = False,
+        self, name: str, x: Array, axis: Any = None, dtype: object = None, out: None = None, keepdims: bool = False
     ) -> Value:
         """Append a reduction; no axes are kept."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
