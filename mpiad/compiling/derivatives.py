@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import TypeAlias
 
-from mpiad.compiling.builder import Builder, copy_program
-from mpiad.compiling.program import Input, Program
+from mpiad.compiling.program import Builder, Input, Program, copy_program
 from mpiad.compiling.symbols import Symbol, choose
 
 # The partial derivatives of each operation, written with symbols.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpiad._typing import Array, Axis, Shape
-from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import OPERATIONS
 from mpiad.compiling.symbols import Symbol, choose
 
 Rule = Callable[..., Any]

@@ -7,18 +7,125 @@ also instructions. Inputs belong to groups (such as state and parameters), whose
 
 from __future__ import annotations
 
+import math
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, reduce
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import autograd
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.operations import OPERATIONS
+
+# The operations of programs, each as a NumPy function and as text in the kernel language.
+#
+# The kernel language is a subset of Python (see `translation`). Its function `where` computes both alternatives, since
+# branches may prevent vectorization. The derivatives of the operations are in `derivatives`, under the same names.
+
+
+class Operation(NamedTuple):
+    """An operation.
+
+    - `function`: the NumPy function with the same value.
+    - `text`: the operation in the kernel language, with {0}, {1}, {2} for the arguments, and {zero}, {one} for the
+      constants 0 and 1; empty if the operation is replaced by other operations (see `source.lowered`).
+    - `boolean`: whether the value is boolean.
+    - `commutes`: whether the arguments may be exchanged.
+    - `simple`: whether the operation is a cheap vector instruction, not a call of a library.
+    """
+
+    arity: int
+    function: Callable[..., Any]
+    text: str
+    boolean: bool = False
+    commutes: bool = False
+    simple: bool = True
+
+
+def _called(function: Callable[..., Any], name: str, arity: int = 1) -> Operation:
+    return Operation(arity, function, f"{name}({', '.join(f'{{{i}}}' for i in range(arity))})", simple=False)
+
+
+def _compared(sign: str, function: Callable[..., Any], commutes: bool = False) -> Operation:
+    return Operation(2, function, f"{{0}} {sign} {{1}}", boolean=True, commutes=commutes)
+
+
+def _chosen(condition: str, function: Callable[..., Any]) -> Operation:
+    return Operation(2, function, f"where({condition}, {{0}}, {{1}})")
+
+
+def _composed(function: Callable[..., Any], arity: int = 1) -> Operation:
+    return Operation(arity, function, "", simple=False)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation(2, np.add, "{0} + {1}", commutes=True),
+    "subtract": Operation(2, np.subtract, "{0} - {1}"),
+    "multiply": Operation(2, np.multiply, "{0} * {1}", commutes=True),
+    "divide": Operation(2, np.divide, "{0} / {1}"),
+    "negative": Operation(1, np.negative, "-{0}"),
+    "absolute": Operation(1, np.absolute, "abs({0})"),
+    "sqrt": Operation(1, np.sqrt, "math.sqrt({0})"),
+    # As in NumPy, and unlike Python and C, maximum and minimum are NaN if either argument is NaN.
+    "maximum": _chosen("({0} > {1}) | ({0} != {0})", np.maximum),
+    "minimum": _chosen("({0} < {1}) | ({0} != {0})", np.minimum),
+    "fmax": _chosen("({0} > {1}) | ({1} != {1})", np.fmax),
+    "fmin": _chosen("({0} < {1}) | ({1} != {1})", np.fmin),
+    "sign": Operation(1, np.sign, "where({0} > {zero}, {one}, where({0} < {zero}, -{one}, {0}))"),
+    "floor": Operation(1, np.floor, "np.floor({0})"),
+    "ceil": Operation(1, np.ceil, "np.ceil({0})"),
+    "trunc": Operation(1, np.trunc, "np.trunc({0})"),
+    "rint": Operation(1, np.rint, "np.rint({0})"),
+    "copysign": Operation(2, np.copysign, "math.copysign({0}, {1})"),
+    "less": _compared("<", np.less),
+    "less_equal": _compared("<=", np.less_equal),
+    "greater": _compared(">", np.greater),
+    "greater_equal": _compared(">=", np.greater_equal),
+    "equal": _compared("==", np.equal, commutes=True),
+    "not_equal": _compared("!=", np.not_equal, commutes=True),
+    "logical_and": Operation(2, np.logical_and, "{0} & {1}", boolean=True, commutes=True),
+    "logical_or": Operation(2, np.logical_or, "{0} | {1}", boolean=True, commutes=True),
+    "logical_not": Operation(1, np.logical_not, "not {0}", boolean=True),
+    "where": Operation(3, np.where, "where({0}, {1}, {2})"),
+    # Powers with a small constant exponent become multiplications and roots; other powers are calls, which prevent the
+    # vectorization of a loop over lanes.
+    "power": _called(np.power, "math.pow", 2),
+    "exp": _called(np.exp, "math.exp"),
+    "expm1": _called(np.expm1, "math.expm1"),
+    "log": _called(np.log, "math.log"),
+    "log1p": _called(np.log1p, "math.log1p"),
+    "log2": _called(np.log2, "np.log2"),
+    "log10": _called(np.log10, "math.log10"),
+    "cbrt": _called(np.cbrt, "np.cbrt"),
+    "sin": _called(np.sin, "math.sin"),
+    "cos": _called(np.cos, "math.cos"),
+    "tan": _called(np.tan, "math.tan"),
+    "arcsin": _called(np.arcsin, "math.asin"),
+    "arccos": _called(np.arccos, "math.acos"),
+    "arctan": _called(np.arctan, "math.atan"),
+    "arctan2": _called(np.arctan2, "math.atan2", 2),
+    "sinh": _called(np.sinh, "math.sinh"),
+    "cosh": _called(np.cosh, "math.cosh"),
+    "tanh": _called(np.tanh, "math.tanh"),
+    "arcsinh": _called(np.arcsinh, "math.asinh"),
+    "arccosh": _called(np.arccosh, "math.acosh"),
+    "arctanh": _called(np.arctanh, "math.atanh"),
+    "erf": _called(np.vectorize(math.erf, otypes=[float]), "math.erf"),
+    "erfc": _called(np.vectorize(math.erfc, otypes=[float]), "math.erfc"),
+    "hypot": _called(np.hypot, "math.hypot", 2),
+    "fmod": _called(np.fmod, "np.fmod", 2),
+    "remainder": _composed(np.remainder, 2),
+    # The modulus of a complex number: hypot with another derivative at 0.
+    "modulus": _composed(lambda x, y: np.hypot(x, y), 2),
+    "expit": _composed(lambda x: 1.0 / (1.0 + np.exp(-x))),
+    "logit": _composed(lambda x: np.log(x / (1.0 - x))),
+    # Maximum and minimum of three or more arguments.
+    "largest": _composed(lambda *x: reduce(np.maximum, x), 3),
+    "smallest": _composed(lambda *x: reduce(np.minimum, x), 3),
+}
 
 # Folders of code that isn't the user's.
 _PATHS, _PACKAGES = sysconfig.get_paths(), (Path(np.__file__).parent, Path(autograd.__file__).parent)
@@ -168,3 +275,233 @@ def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
             else:
                 values.append(OPERATIONS[operation].function(*(values[i] for i in arguments)))
     return [values[i] for i in program.outputs]
+
+
+# Construction and simplification of programs: common subexpression elimination, constant folding, identities.
+
+# Algebraic simplifications.
+#
+# They are exact, also for NaN and infinity, with two exceptions. The sign of a zero may change: x + 0 becomes x, and 0 - x
+# becomes -x. |z|², frequent in users' functions, is computed without a square root, so rounding differs. 0 · x and x - x
+# aren't simplified, since they are NaN if x is NaN or infinite.
+
+
+def _inner(builder: Builder, x: int, operation: str) -> int | None:
+    """Return the argument if x is the result of the unary `operation`, else None."""
+    instruction = builder.instructions[x]
+    return instruction.arguments[0] if instruction.operation == operation else None
+
+
+def _add(b: Builder, x: int, y: int) -> int | None:
+    if b.value(x) == 0:
+        return y
+    if b.value(y) == 0:
+        return x
+    for left, right in ((x, y), (y, x)):
+        negated = _inner(b, right, "negative")
+        if negated is not None:
+            return b.call("subtract", left, negated)
+    return None
+
+
+def _subtract(b: Builder, x: int, y: int) -> int | None:
+    if b.value(y) == 0:
+        return x
+    if b.value(x) == 0:
+        return b.call("negative", y)
+    negated = _inner(b, y, "negative")
+    return None if negated is None else b.call("add", x, negated)
+
+
+def _square_of_modulus(b: Builder, x: int) -> int | None:
+    operation, parts, _ = b.instructions[x]
+    return b.call("add", *(b.call("multiply", part, part) for part in parts)) if operation == "modulus" else None
+
+
+def _multiply(b: Builder, x: int, y: int) -> int | None:
+    square = _square_of_modulus(b, x) if x == y else None
+    if square is not None:
+        return square
+    if b.value(y) is not None:
+        x, y = y, x
+    if b.value(x) == 1:
+        return y
+    if b.value(x) == -1:
+        return b.call("negative", y)
+    first, second = _inner(b, x, "negative"), _inner(b, y, "negative")
+    if second is not None and b.value(x) is not None:
+        return b.call("multiply", b.call("negative", x), second)
+    return None if first is None or second is None else b.call("multiply", first, second)
+
+
+def _divide(b: Builder, x: int, y: int) -> int | None:
+    divisor = b.value(y)
+    if divisor == 1:
+        return x
+    # The reciprocal of a power of two is exact.
+    if divisor and math.isfinite(divisor) and abs(math.frexp(divisor)[0]) == 0.5 and abs(math.log2(abs(divisor))) < 100:
+        return b.call("multiply", x, b.constant(1 / divisor))
+    return None
+
+
+def _absolute(b: Builder, x: int) -> int | None:
+    negated = _inner(b, x, "negative")
+    if negated is not None:
+        return b.call("absolute", negated)
+    return x if _inner(b, x, "absolute") is not None else None
+
+
+def _logical(decisive: bool) -> Callable[..., int | None]:
+    def rule(b: Builder, x: int, y: int) -> int | None:
+        for one, other in ((x, y), (y, x)):
+            if b.value(one) is not None:
+                return one if bool(b.value(one)) is decisive else other
+        return x if x == y else None
+
+    return rule
+
+
+def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
+    known = b.value(condition)
+    if known is not None:
+        return x if known else y
+    if x == y:
+        return x
+    if b.is_boolean(x) and b.value(x) is True and b.value(y) is False:
+        return condition
+    opposite = _inner(b, condition, "logical_not")
+    return None if opposite is None else b.call("where", opposite, y, x)
+
+
+def _power(b: Builder, x: int, y: int) -> int | None:
+    exponent = b.value(y)
+    if exponent == 0:  # also for NaN, whose power 0 is 1
+        return b.constant(1.0)
+    if exponent == 2:
+        return _square_of_modulus(b, x)
+    return x if exponent == 1 else None
+
+
+_RULES: dict[str, Callable[..., int | None]] = {
+    "add": _add,
+    "subtract": _subtract,
+    "multiply": _multiply,
+    "divide": _divide,
+    "negative": lambda b, x: _inner(b, x, "negative"),
+    "absolute": _absolute,
+    "logical_not": lambda b, x: _inner(b, x, "logical_not"),
+    "logical_and": _logical(False),
+    "logical_or": _logical(True),
+    "where": _where,
+    **dict.fromkeys(("maximum", "minimum", "fmax", "fmin"), lambda b, x, y: x if x == y else None),
+    "power": _power,
+}
+
+# The maximum number of operations limits the time of a trace.
+_MAX_OPERATIONS = 50_000
+
+
+class Builder:
+    """A program under construction. The number of a value is the index of the instruction that computes it.
+
+    `refused`: the first reason why the traced function can't be compiled, or None. The reason is stored, since the function
+    may catch the exception that reports it.
+    """
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction] = []
+        self.refused: str | None = None
+        self._known: dict[tuple, int] = {}
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Store the reason if it is the first one, and raise a Refusal."""
+        self.refused = self.refused or reason
+        raise Refusal(reason)
+
+    def constant(self, value: float | bool) -> int:
+        """Return the number of a constant, real or boolean."""
+        return self._number(Instruction("constant", (), value if isinstance(value, bool) else float(value)))
+
+    def input(self, group: str, place: int = 0) -> int:
+        """Return the number of an input."""
+        return self._number(Instruction("input", (), (group, place)))
+
+    def pair(self, real: int, imag: int) -> int:
+        """Return the number of a complex value; finished programs contain only the values of its parts."""
+        return self._number(Instruction("complex", (real, imag)))
+
+    def parts(self, number: int) -> tuple[int, ...] | None:
+        """Return the numbers of the real and the imaginary part of a value; None if the value is real."""
+        instruction = self.instructions[number]
+        return instruction.arguments if instruction.operation == "complex" else None
+
+    def call(self, operation: str, *arguments: int) -> int:
+        """Return the number of an operation's value, after simplification."""
+        rule = _RULES.get(operation)
+        simpler = None if rule is None else rule(self, *arguments)
+        if simpler is not None:
+            return simpler
+        values = [self.value(argument) for argument in arguments]
+        if None not in values:
+            with np.errstate(all="ignore"):
+                return self.constant(OPERATIONS[operation].function(*values).item())
+        # x + y and y + x are the same value.
+        if OPERATIONS[operation].commutes:
+            arguments = tuple(sorted(arguments))
+        return self._number(Instruction(operation, arguments))
+
+    def value(self, number: int) -> float | bool | None:
+        """Return the value of a constant, or None for a value that isn't constant."""
+        instruction = self.instructions[number]
+        return instruction.value if instruction.operation == "constant" else None  # type: ignore[return-value]
+
+    def is_boolean(self, number: int) -> bool:
+        """Return whether a value is boolean."""
+        return is_boolean(self.instructions, number)
+
+    def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
+        """Return the program that computes the values with the numbers `outputs`, without unused values."""
+        new = {old: place for place, old in enumerate(sorted(needed_values(self.instructions, outputs)))}
+        kept = (self.instructions[old] for old in new)
+        moved = [Instruction(op, tuple(new[i] for i in arguments), value) for op, arguments, value in kept]
+        return Program(groups, moved, [new[i] for i in outputs])
+
+    def _number(self, instruction: Instruction) -> int:
+        # The constants themselves can't be keys, since 0 == -0, 1 == True, and NaN != NaN.
+        key = (instruction.operation, instruction.arguments, exact(instruction.value))
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = len(self.instructions)
+            if number >= _MAX_OPERATIONS:
+                self.refuse(f"it has more than {_MAX_OPERATIONS} operations on scalars")
+            self.instructions.append(instruction)
+        return number
+
+
+def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
+    """Return a program with the same outputs, simplified by `Builder.call`.
+
+    `known`: values of some inputs, by group and index, which become constants. The other inputs keep their indices.
+    """
+    builder = Builder()
+    new = copy_program(builder, program, known)
+    return builder.program(program.groups, [new[output] for output in program.outputs])
+
+
+def copy_program(
+    builder: Builder, program: Program, known: Mapping[Input, float] | None = None, call: Callable[..., int] | None = None
+) -> list[int]:
+    """Append a program's instructions to a builder, and return the new numbers of the values.
+
+    `call` appends the operations; by default it is ``builder.call``, which simplifies them.
+    """
+    new, call = list[int](), call or builder.call
+    for operation, arguments, value in program.instructions:
+        if operation == "constant":
+            new.append(builder.constant(value))  # type: ignore[arg-type]
+        elif operation == "input":
+            given = (known or {}).get(value)  # type: ignore[arg-type]
+            new.append(builder.input(*value) if given is None else builder.constant(float(given)))  # type: ignore[misc]
+        else:
+            new.append(call(operation, *(new[i] for i in arguments)))
+    return new

@@ -15,10 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad.compiling.builder import Builder, copy_program
 from mpiad.compiling.c_translation import c_lines
-from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.program import Program, needed_values
+from mpiad.compiling.program import OPERATIONS, Builder, Program, copy_program, needed_values
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Lowering: the replacement of operations without a machine instruction by other operations.

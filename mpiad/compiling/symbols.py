@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.builder import Builder
-from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import OPERATIONS, Builder
 
 # Complex arithmetic. A complex symbol is a pair of real values.
 #

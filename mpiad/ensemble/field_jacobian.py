@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.compiling.builder import Builder, simplify
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
-from mpiad.compiling.program import Program, Refusal, Untraceable, evaluated
+from mpiad.compiling.program import Builder, Program, Refusal, Untraceable, evaluated, simplify
 from mpiad.device.transfer import to_host
 from mpiad.differentiation.forward import Bundle
 from mpiad.differentiation.shortcuts import shortened

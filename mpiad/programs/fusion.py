@@ -22,9 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Shape
-from mpiad.programs.array_program import FLOATS, IN_MEMORY, SHORT, ArrayProgram, Node, Slot
-from mpiad.programs.index_maps import (
+from mpiad.programs.array_program import (
+    FLOATS,
+    IN_MEMORY,
+    SHORT,
+    ArrayProgram,
     IndexMap,
+    Node,
+    Slot,
     beginning_at,
     broadcast,
     composed,

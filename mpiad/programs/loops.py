@@ -21,13 +21,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.builder import Builder
-from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import OPERATIONS, Builder
 from mpiad.compiling.source import indented, lines, number
 from mpiad.compiling.symbols import Symbol, choose
-from mpiad.programs.array_program import BOOLEAN, FLOATS, described
+from mpiad.programs.array_program import BOOLEAN, FLOATS, Axis, IndexMap, broadcast, composed, described, shifted, within
 from mpiad.programs.fusion import Fold, Loop, Place, Schedule, reads_of
-from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted, within
 
 LANES = 16
 NAME = "loop"

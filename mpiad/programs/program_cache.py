@@ -18,9 +18,8 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function, Tree
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.fusion import Fusion
-from mpiad.programs.recorder import Recorder
+from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.shape_recorder import ShapeRecorder, is_large
 from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.trace_run import Arguments, PlayingBack, TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of

@@ -149,7 +149,7 @@ _WORD = 8
 
 
 class _KernelBlocks:
-    """The blocks of memory from which kernels read their arguments (see `compiling.machine_code`).
+    """The blocks of memory from which kernels read their arguments (see `compiling.cache`).
 
     Each thread of a loop has a block; `words` is the memory of all blocks. The kernels between two Python calls are linked:
     a call of the first one runs all of them.

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Axis, Index, Shape
-from mpiad.compiling.builder import Builder
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of
+from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol, number_of
 from mpiad.programs.recorder import reason_against
 from mpiad.programs.steps import Traced, mapped, plain

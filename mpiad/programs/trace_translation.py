@@ -19,8 +19,21 @@ from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
 from mpiad.compiling.symbols import Symbol
 from mpiad.differentiation.rules.einsum import letters_of
-from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, SHORT, ArrayProgram, Call, Slot, Value
-from mpiad.programs.index_maps import Axis, IndexMap, axes_of, of_view, without_memory
+from mpiad.programs.array_program import (
+    BOOLEAN,
+    COMPUTED,
+    FLOATS,
+    SHORT,
+    ArrayProgram,
+    Axis,
+    Call,
+    IndexMap,
+    Slot,
+    Value,
+    axes_of,
+    of_view,
+    without_memory,
+)
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 from mpiad.programs.traced_array import array_of, cast, take, with_entries

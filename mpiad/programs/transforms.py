@@ -31,8 +31,7 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, apply, suspended
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
-from mpiad.programs.recorder import Recorder
-from mpiad.programs.shape_recorder import like
+from mpiad.programs.recorder import Recorder, like
 from mpiad.programs.steps import Constant, Ref, Step, Traced, hides_traced, mapped, on_host
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
 from mpiad.programs.trace_run import Noting, TraceRun

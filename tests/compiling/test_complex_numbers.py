@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from kernels_on_cpu import parameters_of
 
-from mpiad.compiling.builder import simplify
 from mpiad.compiling.derivatives import vjp
-from mpiad.compiling.program import evaluated
+from mpiad.compiling.program import evaluated, simplify
 from mpiad.ensemble.compiled.trace import trace
 
 pytestmark = [pytest.mark.serial, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

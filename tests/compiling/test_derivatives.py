@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced_right_hand_sides import FOR_AUTOGRAD, SYSTEMS
 
-from mpiad.compiling.builder import Builder, simplify
 from mpiad.compiling.derivatives import PARTIALS, jvp, vjp
-from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.program import evaluated
+from mpiad.compiling.program import OPERATIONS, Builder, evaluated, simplify
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import packing_of, trace
 from mpiad.ensemble.problem import ODEProblem

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpiad.compiling.builder import Builder, simplify
-from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.program import Instruction, Program, evaluated
+from mpiad.compiling.program import OPERATIONS, Builder, Instruction, Program, evaluated, simplify
 from mpiad.compiling.source import lowered
 
 pytestmark = pytest.mark.serial

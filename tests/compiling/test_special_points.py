@@ -14,9 +14,9 @@ import numpy as onp
 import pytest
 from autograd.core import make_jvp
 
-from mpiad.compiling.builder import Builder, copy_program
+from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import jvp, vjp
-from mpiad.compiling.machine_code import code_of, function_of
+from mpiad.compiling.program import Builder, copy_program
 from mpiad.compiling.source import lines
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace

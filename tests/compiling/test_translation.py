@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mpiad.compiling.machine_code import code_of, function_of
+from mpiad.compiling.cache import code_of, function_of
 
 pytestmark = pytest.mark.serial
 

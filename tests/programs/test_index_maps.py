@@ -5,7 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from mpiad.programs.index_maps import broadcast, composed, identity, inverse, is_identity, of_view, shifted, without_memory
+from mpiad.programs.array_program import (
+    broadcast,
+    composed,
+    identity,
+    inverse,
+    is_identity,
+    of_view,
+    shifted,
+    without_memory,
+)
 
 pytestmark = pytest.mark.serial
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mpiad.compiling.builder import simplify
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
-from mpiad.compiling.program import Program
+from mpiad.compiling.program import Program, simplify
 from mpiad.compiling.source import are_simple, function_source, numbered
 from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text, prelude
 from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text

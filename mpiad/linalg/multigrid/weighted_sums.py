@@ -131,7 +131,7 @@ class CompiledSums(Sums):
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
         """Return a function that computes sums, one after another."""
-        # The kernel's block (see `compiling.machine_code`): two zeros, since no kernel follows, and the address and
+        # The kernel's block (see `compiling.cache`): two zeros, since no kernel follows, and the address and
         # size of each array.
         tables, block, state = self._numbers_of(sums), np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64), None
         address, right, kernel = block.ctypes.data, 2 + 2 * (len(_TABLES) + 1), self._kernel
