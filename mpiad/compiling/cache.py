@@ -31,7 +31,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from mpiad.cache_folder import cache_folder, is_private
-from mpiad.compiling.translation import Argument, arguments_of, is_linked
+from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 
 # llvmlite is imported only when it is needed, since the import takes 50 ms.
 
@@ -303,7 +303,7 @@ def store() -> Store | None:
 _log = logging.getLogger("mpiad")
 
 # The source files that determine a kernel's machine code; any change of these files changes all keys.
-_COMPILER = ("translation.py", "block_builder.py", "cache.py")
+_COMPILER = ("translation.py", "block_builder.py", "arguments.py", "cache.py")
 
 _lock = threading.RLock()
 # The least recently used kernels are removed, since functions that change at each call would otherwise fill the memory.

@@ -11,7 +11,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.compiling.translation import is_complex
+from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event

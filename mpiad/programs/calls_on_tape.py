@@ -49,7 +49,6 @@ from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, in_program, is_shown, own
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed
-from mpiad.programs.steps import Abandoned
 from mpiad.programs.tape_node import (
     Lease,
     backwards,
@@ -64,6 +63,7 @@ from mpiad.programs.tape_node import (
     with_tangent,
 )
 from mpiad.programs.trace_run import Arguments, Noting, PlayingBack, TraceRun, as_value, raise_own
+from mpiad.programs.traced_array import Abandoned
 from mpiad.programs.transforms import Program, jvp_of_vjp, vjp, vjp_of_vjp
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport.core.channels import live_channels

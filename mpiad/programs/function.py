@@ -30,8 +30,8 @@ from mpiad.programs.fusion import Loop
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.program_cache import Entry, ProgramCache, count, entry_by_shapes, own
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import Arguments, Noting, TraceRun, arguments_of
+from mpiad.programs.traced_array import Abandoned
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import communications, is_watched

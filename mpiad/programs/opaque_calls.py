@@ -18,9 +18,9 @@ from mpiad.differentiation.forward import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.programs.steps import Traced as TracedArray
-from mpiad.programs.steps import hides_traced
 from mpiad.programs.tape_node import backwards, is_simple, put_on_tape, with_tangent
+from mpiad.programs.traced_array import Traced as TracedArray
+from mpiad.programs.traced_array import hides_traced
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.core.channels import communications

@@ -20,9 +20,9 @@ from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.fusion import Fusion
 from mpiad.programs.recorder import Recorder, ShapeRecorder, is_large
 from mpiad.programs.replay import Changed, Replays
-from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.trace_run import Arguments, PlayingBack, TraceRun, raise_own
 from mpiad.programs.trace_translation import program_of
+from mpiad.programs.traced_array import Abandoned, Traced
 from mpiad.programs.transforms import Program, recorded
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, Used, communications, is_watched

@@ -25,8 +25,20 @@ from mpiad.primitives.request import Request
 from mpiad.programs.closure import is_writable, same_bits
 from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
 from mpiad.programs.opaque_calls import opaque_call
-from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
-from mpiad.programs.traced_array import CONTROL_FLOW, TracedArray, with_entries
+from mpiad.programs.traced_array import (
+    CONTROL_FLOW,
+    Abandoned,
+    Constant,
+    Ref,
+    Step,
+    Traced,
+    TracedArray,
+    hides_traced,
+    mapped,
+    on_host,
+    plain,
+    with_entries,
+)
 from mpiad.transport import Spec, channel
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site

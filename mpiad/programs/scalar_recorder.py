@@ -20,8 +20,7 @@ from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of
 from mpiad.compiling.program import Builder
 from mpiad.compiling.symbols import Symbol, number_of
 from mpiad.programs.recorder import reason_against
-from mpiad.programs.steps import Traced, mapped, plain
-from mpiad.programs.traced_array import TracedArray, array_of, cast, take
+from mpiad.programs.traced_array import Traced, TracedArray, array_of, cast, mapped, plain, take
 
 _OF_MANY = {"maximum": "largest", "minimum": "smallest"}
 

@@ -17,7 +17,7 @@ from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import BatchedVjp, Tape
 from mpiad.programs.replay import Replays
-from mpiad.programs.steps import Traced
+from mpiad.programs.traced_array import Traced
 from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import tracing

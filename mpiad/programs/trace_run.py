@@ -17,8 +17,7 @@ from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import Answer, Uncounted, envelopes_of, message_counts
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.steps import Abandoned, Traced, on_host, plain
-from mpiad.programs.traced_array import let_arrays_be_traced
+from mpiad.programs.traced_array import Abandoned, Traced, let_arrays_be_traced, on_host, plain
 from mpiad.pytrees import flatten
 from mpiad.transport.core import calls
 from mpiad.transport.core.channels import Channel, Counts, report_to_recorders

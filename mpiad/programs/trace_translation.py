@@ -35,8 +35,7 @@ from mpiad.programs.array_program import (
     without_memory,
 )
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
-from mpiad.programs.traced_array import array_of, cast, take, with_entries
+from mpiad.programs.traced_array import Constant, Ref, Step, Traced, array_of, cast, mapped, take, with_entries
 
 _MOST_NUMBERS = 2**53  # up to this limit, integers are exact as floats
 

@@ -32,9 +32,9 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, apply, suspended
 from mpiad.programs.message_numbers import MessageNumbers, is_numbered
 from mpiad.programs.recorder import Recorder, like
-from mpiad.programs.steps import Constant, Ref, Step, Traced, hides_traced, mapped, on_host
 from mpiad.programs.tape_node import conformed, value_and_node, value_and_tangent, with_tangent
 from mpiad.programs.trace_run import Noting, TraceRun
+from mpiad.programs.traced_array import Constant, Ref, Step, Traced, hides_traced, mapped, on_host
 from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.core import calls

@@ -16,8 +16,9 @@ from autograd import grad
 from machine_load import slowdown
 
 from mpiad.compiling import cache, translation
+from mpiad.compiling.arguments import Argument, arguments_of
 from mpiad.compiling.cache import Code, code_of, function_of
-from mpiad.compiling.translation import Argument, arguments_of, translated
+from mpiad.compiling.translation import translated
 from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
 
 pytestmark = pytest.mark.serial

@@ -13,11 +13,12 @@ import pytest
 from kernels_on_cpu import COMPILER
 from traced_right_hand_sides import SYSTEMS
 
+from mpiad.compiling.arguments import arguments_of
 from mpiad.compiling.cache import code_of, function_of
 from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.program import OPERATIONS, Builder, evaluated
 from mpiad.compiling.source import function_source, lines, numbered
-from mpiad.compiling.translation import arguments_of, translated
+from mpiad.compiling.translation import translated
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem

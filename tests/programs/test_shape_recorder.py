@@ -7,7 +7,7 @@ from jitted import assert_same, check_jit
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs import function, shape_recorder
+from mpiad.programs import function, recorder
 from mpiad.programs.trace_run import TraceRun
 from mpiad.transport.core.channels import live_channels
 
@@ -24,7 +24,7 @@ def traces(monkeypatch):
         init(self, given, *recorder)
 
     monkeypatch.setattr(TraceRun, "__init__", noted)
-    monkeypatch.setattr(shape_recorder, "_LARGE", 0)
+    monkeypatch.setattr(recorder, "_LARGE", 0)
     return kinds
 
 
@@ -127,7 +127,7 @@ def test_a_trace_that_is_given_up_has_sent_and_counted_nothing(traces, rank, siz
     expected = fun(np.ones(3))
     once = [sum(sent.values()) - sum(old.values()) for sent, old in zip(counts, before)]
     if rank:
-        shape_recorder._LARGE = 100  # the fixture puts back what was there
+        recorder._LARGE = 100  # the fixture puts back what was there
     jitted = mpiad.jit(fun, strict=True)
     assert_same(jitted(np.ones(3)), expected)
     assert [sum(sent.values()) - sum(old.values()) for sent, old in zip(counts, before)] == [2 * n for n in once]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.translation import from_parts, is_complex
+from mpiad.compiling.arguments import from_parts, is_complex
 from mpiad.ensemble.events import in_order
 from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import Outcome

@@ -11,8 +11,8 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, parts, row_parts, signature_in
 from mpiad.compiling.cache import kernel_of
-from mpiad.compiling.translation import aligned, argument, from_parts, from_row_parts, parts, row_parts, signature_in
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_rows import Tape, U, allocate, jumps_of, note_crossings, release

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.translation import aligned, is_complex, real_dtype
+from mpiad.compiling.arguments import aligned, is_complex, real_dtype
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.column_lu import entries_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem

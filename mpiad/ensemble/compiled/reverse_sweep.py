@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.translation import argument, from_parts, from_row_parts, parts, row_parts
+from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
 from mpiad.ensemble.adjoint import Cotangents, note_ends, of_ends, pull_event, pull_run, to_start, transposed_condition
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates

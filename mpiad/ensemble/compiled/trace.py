@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
+from mpiad.compiling.arguments import argument, from_row_parts, is_complex, parts, real_dtype, row_parts
 from mpiad.compiling.function_fingerprint import fingerprint_of, without_floats
 from mpiad.compiling.program import Program, Untraceable, evaluated, place_of, where_raised
 from mpiad.compiling.symbols import Symbol
-from mpiad.compiling.translation import argument, from_row_parts, is_complex, parts, real_dtype, row_parts
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED

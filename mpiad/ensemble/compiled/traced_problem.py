@@ -17,9 +17,9 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Function, Shape
+from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, without_floats
 from mpiad.compiling.program import Program, Untraceable, exact, place_of
-from mpiad.compiling.translation import is_complex, real_dtype
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.trace import Called, ParameterPacking, identity_of, names_of, packing_of, trace, verify
 from mpiad.ensemble.event import Event, affected

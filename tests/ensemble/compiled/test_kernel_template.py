@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpiad.compiling.translation import signature_in
+from mpiad.compiling.arguments import signature_in
 from mpiad.ensemble import Tsit5
 from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 

@@ -12,7 +12,7 @@ import scipy.special
 from traced_right_hand_sides import MATRIX, SYSTEMS
 
 import mpiad
-from mpiad.compiling import builder
+from mpiad.compiling import program
 from mpiad.compiling.program import Untraceable, evaluated
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import packing_of, trace
@@ -236,7 +236,7 @@ def test_random_numbers_are_refused():
 
 
 def test_too_large_a_program_is_refused(monkeypatch):
-    monkeypatch.setattr(builder, "_MAX_OPERATIONS", 300)
+    monkeypatch.setattr(program, "_MAX_OPERATIONS", 300)
 
     def f(u, p, t):
         for i in range(200):
