@@ -91,18 +91,21 @@ class Record:
     the row later: with the next row, or when the rows are read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None) -> None:
         self.rows: list[Row] = []
+        self._progress = progress
         self._start = time.perf_counter()
         self._last: Iterate | None = None
 
     def add(self, point: Iterate, evaluations: int, step: float) -> Row:
-        """Append an iterate, with the length of the step from the previous one, and return its row."""
+        """Append and show an iterate, with the length of the step from the previous one; return its row."""
         self._complete_last()
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
         self.rows.append(row)
         self._last = point
+        if self._progress is not None:
+            self._progress.show(row)
         return row
 
     def _complete_last(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import scipy
@@ -14,29 +14,24 @@ from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
 from mpiad.optimize.history import Iterate, Progress, Record, Row
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_driven import Leader
+from mpiad.optimize.root_driven import RootDriven
 from mpiad.transport.exits.user_failures import StageFailures
 from mpiad.transport.resources import vdot
-
-
-class IterateWithStep(Iterate, Protocol):
-    """An iterate with the length of its step."""
-
-    @property
-    def length(self) -> float:
-        """Return the length of the step from the previous iterate, over all ranks."""
-        ...
 
 
 class Iterates:
     """The iterates of a method that the root drives; `in_callback` is true while the callback runs, and after it raised."""
 
-    def __init__(self, callback: Function | None, leader: Leader, checkpoint: RootCheckpoint):
-        self._callback, self._checkpoint = _with_row(callback), checkpoint
-        self._packing, self._progress, self._used = leader.packing, leader.progress, leader.used
+    def __init__(self, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
+        self._callback, self._checkpoint, self._packing, self._used = (
+            _with_row(callback),
+            checkpoint,
+            solve.packing,
+            solve.used,
+        )
         self._last: np.ndarray | None = None
         self._step_vector = np.zeros(0)
-        self.record, self.in_callback = Record(), False
+        self.record, self.in_callback = Record(solve.progress), False
 
     @property
     def count(self) -> int:
@@ -44,11 +39,8 @@ class Iterates:
         return max(len(self.record.rows) - 1, 0)
 
     def add_row(self, point: Iterate, evaluations: int) -> Row:
-        """Add a row to the history and update the progress bar."""
-        row = self.record.add(point, evaluations, self._step_to(point.x))
-        if self._progress is not None:
-            self._progress.show(row)
-        return row
+        """Add a row to the history."""
+        return self.record.add(point, evaluations, self._step_to(point.x))
 
     def _step_to(self, x: np.ndarray) -> float:
         """Return the length of the step from the last iterate."""
@@ -90,8 +82,8 @@ class Iterates:
 class IteratesOfPoints(Iterates):
     """The callback and the objective for SciPy's minimizers; the first point that they evaluate is the first iterate."""
 
-    def __init__(self, points: Points, callback: Function | None, leader: Leader, checkpoint: RootCheckpoint):
-        super().__init__(callback, leader, checkpoint)
+    def __init__(self, points: Points, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
+        super().__init__(callback, solve, checkpoint)
         # The number of iterations of earlier runs, and whether these runs have used all evaluations.
         self._points, self.earlier_iterations, self.exhausted = points, 0, False
         self._resumed = False
@@ -149,20 +141,12 @@ class ShardedIterates:
     def __init__(
         self, packing: Packing, agreement: StageFailures, callback: Function | None, called: bool, progress: Progress | None
     ):
-        self._packing, self._agreement, self.called, self._progress = packing, agreement, called, progress
-        self._callback = _with_row(callback)
-        self.record = Record()
+        self._packing, self._agreement, self.called = packing, agreement, called
+        self._callback, self.record = _with_row(callback), Record(progress)
 
-    def add_row(self, point: IterateWithStep, evaluations: int) -> Row:
-        """Add a row to the history and update the progress bar."""
-        row = self.record.add(point, evaluations, point.length)
-        if self._progress is not None:
-            self._progress.show(row)
-        return row
-
-    def report(self, point: IterateWithStep, evaluations: int) -> bool:
+    def report(self, point: Iterate, evaluations: int, step: float) -> bool:
         """Add a row and call the callback; return whether it raised StopIteration on this rank. All ranks call this."""
-        row = self.add_row(point, evaluations)
+        row = self.record.add(point, evaluations, step)
 
         def ends() -> bool:
             if self._callback is not None:

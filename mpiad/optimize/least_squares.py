@@ -28,7 +28,7 @@ from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program, StartValues, check_program
 from mpiad.optimize.packing import Packing, sendable_variables
-from mpiad.optimize.root_driven import Leader, RootDriven, shared_start
+from mpiad.optimize.root_driven import RootDriven, shared_start
 from mpiad.optimize.root_protocol import COTANGENT, FACTOR, NOT_FINITE, RESIDUALS, TANGENT, total_on_root
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
@@ -289,14 +289,14 @@ class RootArguments(NamedTuple):
     program: Program
     solver: str | None
 
-    def problem(self, leader: Leader, start: np.ndarray) -> dict[str, Any]:
+    def problem(self, solve: RootDriven, start: np.ndarray) -> dict[str, Any]:
         """Return a description of the problem, which is stored in checkpoints."""
         bounds, loss = self.keywords["bounds"], self.robust["loss"]
         low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
         limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
         return {
             "method": f"least_squares, {self.keywords['method']}",
-            **problem_of(self.program, leader.packing, start, leader.used.size),
+            **problem_of(self.program, solve.packing, start, solve.used.size),
             "loss": loss if isinstance(loss, str) else "a function",
             "f_scale": float(self.robust["f_scale"]),
             "tr_solver": self.solver,
@@ -307,10 +307,11 @@ class RootArguments(NamedTuple):
 class _Problem:
     """The functions that SciPy calls on the root."""
 
-    def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, file: RootCheckpoint):
-        self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
-        self.iterates = Iterates(callback, leader, file)
-        self._robust = evaluation.loss is not None
+    def __init__(self, solve: RootDriven, callback: Function | None, file: RootCheckpoint):
+        self._instructions, self._size = solve.instructions, solve.packing.size
+        self._evaluation: ResidualEvaluation = solve.evaluation
+        self.iterates = Iterates(callback, solve, file)
+        self._robust = self._evaluation.loss is not None
         self.last_residuals, self._cost = np.zeros(0), np.nan
         self.iterate: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
@@ -403,18 +404,15 @@ class _Problem:
         return result
 
 
-def drive(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
+def drive(arguments: RootArguments, solve: RootDriven) -> dict[str, Any]:
     """Run SciPy's method on the root; return its result without `fun` and `jac`."""
-    evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
-    start = leader.packing.pack(leader.start)
-    checkpoint = RootCheckpoint(
-        arguments.checkpoint, arguments.problem(leader, start) if arguments.checkpoint else {}, "least_squares"
-    )
-    problem = _Problem(leader, evaluation, arguments.callback, checkpoint)
-    if evaluation.gathers:
+    start = solve.packing.pack(solve.start)
+    description = arguments.problem(solve, start) if arguments.checkpoint else {}
+    problem = _Problem(solve, arguments.callback, RootCheckpoint(arguments.checkpoint, description, "least_squares"))
+    if solve.evaluation.gathers:
         solver = {"tr_solver": "lsmr", **arguments.robust}
     else:
-        solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else _loss_with_cost}
+        solver = {"tr_solver": "exact", "loss": "linear" if solve.evaluation.loss is None else _loss_with_cost}
     start = problem.resume(start)
     try:
         keywords = {**arguments.keywords, "max_nfev": _remaining(arguments.keywords["max_nfev"], problem, start.size)}

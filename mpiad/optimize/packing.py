@@ -264,10 +264,6 @@ class DevicePacking(Packing):
         """Return None: the function gets a new array, which a device allocates quickly."""
         return None
 
-    def view_of(self, vector: Array) -> Tree:
-        """Return the pytree of a vector, in new memory, since the solve still uses the vector."""
-        return self.unpack(vector)
-
     def _packed(self, tree: Tree, convert: Callable[[Array], Array], out: object = None) -> Array:
         parts = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):

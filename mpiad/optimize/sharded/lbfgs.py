@@ -258,7 +258,7 @@ class LBFGS:
             self._trials.release(Point(start))
             return self._descend(self._restored(found))
         iterate = self._trials.start(start)
-        self._iterates.add_row(iterate, self._trials.count)
+        self._iterates.record.add(iterate, self._trials.count, iterate.length)
         if not iterate.finite:
             return iterate, NOT_FINITE
         return self._descend(self._state_at(iterate, None, False))
@@ -277,7 +277,7 @@ class LBFGS:
             if found is not iterate:
                 self._count += 1
                 found.range = self._barrier - found.length if self._barrier > found.length else math.inf
-                stop = self._iterates.report(found, self._trials.count)
+                stop = self._iterates.report(found, self._trials.count, found.length)
                 state = self._state_at(found, iterate, stop)
                 self._trials.release(iterate)
             elif self._memory.ring.count == 0 and self._trials.count < self._settings.maxfun:

@@ -193,7 +193,7 @@ class NewtonCG:
             self._measure(iterate)
             self._require_symmetric(iterate)
             self._norm_at_start = iterate.norm
-        self._iterates.add_row(iterate, self.count)
+        self._iterates.record.add(iterate, self.count, iterate.length)
         return self._descend(iterate) if iterate.finite else (iterate, NOT_FINITE)
 
     def _descend(self, iterate: NewtonPoint) -> tuple[NewtonPoint, Ending]:
@@ -212,7 +212,7 @@ class NewtonCG:
             # Eisenstat and Walker's choice 2: the forcing term depends on the reduction of the gradient by the last step.
             chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
             self._forcing = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
-            self._stopped = self._iterates.report(found, self.count)
+            self._stopped = self._iterates.report(found, self.count, found.length)
             iterate = found
 
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
