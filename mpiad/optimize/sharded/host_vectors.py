@@ -140,26 +140,17 @@ class HostVectors:
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
-        if change:
-            square = self.multiply(parts, ring.newest, ring.gradient, of_change)
-        if gradient:
-            square = self.multiply(parts, ring.gradient, ring.gradient, of_gradient)
-        return of_change, of_gradient, square
-
-    def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
-        """Replace row `before` by `row` - `before`, unless they are the same row; write the products of `before` to `out`.
-
-        Return the inner product of `row` with itself.
-        """
-        out.fill(0.0)
-        square = 0.0
         for _, tile in self:
-            if before != row:
-                np.subtract(tile[row], tile[before], out=tile[before])
-            square += float(vdot(tile[row], tile[row]))
+            current, newest = tile[ring.gradient], tile[ring.newest]
+            if change:
+                np.subtract(current, newest, out=newest)
+            square += float(vdot(current, current))
             for rows, positions in parts:
-                out[positions] += vdots(tile[rows], tile[before], self.size)
-        return square
+                if change:
+                    of_change[positions] += vdots(tile[rows], newest, self.size)
+                if gradient:
+                    of_gradient[positions] += vdots(tile[rows], current, self.size)
+        return of_change, of_gradient, square
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row."""
