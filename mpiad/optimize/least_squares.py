@@ -69,55 +69,54 @@ def _arctan(z: np.ndarray) -> list[np.ndarray]:
 LOSSES: dict[str, Any] = {"linear": None, "soft_l1": _soft_l1, "huber": _huber, "cauchy": _cauchy, "arctan": _arctan}
 
 
-class Loss:
-    """A robust loss ρ with its scale; ``rho(z)`` returns ρ and its first two derivatives, shape (3, m)."""
+Loss = Callable[[np.ndarray], tuple[float, np.ndarray, np.ndarray]]
 
-    def __init__(self, rho: Callable[[np.ndarray], Any], scale: float):
-        self._rho, self._scale = rho, scale
 
-    def weighted(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows."""
-        # No warnings: if residuals aren't finite at a trial point, the trust region shrinks.
-        with np.errstate(all="ignore"):
-            z = (f / self._scale) ** 2
-        rho = np.asarray(self._rho(z), dtype=float)
-        if rho.shape != (3, f.size):
-            raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
-        # For a scale of one the second derivative of ρ(f²)/2 with respect to f is ρ' + 2 ρ'' f². It is negative for far
-        # outliers, but the model must be convex.
-        with np.errstate(all="ignore"):
-            factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
-            return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
+def _weighted(loss: Callable[[np.ndarray], Any], scale: float, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows.
+
+    ``loss(z)`` returns ρ and its first two derivatives, shape (3, m).
+    """
+    # No warnings: if residuals aren't finite at a trial point, the trust region shrinks.
+    with np.errstate(all="ignore"):
+        z = (f / scale) ** 2
+    rho = np.asarray(loss(z), dtype=float)
+    if rho.shape != (3, f.size):
+        raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
+    # For a scale of one the second derivative of ρ(f²)/2 with respect to f is ρ' + 2 ρ'' f². It is negative for far
+    # outliers, but the model must be convex.
+    with np.errstate(all="ignore"):
+        factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
+        return float(scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the `Loss`, or None for the sum of squares; raise a ValueError if loss or scale is invalid."""
+    """Return `_weighted` for a robust loss, None for the sum of squares; raise a ValueError if loss or scale is invalid."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
         raise ValueError(f"least_squares: f_scale must be one positive number, but got {scale!r}.")
     if loss == "linear":
         return None
-    return Loss(np.errstate(all="ignore")(LOSSES[loss]) if isinstance(loss, str) else loss, float(scale))
+    return partial(_weighted, np.errstate(all="ignore")(LOSSES[loss]) if isinstance(loss, str) else loss, float(scale))
 
 
 class ResidualEvaluation:
     """Evaluation of residuals and their derivatives; every rank calls the same method with the root's variables.
 
-    - `max_dense`: largest number of variables for which the solver is "exact" by default.
     - `agreement`: raises an exception of one rank on all ranks.
     - `gathers`: whether the residuals are gathered on the root. `counts`: the number of residuals of each rank.
     """
 
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm,
-        loss: Loss | None, solver: str | None, max_dense: int,
+        loss: Loss | None, solver: str | None,
     ):  # fmt: skip
         self._program, self._packing, self.agreement = program, packing, agreement
         self._comm = comm
         self._is_root = used.rank == program.root
         self.loss = loss
-        self.gathers = packing.size > max_dense if solver is None else solver == "lsmr"
+        self.gathers = packing.size > _MAX_DENSE if solver is None else solver == "lsmr"
         self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
         self.counts: list[int] = []
         self._stored: tuple[bytes, Any, np.ndarray] | None = None
@@ -143,7 +142,7 @@ class ResidualEvaluation:
         return total_on_root(self._comm, self._program.root, local)
 
     def _weighted(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
-        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighted(f)
+        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss(f)
         with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: at a trial point, residuals may be huge
             square = float(model @ model)
         return square if factors is None else twice, square, model, factors
@@ -227,9 +226,9 @@ class ResidualEvaluation:
         if callable(self._program.jac):
             rows = self._jacobian(vector)
             return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: rows.T @ own))
-        f = self._residuals(vector)
+        self._residuals(vector)
         linearized = self._stored[1]  # type: ignore[index]
-        part = self.agreement.run(lambda: self._packing.pack_gradient(linearized.vjp(own.reshape(f.shape))))
+        part = self.agreement.run(lambda: self._packing.pack_gradient(linearized.vjp(own)))
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
@@ -343,7 +342,7 @@ class _Problem:
             loss = self._evaluation.loss
             with np.errstate(over="ignore", invalid="ignore"):  # at a trial point, residuals may be huge
                 square = float(found @ found)
-            self._cost, self.last_residuals = 0.5 * (square if loss is None else loss.weighted(found)[0]), found
+            self._cost, self.last_residuals = 0.5 * (square if loss is None else loss(found)[0]), found
         else:
             sums: np.ndarray = self._evaluation.cost(x)  # type: ignore[assignment]
             self._cost, self.last_residuals = 0.5 * float(sums[0]), _surrogate_residuals(sums, x.size, self._robust)
@@ -585,7 +584,7 @@ def least_squares(
     keywords |= {"max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options}
     with restoring_state(), suspended():
         start, robust, file = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
-        kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver, max_dense=_MAX_DENSE)
+        kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
         solve = RootDriven(used, program, start, kind, _CALL)
         arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, file, program, tr_solver)
         bar = Progress(keywords) if progress else None
