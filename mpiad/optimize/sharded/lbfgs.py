@@ -93,10 +93,8 @@ class LineSearch:
 
     def _approximately(self, trial: Sample) -> bool:
         start = self._start
-        if trial.value > start.value + _ROUNDING * abs(start.value):
-            return False
         # For larger decreases the usual conditions apply.
-        if trial.value < start.value - _ROUNDING * abs(start.value):
+        if abs(trial.value - start.value) > _ROUNDING * abs(start.value):
             return False
         return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
 
@@ -253,7 +251,7 @@ class LBFGS:
 
     def run(self, start: Array) -> tuple[Point, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.pop()
+        found = self._files.load()
         if found is not None:
             self._trials.release(Point(start))
             return self._descend(self._restored(found))
@@ -267,12 +265,12 @@ class LBFGS:
         while True:
             iterate = state.iterate
             ending = self._ending(state) or (INTERRUPTED if self._files.interrupted else None)
-            self._write(state, ending)
+            self._files.write_if_due(state.iteration, ending is not None, self._arrays(state))
             if ending is not None:
                 return iterate, ending
             found = self._search(iterate, state.slope, state.grad_norm) if state.slope < 0.0 else iterate
             if found is iterate and self._files.interrupted:  # the search is repeated when the solve resumes
-                self._write(state, INTERRUPTED)
+                self._files.write_if_due(state.iteration, True, self._arrays(state))
                 return iterate, INTERRUPTED
             if found is not iterate:
                 self._count += 1
@@ -345,11 +343,6 @@ class LBFGS:
     def _release_trial(self, point: Point, iterate: Point) -> None:
         if point is not iterate:
             self._trials.release(point)
-
-    def _write(self, state: State, ending: Ending | None) -> None:
-        """Write the state if it is due; all ranks call this."""
-        if self._files.due(state.iteration, ending is not None):
-            self._files.write(state.iteration, self._arrays(state))
 
     def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
         point = state.iterate

@@ -183,7 +183,7 @@ class NewtonCG:
 
     def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.pop()
+        found = self._files.load()
         if found is not None:
             return self._descend(self._restored(found, start))
         if self._box is not None:
@@ -199,13 +199,13 @@ class NewtonCG:
     def _descend(self, iterate: NewtonPoint) -> tuple[NewtonPoint, Ending]:
         while True:
             ending = self._ending(iterate) or (INTERRUPTED if self._files.interrupted else None)
-            self._write(iterate, ending)
+            self._files.write_if_due(self._iteration, ending is not None, self._arrays(iterate))
             if ending is not None:
                 return iterate, ending
             found = self._next_point(iterate)
             if found is None:
                 ending = INTERRUPTED if self._files.interrupted else self._evaluation_limit() or ABNORMAL
-                self._write(iterate, ending)
+                self._files.write_if_due(self._iteration, True, self._arrays(iterate))
                 return iterate, ending
             self._iteration, self._value_before = self._iteration + 1, iterate.value
             self._measure(found)
@@ -360,11 +360,6 @@ class NewtonCG:
             return False
         self._measure(trial)
         return trial.norm < iterate.norm
-
-    def _write(self, iterate: NewtonPoint, ending: Ending | None) -> None:
-        """Write the state if it is due; all ranks call this."""
-        if self._files.due(self._iteration, ending is not None):
-            self._files.write(self._iteration, self._arrays(iterate))
 
     def _arrays(self, iterate: NewtonPoint) -> Iterator[tuple[str, Any]]:
         radius = math.nan if self._radius is None else self._radius

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -40,14 +40,6 @@ class LocalArguments(NamedTuple):
     settings: Settings | NewtonSettings
     checkpoint: CheckpointFile | None
 
-    def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
-        """Return a description of the problem, with all settings that influence the iterates."""
-        return {
-            **problem_of(program, self.packing, to_host(start), ranks),
-            **self.settings.identity,
-            "bounds (checksum)": None if self.box is None else self.box.fingerprint,
-        }
-
 
 def check_local_arguments(method: str, start: Tree, given: MethodArguments) -> LocalArguments:
     """Check this rank's arguments; raise a ValueError if one is invalid."""
@@ -69,7 +61,6 @@ class Sharded(Solve):
         packing, settings = self._arguments.packing, self._arguments.settings
         start = packing.pack(self._arguments.start)
         files = StateFiles(self._arguments.checkpoint, self._identity(start), self._used, self.agreement)
-        files.load()
         # If any rank has bounds or a callback, all ranks exchange additional messages.
         own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
         bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
@@ -99,7 +90,10 @@ class Sharded(Solve):
         arguments, comm = self._arguments, self._used.data
         if arguments.checkpoint is None:
             return Identity({})
-        problem = arguments.problem(self._program, start, self._used.size)
+        problem = (
+            problem_of(self._program, arguments.packing, to_host(start), self._used.size) | arguments.settings.identity
+        )
+        problem["bounds (checksum)"] = None if arguments.box is None else arguments.box.fingerprint
         layout = layout_of(arguments.packing.specs, arguments.checkpoint, comm)
         # The mean over the ranks depends on their number, so such a solve can't resume on another number of ranks.
         if layout is None or self._program.objective == "mean":
