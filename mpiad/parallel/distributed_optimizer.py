@@ -22,9 +22,9 @@ from mpiad.parallel.parameters import described, matching_leaves, require_state,
 from mpiad.parallel.samples import Totals, count_samples, require_equal_replicas, totals
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import fetched
 from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.resources import vdot
 from mpiad.transport.watch import watch_settings
@@ -418,7 +418,7 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
     """
     if max_norm is None:
         return arrays
-    norm = math.hypot(*_norms(arrays))  # hypot avoids the overflow of a sum of squares
+    norm = math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
     if max_norm < norm < math.inf:
         for array in arrays:
             array *= max_norm / norm
@@ -426,28 +426,14 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
 
 
 def _norms(arrays: list[Array]) -> list[float]:
-    groups: dict[ArrayModule | None, list[Array]] = {}
-    for array in arrays:
-        if array.size:
-            groups.setdefault(arrays_of(array), []).append(array)
-    return [norm for namespace, group in groups.items() for norm in _norms_in(namespace, group)]
-
-
-def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays on the host or on one device, with one copy from the device unless squares overflow."""
-
-    def gathered(values: list[Array]) -> np.ndarray:
-        if namespace is None:
-            return np.array(values, float)
-        return namespace.to_host(np.stack([x.astype(float) for x in values]))
-
+    """Return the norms of arrays, with one copy from each device for each dtype unless squares overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = gathered([vdot(array, array).real for array in arrays])
+        squares = np.array(fetched([vdot(array, array).real for array in arrays]), float)
         if np.isfinite(squares).all():
             return np.sqrt(squares).tolist()
-        largest = gathered([np.max(np.abs(array)) for array in arrays])
+        largest = np.array(fetched([np.max(np.abs(array)) for array in arrays]), float)
         if not np.isfinite(largest).all():
             return largest.tolist()
         # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
-        return (largest * np.sqrt(gathered([np.sum(array * array) for array in scaled]))).tolist()
+        return (largest * np.sqrt(fetched([np.sum(array * array) for array in scaled]))).tolist()
