@@ -12,8 +12,8 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
-from mpiad.optimize.history import Iterate, Progress, Record, Row
-from mpiad.optimize.packing import Packing
+from mpiad.optimize.history import Iterate, Record, Row
+from mpiad.optimize.packing import LocalPacking
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.transport.exits.user_failures import StageFailures
 from mpiad.transport.resources import vdot
@@ -139,10 +139,10 @@ class ShardedIterates:
     """
 
     def __init__(
-        self, packing: Packing, agreement: StageFailures, callback: Function | None, called: bool, progress: Progress | None
+        self, packing: LocalPacking, agreement: StageFailures, callback: Function | None, called: bool, record: Record
     ):
-        self._packing, self._agreement, self.called = packing, agreement, called
-        self._callback, self.record = _with_row(callback), Record(progress)
+        self.packing, self._agreement, self.called = packing, agreement, called
+        self._callback, self.record = _with_row(callback), record
 
     def report(self, point: Iterate, evaluations: int, step: float) -> bool:
         """Add a row and call the callback; return whether it raised StopIteration on this rank. All ranks call this."""
@@ -151,7 +151,7 @@ class ShardedIterates:
         def ends() -> bool:
             if self._callback is not None:
                 try:
-                    self._callback(self._packing.unpack(point.x), row)
+                    self._callback(self.packing.unpack(point.x), row)
                 except StopIteration:
                     return True
             return False

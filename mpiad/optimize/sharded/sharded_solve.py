@@ -12,7 +12,7 @@ from mpiad.device import to_host
 from mpiad.optimize.checkpoint import CheckpointFile, problem_of
 from mpiad.optimize.constraints import Box, box_of
 from mpiad.optimize.evaluated_points import Ending
-from mpiad.optimize.history import Progress
+from mpiad.optimize.history import Progress, Record
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, LocalPacking, local_packing
@@ -22,7 +22,7 @@ from mpiad.optimize.scipy_methods import MethodArguments
 from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, settings_of
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
-from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
+from mpiad.optimize.sharded.lbfgs import LBFGS
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
 from mpiad.optimize.sharded.redistribution import global_checksum, layout_of
@@ -64,8 +64,8 @@ class Sharded(Solve):
         # If any rank has bounds or a callback, all ranks exchange additional messages.
         own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
         bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
-        bar = progress if self._totals.is_root else None
-        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), bar)
+        record = Record(progress if self._totals.is_root else None)
+        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record)
         box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
@@ -82,9 +82,9 @@ class Sharded(Solve):
         else:
             vectors = HostVectors(ring.height, packing.size, box)
         memory = LimitedMemory(ring, vectors, self._totals)
-        trials = Trials(self._evaluation, packing, self._totals, memory)
-        point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
-        return self._result(point, memory.gradient(point), ending, trials.count, iterates)
+        lbfgs = LBFGS(self._evaluation, memory, iterates, settings, files)
+        point, ending = lbfgs.run(start)
+        return self._result(point, memory.gradient(point), ending, lbfgs.count, iterates)
 
     def _identity(self, start: Array) -> Identity:
         arguments, comm = self._arguments, self._used.data
