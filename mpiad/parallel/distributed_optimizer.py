@@ -426,14 +426,18 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
 
 
 def _norms(arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays, with one copy from each device for each dtype unless squares overflow."""
+    """Return the norms of arrays, with one copy from each device unless squares overflow."""
+
+    def on_host(numbers: list[Array]) -> np.ndarray:
+        return np.array(fetched([number.astype(float) for number in numbers]))
+
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.array(fetched([vdot(array, array).real for array in arrays]), float)
+        squares = on_host([vdot(array, array).real for array in arrays])
         if np.isfinite(squares).all():
             return np.sqrt(squares).tolist()
-        largest = np.array(fetched([np.max(np.abs(array)) for array in arrays]), float)
+        largest = on_host([np.max(np.abs(array)) for array in arrays])
         if not np.isfinite(largest).all():
             return largest.tolist()
         # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
-        return (largest * np.sqrt(fetched([np.sum(array * array) for array in scaled]))).tolist()
+        return (largest * np.sqrt(on_host([np.sum(array * array) for array in scaled]))).tolist()
