@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -33,36 +33,31 @@ from mpiad.transport.devices.device_arrays import is_device_array, named
 _MAX_MARGIN = 1e-6
 
 
-class Box:
+class Box(NamedTuple):
     """Lower and upper bounds, shape (n,) each, infinite if there is no bound."""
 
-    def __init__(self, low: np.ndarray, high: np.ndarray):
-        self._low, self._high = low, high
-
-    @property
-    def limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lower and the upper bounds."""
-        return self._low, self._high
+    low: np.ndarray
+    high: np.ndarray
 
     def violation(self, x: np.ndarray) -> float:
         """Return the largest violation of a bound by x."""
-        return float(max(np.max(self._low - x, initial=0.0), np.max(x - self._high, initial=0.0)))
+        return float(max(np.max(self.low - x, initial=0.0), np.max(x - self.high, initial=0.0)))
 
     @property
     def fingerprint(self) -> str:
         """Return a checksum of the bounds."""
-        return fingerprint(self._low, self._high)
+        return fingerprint(*self)
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
         """Project the variables x of a part onto their bounds, in place; return whether any variable changed."""
-        moved = bool(to_host(np.any(x < self._low[part]) | np.any(x > self._high[part])))
+        moved = bool(to_host(np.any(x < self.low[part]) | np.any(x > self.high[part])))
         if moved:
-            np.clip(x, self._low[part], self._high[part], out=x)
+            np.clip(x, self.low[part], self.high[part], out=x)
         return moved
 
     def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
         """Return the projected gradient step P(x - g) - x of a part's variables; it is zero at a stationary point."""
-        return np.clip(x - gradient, self._low[part], self._high[part]) - x
+        return np.clip(x - gradient, self.low[part], self.high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
         """Return a mask of a part's free variables; `norm` is the largest absolute entry of `projected_step` on any rank.
@@ -71,8 +66,8 @@ class Box:
         """
         # The margin goes to zero with the projected step, so variables can leave bounds that aren't active at the solution.
         margin = min(_MAX_MARGIN, norm)
-        at_bound = (x - self._low[part] <= margin) & (gradient > 0.0)
-        at_bound |= (self._high[part] - x <= margin) & (gradient < 0.0)
+        at_bound = (x - self.low[part] <= margin) & (gradient > 0.0)
+        at_bound |= (self.high[part] - x <= margin) & (gradient < 0.0)
         return ~at_bound
 
     def free_and_step(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +76,7 @@ class Box:
 
     def inside(self, x: np.ndarray, part: slice) -> np.ndarray:
         """Return a mask of a part's variables that lie strictly between their bounds."""
-        return (x > self._low[part]) & (x < self._high[part])
+        return (x > self.low[part]) & (x < self.high[part])
 
 
 def box_of(bounds: Any, size: int) -> Box | None:

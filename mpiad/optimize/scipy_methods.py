@@ -60,7 +60,7 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
         options = {**options, "maxiter": max(options["maxiter"] - iterates.earlier_iterations, 0)}
     bounds: Any = arguments.bounds
     if isinstance(bounds, scipy.optimize.Bounds):
-        bounds = scipy.optimize.Bounds(*box.limits, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type,union-attr]
+        bounds = scipy.optimize.Bounds(*box, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type,misc]
     try:
         if iterates.exhausted:
             raise points.limit_reached()

@@ -102,7 +102,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
             return Step(p, decrease + step * (square - 0.5 * step * curvature), radius, True)
         if curvature <= 0.0:
             # The model has no minimizer; the line search chooses the length of a steepest descent step.
-            return Step(direction, square, math.sqrt(dd), False) if count == 0 else _interior_step(p, decrease, pp)
+            return Step(direction, square, math.sqrt(dd), False) if count == 0 else Step(p, decrease, math.sqrt(pp), False)
         p += step * direction
         residual += step * product
         decrease += 0.5 * step * square
@@ -116,10 +116,6 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         beta = square / before
         pd, dd = beta * (pd + step * dd), square + beta**2 * dd
         direction = beta * direction - z
-    return _interior_step(p, decrease, pp)
-
-
-def _interior_step(p: Array, decrease: float, pp: float) -> Step:
     return Step(p, decrease, math.sqrt(pp), False)
 
 

@@ -70,7 +70,7 @@ class Sharded(Solve):
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
             if box is not None and isinstance(packing, DevicePacking):
-                box = Box(*map(packing.xp.to_device, box.limits))
+                box = Box(*map(packing.xp.to_device, box))
             solve = NewtonCG(derivatives, iterates, files, box)
             point, ending = solve.run(start)
             result = self._result(point, point.gradient, ending, solve.count, iterates)
@@ -102,8 +102,8 @@ class Sharded(Solve):
         any_ranks["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in arguments.packing.specs]]
         any_ranks["x0 of all ranks (checksum)"] = global_checksum(to_host(start), layout, comm)
         if any(comm.allgather(arguments.box is not None)):
-            limits = self._box(True).limits  # type: ignore[union-attr]
-            any_ranks["bounds of all ranks (checksum)"] = [global_checksum(limit, layout, comm) for limit in limits]
+            box: Box = self._box(True)  # type: ignore[assignment]
+            any_ranks["bounds of all ranks (checksum)"] = [global_checksum(limit, layout, comm) for limit in box]
         return Identity(problem, any_ranks, layout)
 
     def _box(self, bounded: bool) -> Box | None:
