@@ -81,26 +81,22 @@ class WriteFailures:
     """Warnings about states that couldn't be written; successive failures with the same reason cause one warning."""
 
     def __init__(self, call: str):
-        self._call, self._last = call, ""
+        self._call, self._last = call, None
 
     @staticmethod
     def reason(error: OSError, file: Path) -> str:
         """Return the reason for a failed write, and a remedy, as text."""
         return f"{file}: {error.strerror or error}. {remedy(error, file)}"
 
-    def warn(self, iteration: int, reason: str) -> None:
-        """Warn that the state of an iteration wasn't written."""
-        if reason != self._last:
+    def report(self, iteration: int, reason: str | None) -> None:
+        """Warn that the state of an iteration wasn't written for a new reason; None if it was written."""
+        if reason is not None and reason != self._last:
             warnings.warn(
                 f"{self._call}: the checkpoint of iteration {iteration} can't be written; the older one is kept ({reason})",
                 RuntimeWarning,
                 stacklevel=3,
             )
         self._last = reason
-
-    def clear(self) -> None:
-        """Clear the last reason after a successful write."""
-        self._last = ""
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
@@ -172,7 +168,7 @@ class RootCheckpoint:
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
         except OSError as error:
-            self._failures.warn(iteration, self._failures.reason(error, self._checkpoint.file))
+            self._failures.report(iteration, self._failures.reason(error, self._checkpoint.file))
         else:
-            self._failures.clear()
+            self._failures.report(iteration, None)
             self._written, self._x, self._counts = iteration, x, evaluations

@@ -180,11 +180,9 @@ class StateFiles:
         except OSError as error:
             error_here = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
         failures = [text for text in self._used.data.allgather(error_here) if text is not None]
-        if failures:
-            # The next state is written to the same slot, since the other slot has the last complete state.
-            self._failures.warn(iteration, failures[0])
-        else:
-            self._failures.clear()
+        self._failures.report(iteration, failures[0] if failures else None)
+        # After a failure the next state is written to the same slot, since the other slot has the last complete state.
+        if not failures:
             self.iteration, self._slot = iteration, 1 - self._slot
             # The files of another number of ranks are now obsolete.
             for file in self._obsolete[self._used.rank :: self._used.size]:
