@@ -132,7 +132,7 @@ class ResidualEvaluation:
         if kind == NOT_FINITE:
             return self._at_start.not_finite(self._comm, self._program.args)
         if kind == COTANGENT:
-            return self.cotangent(vector)
+            return self.cotangent(vector, direction)
         return self.tangent(vector, direction)  # type: ignore[arg-type]
 
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
@@ -219,7 +219,7 @@ class ResidualEvaluation:
         linearized, v = self._stored[1], self._packing.unpack(direction)  # type: ignore[index]
         return self._gathered(self.agreement.run(lambda: self._as_vector(linearized.jvp(v))))
 
-    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
+    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
         own = np.empty(self.counts[self._comm.rank])
         self._comm.Scatterv((weights, self.counts) if self._is_root else None, own, self._program.root)
@@ -327,25 +327,24 @@ class _Problem:
         self.resumed = self._restarted = True
         return self.iterate.x
 
-    def _instruct(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
+    def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.agreement.raise_if_failed()
         self.counts[name] += 1
         self._instructions.send(kind, x, direction)
+        return self._evaluation.carry_out(kind, x, direction)
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
         if self._active and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
-        self._instruct(RESIDUALS, "residuals", x)
+        found: np.ndarray = self._carry_out(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
-            found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
             loss = self._evaluation.loss
             with np.errstate(over="ignore", invalid="ignore"):  # at a trial point, residuals may be huge
                 square = float(found @ found)
             self._cost, self.last_residuals = 0.5 * (square if loss is None else loss(found)[0]), found
         else:
-            sums: np.ndarray = self._evaluation.cost(x)  # type: ignore[assignment]
-            self._cost, self.last_residuals = 0.5 * float(sums[0]), _surrogate_residuals(sums, x.size, self._robust)
+            self._cost, self.last_residuals = 0.5 * float(found[0]), _surrogate_residuals(found, x.size, self._robust)
         return self.last_residuals
 
     def jacobian(self, x: np.ndarray) -> Any:
@@ -367,28 +366,25 @@ class _Problem:
         return found
 
     def _matrix(self, iterate: Point) -> np.ndarray:
-        self._instruct(FACTOR, "factor", iterate.x)
-        triangle, iterate.gradient = self._evaluation.factor(iterate.x)  # type: ignore[misc]
+        triangle, gradient = self._carry_out(FACTOR, "factor", iterate.x)
+        iterate.gradient = gradient
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
         rows, norm = triangle[:, 1:].copy(), float(self.last_residuals[0])
         if norm > 0.0:
             # With this row, Jᵀf in SciPy is the summed gradient, which is more accurate than its value from R.
-            rows[0] = iterate.gradient / norm
+            rows[0] = gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
     def _operator(self, iterate: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
-            self._instruct(COTANGENT, "product", iterate.x)
-            found = self._evaluation.cotangent(iterate.x, np.array(weights, dtype=float).reshape(-1))
+            found = self._carry_out(COTANGENT, "product", iterate.x, np.array(weights, dtype=float).reshape(-1))
             # The first product that SciPy requests at a point is the gradient.
             if iterate.gradient is None:
                 iterate.gradient = found
-            return found  # type: ignore[return-value]
+            return found
 
         def forward(direction: np.ndarray) -> np.ndarray:
-            direction = np.array(direction, dtype=float).reshape(-1)
-            self._instruct(TANGENT, "product", iterate.x, direction)
-            return self._evaluation.tangent(iterate.x, direction)  # type: ignore[return-value]
+            return self._carry_out(TANGENT, "product", iterate.x, np.array(direction, dtype=float).reshape(-1))
 
         shape = self.last_residuals.size, self._size
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
