@@ -175,16 +175,19 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
         _diagonal(n, cells, rate, periodic, times)
         for n, cells, rate, periodic in zip(domain.shape, domain.owned, a, domain.periodic)
     ]
-    found = _summed_product(weights, factors)
+    head, *rest = factors
+    found = np.stack([_outer(weights * row, rest) for row in head])
     # The second term is the integral from 0 to half a step before the first t, where the integrand is nearly tᵖ⁻¹ / Γ(p).
     return found + (times[0] * math.exp(-0.5 * _STEP)) ** power / math.gamma(power + 1)
 
 
-def _summed_product(weights: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
-    """Return Σ_t weights[t] factors[0][i, t] factors[1][j, t] ... for all cells i, j, ..."""
+def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
+    """Return Σ_t row[t] factors[0][i, t] factors[1][j, t] for all cells i, j; there may also be one factor or no factor."""
+    if not factors:
+        return np.asarray(row.sum())
     if len(factors) == 1:
-        return factors[0] @ weights
-    return np.stack([_summed_product(weights * row, factors[1:]) for row in factors[0]])
+        return factors[0] @ row
+    return (factors[0] * row) @ factors[1].T
 
 
 def _diagonal(n: int, cells: slice, rate: float, periodic: bool, times: np.ndarray) -> np.ndarray:
