@@ -88,15 +88,10 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
 def sendable_variables(x0: Tree, call: str) -> Tree:
     """Return the root's x0 as the pytree for the function on all ranks; raise if it is invalid."""
     start = as_variables(x0, call)
-    if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # SciPy's methods need a variable
+    leaves, build = flatten(start)
+    if not any(np.size(leaf) for leaf in leaves if is_variable(leaf)):  # SciPy's methods need a variable
         raise ValueError(f"{call}: x0 must hold at least one number, but got {start!r:.60}.")
-    require_sendable(start, call)
-    return start
-
-
-def require_sendable(tree: Tree, call: str) -> None:
-    """Raise a TypeError if a pytree's structure, or a leaf that isn't a variable, can't be sent to the other ranks."""
-    leaves, build = flatten(tree)
+    # The structure, and the leaves that aren't variables, are sent to the other ranks.
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
     except Exception as error:  # noqa: BLE001 - pickling runs user code
@@ -104,6 +99,7 @@ def require_sendable(tree: Tree, call: str) -> None:
             f"{call}: x0 is sent to all ranks, but holds an object that can't be pickled ({error}). Pass functions and "
             "other objects as args, and define classes at the top level of a module."
         ) from error
+    return start
 
 
 def _is_number(x: Array) -> bool:

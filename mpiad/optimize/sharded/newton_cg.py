@@ -331,7 +331,10 @@ class NewtonCG:
                 break
             trial = self._evaluated(self._shifted(iterate, found.vector, 1.0), iterate)
             # With bounds, the decrease that the model predicts is computed for the projected step.
-            expected = found.decrease if self._box is None else self._predicted_decrease(iterate, trial)
+            expected = found.decrease
+            if self._box is not None:
+                moved = trial.x - iterate.x
+                expected = -trial.slope - 0.5 * self._sums(_dot(moved, iterate.multiply(moved)))[0]
             ratio = (iterate.value - trial.value) / expected if trial.finite and expected > 0.0 else -math.inf
             falls = trial.finite and expected > 0.0 and self._is_sufficient(iterate, trial, _DECREASE * expected)
             # Differences at rounding level don't reduce the radius.
@@ -342,11 +345,6 @@ class NewtonCG:
             if falls:
                 return trial
         return None
-
-    def _predicted_decrease(self, iterate: NewtonPoint, trial: NewtonPoint) -> float:
-        """Return the decrease that the model predicts for the step from `iterate` to `trial`."""
-        moved = trial.x - iterate.x
-        return -trial.slope - 0.5 * self._sums(_dot(moved, iterate.multiply(moved)))[0]
 
     def _is_sufficient(self, iterate: NewtonPoint, trial: NewtonPoint, required: float) -> bool:
         if trial.value <= iterate.value - required:
