@@ -34,32 +34,21 @@ class BufferPool:
     """
 
     def __init__(self, size: int):
-        self._size = size
-        self._vectors: list[np.ndarray] = []
+        self._vector = np.empty(size)
+
+    @property
+    def references(self) -> float:
+        """Return the number of references to the last vector; NaN if the interpreter doesn't count references."""
+        return sys.getrefcount(self._vector) if hasattr(sys, "getrefcount") else np.nan
 
     def vector(self) -> np.ndarray:
         """Return a vector, shape (size,), to which there are no other references."""
-        for array in self._vectors:
-            if _reference_count(array) <= _UNSHARED:
-                return array
-        self._vectors = [np.empty(self._size)]
-        return self._vectors[0]
+        if self.references != _UNSHARED:
+            self._vector = np.empty(self._vector.size)
+        return self._vector
 
 
-def _reference_count(array: np.ndarray) -> float:
-    # Only CPython counts references; in other interpreters every vector is new.
-    return sys.getrefcount(array) if hasattr(sys, "getrefcount") else np.inf
-
-
-def _unshared_count() -> float:
-    # The count in the loop of `BufferPool.vector` for an array without other references.
-    vectors = [np.empty(1)]
-    for array in vectors:
-        return _reference_count(array)
-    return 0.0
-
-
-_UNSHARED = _unshared_count()
+_UNSHARED = BufferPool(1).references
 
 
 _NUMBERS = (int, float, np.integer, np.floating)
