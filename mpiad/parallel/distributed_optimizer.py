@@ -211,7 +211,7 @@ class DistributedOptimizer:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
-        self._entries = ("optimizer",) if accumulate == 1 else ("optimizer", "gradient", "steps", "samples")
+        self._not_accumulated: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         self._plan: Plan | None = None
 
     def setup(self, params: Tree) -> dict[str, Any]:
@@ -227,8 +227,7 @@ class DistributedOptimizer:
             `optimizer`, the inner optimizer's state; if `accumulate` exceeds 1, also this rank's accumulated gradient
             (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`).
         """
-        state = {"optimizer": self.optimizer.setup(params)}
-        return state if self.accumulate == 1 else {**state, "gradient": None, "steps": 0, "samples": 0}
+        return {"optimizer": self.optimizer.setup(params), **self._not_accumulated}
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
@@ -267,7 +266,7 @@ class DistributedOptimizer:
         variables = variables_of(params, call)
         param_leaves, places, _ = variables
         specs = [spec_like(param_leaves[k]) for k in places]
-        require_state(state, self._entries, call)
+        require_state(state, ("optimizer", *self._not_accumulated), call)
         problem, parts, accumulated = None, None, None
         try:
             accumulated = _accumulated(state, specs, call)
@@ -341,7 +340,7 @@ class DistributedOptimizer:
         used = channel(self.comm, call)
         variables = variables_of(params, call)
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
-        require_state(state, self._entries, call)
+        require_state(state, ("optimizer", *self._not_accumulated), call)
         self._compare(used, state, params, call)
         # Gradients are summed only in the last step before an update.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
@@ -392,8 +391,7 @@ class DistributedOptimizer:
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
-        reset = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
-        return {**state, **reset, "optimizer": inner}, params
+        return {**state, **self._not_accumulated, "optimizer": inner}, params
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:

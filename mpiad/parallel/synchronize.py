@@ -10,8 +10,8 @@ from mpiad.primitives import mpi_bcast
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.pytrees import flatten, join, named_leaves, places_by_kind, split
-from mpiad.transport import Channel, channel
+from mpiad.pytrees import join, named_leaves, places_by_kind, split
+from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
@@ -53,7 +53,12 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     """
     used = channel(comm, "parallel.synchronize")
     root = root_of(root, used, "parallel.synchronize")
-    leaves, trained = _agreed_leaves(used, tree, root)
+    with raising_together(used):
+        leaves, trained, build = variables_of(tree, "parallel.synchronize", required=False)
+        own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
+    root_leaves = used.data.bcast(own, root)
+    with raising_together(used):
+        _require_equal(own, root_leaves, used.rank, root)
     for places in places_by_kind(leaves, trained):
         with restoring_state(), suspended():
             whole = mpi_bcast(join([leaves[k] for k in places]), root, comm=comm)
@@ -62,18 +67,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
         for k, part in zip(places, split(whole, [np.shape(leaves[k]) for k in places])):
             # A copy, because a view would keep the whole message in memory.
             leaves[k] = part.copy()[()]
-    return flatten(tree)[1](leaves)
-
-
-def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
-    """Compare each rank's pytree with the root's; return the leaves, and the indices of the leaves to broadcast."""
-    with raising_together(used):
-        leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
-        own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
-    root_leaves = used.data.bcast(own, root)
-    with raising_together(used):
-        _require_equal(own, root_leaves, used.rank, root)
-    return leaves, trained
+    return build(leaves)
 
 
 def _described(leaf: object) -> str:
