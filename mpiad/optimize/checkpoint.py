@@ -151,9 +151,9 @@ class RootCheckpoint:
         self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 
-    def write_if_due(self, iteration: int, ended: bool, point: Point, counts: Iterable[int], record: Record) -> None:
-        """Write an iterate if it is due; `counts` are the numbers of evaluations per kind."""
-        if self._checkpoint is None:
+    def write_if_due(self, iteration: int, ended: bool, point: Point | None, counts: Iterable[int], record: Record) -> None:
+        """Write an iterate, if there is one and it is due; `counts` are the numbers of evaluations per kind."""
+        if self._checkpoint is None or point is None:
             return
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return

@@ -63,8 +63,7 @@ class Iterates:
 
     def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
         """Write the state at a point to the checkpoint if it is due; do nothing without a point."""
-        if point is not None:
-            self._checkpoint.write_if_due(self.count, ended, point, counts.values(), self.record)
+        self._checkpoint.write_if_due(self.count, ended, point, counts.values(), self.record)
 
     def call_callback(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, which may raise StopIteration."""
@@ -111,8 +110,7 @@ class IteratesOfPoints(Iterates):
 
     def write_last(self, ended: bool = False) -> None:
         """Write the last iterate, or the best point, to the checkpoint if it is due."""
-        if self._points.iterate is not None:
-            self.write(self._points.last_or_best, self._points.counts, ended)
+        self.write(self._points.last_or_best, self._points.counts, ended)
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; record the starting point."""

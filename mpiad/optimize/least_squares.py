@@ -417,7 +417,12 @@ def drive(arguments: RootArguments, solve: RootDriven) -> dict[str, Any]:
     except EndMethod as end:
         result = problem.result_at_iterate(*end.ending)
     problem.iterates.write(problem.iterate, problem.counts, ended=True)
-    return _outcome(result, problem)
+    outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
+    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's cost has the rounding error of a square root
+    history = problem.record.history()
+    if problem.resumed:  # SciPy counts from the restart
+        outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
+    return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
 
 
 def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
@@ -429,15 +434,6 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
     if remaining <= 0:
         raise EndMethod(_LIMIT)
     return remaining
-
-
-def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
-    outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
-    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's cost has the rounding error of a square root
-    history = problem.record.history()
-    if problem.resumed:  # SciPy counts from the restart
-        outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
-    return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
 
 
 def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
