@@ -252,12 +252,12 @@ class LBFGS:
         while True:
             iterate = state.iterate
             ending = self._ending(state) or (INTERRUPTED if self._files.interrupted else None)
-            self._files.write_if_due(state.iteration, ending is not None, self._arrays(state))
+            self._files.write_if_due(self._iteration, ending is not None, self._arrays(state))
             if ending is not None:
                 return iterate, ending
             found = self._search(iterate, state.slope, state.grad_norm) if state.slope < 0.0 else iterate
             if found is iterate and self._files.interrupted:  # the search is repeated when the solve resumes
-                self._files.write_if_due(state.iteration, True, self._arrays(state))
+                self._files.write_if_due(self._iteration, True, self._arrays(state))
                 return iterate, INTERRUPTED
             if found is not iterate:
                 self._iteration += 1
@@ -275,7 +275,7 @@ class LBFGS:
     def _ending(self, state: State) -> Ending | None:
         if state.iterate.norm <= self._settings.gtol:
             return GRADIENT
-        counts = state.iteration, state.count
+        counts = self._iteration, self.count
         return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, counts, self._settings)
 
     def _state_at(self, new: Point, before: Point | None, stop: bool) -> State:
@@ -284,7 +284,7 @@ class LBFGS:
         curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
         slope, grad_norm, stopped = self._memory.update(new, before if curved else None, stop)
         value_before = math.inf if before is None else before.value
-        return State(self._iteration, self.count, new, value_before, slope, grad_norm, stopped)
+        return State(self.count, new, value_before, slope, grad_norm, stopped)
 
     def _search(self, iterate: Point, slope: float, grad_norm: float) -> Point:
         """Return the point that a line search accepts, or the best trial point.
@@ -347,4 +347,4 @@ class LBFGS:
         self._iteration, self.count = self._files.iteration, int(found["count"])
         self._iterates.record.restore(found["history"])
         self._memory.restore(found)
-        return State(self._iteration, self.count, iterate, value_before, slope, grad_norm, False)
+        return State(self.count, iterate, value_before, slope, grad_norm, False)

@@ -49,7 +49,6 @@ class Point:
 class State(NamedTuple):
     """A solve between two iterations, without its memory."""
 
-    iteration: int
     count: int  # number of evaluations
     iterate: Point
     value_before: float  # objective at the previous iterate; infinite if the last search found no better point
