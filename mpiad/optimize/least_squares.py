@@ -575,36 +575,28 @@ def least_squares(
     keywords = {"bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale}
     keywords |= {"max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options}
     with restoring_state(), suspended():
-        start, robust, file = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
+        with raising_together(used, Exception):
+            file = as_checkpoint(checkpoint, _CALL, used.rank == root)
+            check_program(program, used, _CALL)
+            if jac is True:
+                raise TypeError(
+                    "least_squares: jac must be a function that returns this rank's rows, or None, but got True."
+                )
+            if method not in ("trf", "dogbox"):
+                raise ValueError(f"least_squares: method must be 'trf' or 'dogbox', but got {method!r}.")
+            if tr_solver not in (None, "exact", "lsmr"):
+                raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {tr_solver!r}.")
+            robust = loss_of(loss, f_scale)
+            start = sendable_variables(x0, _CALL) if used.rank == root else None
+        # Either all ranks or none must pass `jac`, because differentiation of `fun` repeats its communication.
+        described = f"loss={loss if isinstance(loss, str) else 'a function'}, f_scale={float(f_scale)!r}, "
+        described += f"tr_solver={tr_solver!r}, method={method!r}, root={root}, jac={None if jac is None else 'a function'}"
+        described += "" if file is None else f", a checkpoint every {file.every} iterations"
+        require_same(used, described, _CALL)
+        start = shared_start(used, program, start, x0, _CALL)
         kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
         solve = RootDriven(used, program, start, kind, _CALL)
         arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, file, program, tr_solver)
         bar = Progress(keywords) if progress else None
         with solve.ending(file, bar):
             return solve.run(partial(drive, arguments), bar)
-
-
-def _agree_on_arguments(
-    used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
-) -> tuple[Tree, Loss | None, CheckpointFile | None]:
-    """Check the arguments on all ranks; return the root's x0 as variables, the loss and the checkpoint."""
-    loss, scale, solver, method = shared
-    with raising_together(used, Exception):
-        file = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
-        check_program(program, used, _CALL)
-        if program.jac is True:
-            raise TypeError("least_squares: jac must be a function that returns this rank's rows, or None, but got True.")
-        if method not in ("trf", "dogbox"):
-            raise ValueError(f"least_squares: method must be 'trf' or 'dogbox', but got {method!r}.")
-        if solver not in (None, "exact", "lsmr"):
-            raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {solver!r}.")
-        robust = loss_of(loss, scale)
-        start = sendable_variables(x0, _CALL) if used.rank == program.root else None
-    named = loss if isinstance(loss, str) else "a function"
-    # Either all ranks or none must pass `jac`, because differentiation of `fun` repeats its communication.
-    jac = None if program.jac is None else "a function"
-    described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
-    described += f", jac={jac}"
-    described += "" if file is None else f", a checkpoint every {file.every} iterations"
-    require_same(used, described, _CALL)
-    return shared_start(used, program, start, x0, _CALL), robust, file
