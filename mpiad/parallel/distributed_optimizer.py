@@ -267,25 +267,24 @@ class DistributedOptimizer:
         param_leaves, places, _ = variables
         specs = [spec_like(param_leaves[k]) for k in places]
         require_state(state, ("optimizer", *self._not_accumulated), call)
-        problem, parts, accumulated = None, None, None
+        problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
+        last = state.get("steps", 0) + 1 >= self.accumulate
         try:
             accumulated = _accumulated(state, specs, call)
             if samples != 0:
                 leaves = matching_leaves(gradient, params, param_leaves, call)
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
-                factor = 1 if samples is None else samples
-                parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
+                parts = [g if count == 1 else g * s.dtype.type(count) for g, s in zip((leaves[k] for k in places), specs)]
         except (TypeError, ValueError) as error:
-            if self.accumulate > 1 and state["steps"] + 1 < self.accumulate:
+            if not last:
                 raise  # other ranks don't wait before the last accumulated step
             problem = Problem(type(error), str(error))
         if parts is None:
             parts = [spec.zeros() for spec in specs]
-        count = 1 if samples is None else samples
         if self.accumulate > 1:
             # Copies, because the caller may write the next gradient into the same arrays.
             parts = list(map(_copied, parts)) if accumulated is None else list(map(np.add, accumulated, parts))
-            if state["steps"] + 1 < self.accumulate:
+            if not last:
                 return self._accumulate(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
@@ -343,7 +342,7 @@ class DistributedOptimizer:
         require_state(state, ("optimizer", *self._not_accumulated), call)
         self._compare(used, state, params, call)
         # Gradients are summed only in the last step before an update.
-        last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
+        last = state.get("steps", 0) + 1 >= self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
         sum_up = partial(totals, used, self._plan, params, call, count, state.get("samples", 0))
