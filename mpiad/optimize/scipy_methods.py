@@ -15,7 +15,7 @@ import scipy
 
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
-from mpiad.optimize.constraints import box_of, constraints_of
+from mpiad.optimize.constraints import box_of, constraint_of
 from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
@@ -41,14 +41,15 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
     start = solve.packing.pack(solve.start)
     box = box_of(arguments.bounds, start.size)
-    constraints, given = None, arguments.constraints
+    constraints, given = [], arguments.constraints
     if given is not None and not (isinstance(given, (list, tuple)) and not given):
         if not method.constrained:
             raise ValueError(
                 f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'."
             )
-        constraints = constraints_of(given, solve.packing, solve.used)
-    checks = [part.violation for part in (box, constraints) if part is not None]
+        given = given if isinstance(given, (list, tuple)) else [given]
+        constraints = [constraint_of(each, solve.packing, solve.used) for each in given]
+    checks = [part.violation for part in (box, *constraints) if part is not None]
     points.violation = (lambda x: max(check(x) for check in checks)) if checks else None
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
     problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.used.size)}
@@ -76,13 +77,13 @@ def drive(method: Method, arguments: MethodArguments, program: Program, solve: R
             jac=points.gradient,
             hessp=points.product if method.products else None,
             bounds=bounds,
-            constraints=() if constraints is None else constraints.for_scipy,
+            constraints=[constraint.for_scipy for constraint in constraints],
             tol=arguments.tol,
             options=options,
             callback=iterates,
         )
         result.fun = points.value_of_result(result.x, result.fun)
-        result = iterates.with_total_counts(corrected(result, points, constrained=constraints is not None))
+        result = iterates.with_total_counts(corrected(result, points, constrained=bool(constraints)))
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
         result = partial_result(STOPPED, points, iterates.count)
     except EndMethod as end:
