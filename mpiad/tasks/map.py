@@ -91,37 +91,29 @@ def require_plain(value: object, source: str) -> None:
 def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
     """Evaluate batches until `root`, a rank of the map's communicator, stops this rank; return the outcome."""
     waiting: deque[Batch] = deque()
+    outcome: Outcome | None = None
     has_failed = False
-    while True:
-        outcome = _collect(line, root, waiting)
-        if outcome is not None:
-            break  # if another rank has failed, batches may remain
-        batch = waiting.popleft()
-        if has_failed:
-            continue  # after a failure, batches are discarded until the root sends STOP
-        ended = evaluated(fun, batch, keep_failures, rank)
-        has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
-        line.post(root, RESULT, _packed(ended, rank))
+    while outcome is None:
+        # All messages that have arrived are received before the next batch is evaluated.
+        message = line.take(root)
+        if message is not None and message.kind == TASK:
+            waiting.append(message.content)
+        elif message is not None:
+            outcome = message.content  # if another rank has failed, batches may remain
+        elif not waiting:
+            wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
+        elif has_failed:
+            waiting.clear()  # after a failure, batches are discarded until the root sends STOP
+        else:
+            ended = evaluated(fun, waiting.popleft(), keep_failures, rank)
+            has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
+            line.post(root, RESULT, _packed(ended, rank))
     # The root waits for this message, so that no message is active when the communicator is freed.
     line.post(root, STOPPED, PackedObject.of(None))
     patience = Backoff()
     while not line.is_quiet():
         patience.pause()
     return outcome
-
-
-def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
-    """Receive all messages that have arrived, at least one if `waiting` is empty; return the outcome, if it has arrived."""
-    while True:
-        message = line.take(root)
-        if message is None:
-            if waiting:
-                return None
-            wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
-        elif message.kind == TASK:
-            waiting.append(message.content)
-        else:
-            return message.content
 
 
 def _packed(ended: Ended, rank: Rank) -> PackedObject:
