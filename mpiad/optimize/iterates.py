@@ -90,7 +90,7 @@ class IteratesOfPoints(Iterates):
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
         points, found = self._points, self.restore(self._points.counts)
-        points.interruptible = self._checkpoint.active
+        points.interruptible = self._checkpoint.given is not None
         if found is None:
             return start
         points.iterate, self.earlier_iterations, self._resumed = points.at(found["x"]), self.count, True

@@ -314,7 +314,7 @@ class _Problem:
         self.last_residuals, self._cost = np.zeros(0), np.nan
         self.iterate: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
-        self.record, self._active = self.iterates.record, file.active
+        self.record, self._active = self.iterates.record, file.given is not None
         self.resumed = self._restarted = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:

@@ -205,7 +205,6 @@ class HostPacking(Packing):
 
     def __init__(self, template: Tree):
         super().__init__(template)
-        self._shape = self.specs[0][0]
         self._gradient = np.empty(self.size)
         self._pool = BufferPool(self.size)
         self._buffer: np.ndarray | None = None
@@ -225,12 +224,12 @@ class HostPacking(Packing):
         if buffer is None:
             return super()._unpacked(vector, convert)
         leaves = list(self._leaves)
-        leaves[self._positions[0]] = buffer.reshape(self._shape)
+        leaves[self._positions[0]] = buffer.reshape(self.specs[0][0])
         return self._build(leaves)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
         """Return a gradient as a vector, shape (size,), which is valid until the next evaluation."""
-        if self._plain and isinstance(tree, np.ndarray) and tree.shape == self._shape and tree.dtype == np.float64:
+        if self._plain and isinstance(tree, np.ndarray) and (tree.shape, tree.dtype) == self.specs[0]:
             return tree.reshape(-1)
         return self._packed(tree, np.conj, self._gradient)
 
