@@ -107,6 +107,13 @@ class DeviceVectors:
         # If an entry is NaN, the largest is NaN, too.
         return largest if largest < math.inf else math.inf, slope, square
 
+    def project(self, x: Array) -> Array:
+        """Project a vector onto the bounds, in place; return whether any variable changed, as an array on the device."""
+        low, high = self.box  # type: ignore[misc]
+        moved = np.any((x < low) | (x > high))
+        x[...] = np.clip(x, low, high)
+        return moved
+
     def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
         """Return the numbers of `HostVectors.products_of_free`, by one copy to the host."""
         count = 2 * ring.count + 1
@@ -134,9 +141,7 @@ class DeviceVectors:
         out = outs[0]
         np.multiply(self.memory[row], step, out=out)
         out += origin
-        low, high = self.box  # type: ignore[misc]
-        self._clipped = np.any((out < low) | (out > high))
-        out[...] = np.clip(out, low, high)
+        self._clipped = self.project(out)
 
     def store_trial_within(self, ring: Ring, gradient: Array, x: Array, origin: Array | None) -> list[float]:
         """Copy the gradient of a trial point to its row; return the numbers of `HostVectors.store_trial_within`."""

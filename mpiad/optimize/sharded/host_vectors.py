@@ -193,6 +193,10 @@ class HostVectors:
             square += float(vdot(d, d))
         return largest, slope, square
 
+    def project(self, x: np.ndarray) -> None:
+        """Project a vector onto the bounds, in place."""
+        self.box.project(x)  # type: ignore[union-attr]
+
     def products_of_free(
         self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
     ) -> tuple[np.ndarray, float]:

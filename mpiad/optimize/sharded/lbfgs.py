@@ -240,8 +240,8 @@ class LBFGS:
         if found is not None:
             self._spare.append(start)
             return self._descend(self._restored(found))
-        if self._memory.vectors.box is not None:
-            self._memory.vectors.box.project(start)
+        if self._bounded:
+            self._memory.vectors.project(start)
         iterate = self._evaluated(Point(start), None)
         self._iterates.record.add(iterate, self.count, iterate.length)
         if not iterate.finite:
