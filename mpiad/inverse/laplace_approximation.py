@@ -59,18 +59,18 @@ class Posterior:
     @property
     def variance(self) -> LocalArray:
         """Return the variance of each cell, of shape local_shape."""
-        return self.prior.variance - self._combined(self.values / (1.0 + self.values), self.vectors**2)
+        return self.prior.variance - np.tensordot(self.values / (1.0 + self.values), self.vectors**2, 1)
 
     def apply(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with a block of shape local_shape; collective."""
         weights = self.values / (1.0 + self.values) * self._products(g)
-        return self.prior.solve(g) - self._combined(weights, self.vectors)
+        return self.prior.solve(g) - np.tensordot(weights, self.vectors, 1)
 
     def sample(self, seed: int) -> LocalArray:
         """Return this rank's block of a sample, which is the same on any number of ranks; collective."""
         deviation = self.prior.sample(seed) - self.prior.mean
         weights = (1.0 - 1.0 / np.sqrt(1.0 + self.values)) * self._products(self.prior.apply(deviation))
-        return self.mean + deviation - self._combined(weights, self.vectors)
+        return self.mean + deviation - np.tensordot(weights, self.vectors, 1)
 
     def information_gain(self) -> float:
         """Return the Kullback-Leibler divergence KL(posterior‖prior) in nats; collective."""
@@ -84,9 +84,6 @@ class Posterior:
 
     def _products(self, g: LocalArray) -> np.ndarray:
         return self.prior.domain.gram(self.vectors, g[None])[:, 0]
-
-    def _combined(self, weights: np.ndarray, blocks: LocalArray) -> LocalArray:
-        return np.tensordot(weights, blocks, 1)
 
 
 def laplace_approximation(

@@ -81,26 +81,22 @@ class WriteFailures:
     """Warnings about states that couldn't be written; successive failures with the same reason cause one warning."""
 
     def __init__(self, call: str):
-        self._call, self._last = call, ""
+        self._call, self._last = call, None
 
     @staticmethod
     def reason(error: OSError, file: Path) -> str:
         """Return the reason for a failed write, and a remedy, as text."""
         return f"{file}: {error.strerror or error}. {remedy(error, file)}"
 
-    def warn(self, iteration: int, reason: str) -> None:
-        """Warn that the state of an iteration wasn't written."""
-        if reason != self._last:
+    def report(self, iteration: int, reason: str | None) -> None:
+        """Warn that the state of an iteration wasn't written for a new reason; None if it was written."""
+        if reason is not None and reason != self._last:
             warnings.warn(
                 f"{self._call}: the checkpoint of iteration {iteration} can't be written; the older one is kept ({reason})",
                 RuntimeWarning,
                 stacklevel=3,
             )
         self._last = reason
-
-    def clear(self) -> None:
-        """Clear the last reason after a successful write."""
-        self._last = ""
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
@@ -123,25 +119,20 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
 
 
 class RootCheckpoint:
-    """Writes and reads iterates on the root; without a checkpoint it does nothing."""
+    """Writes and reads iterates on the root; it does nothing if the user passed no checkpoint (`given` is None)."""
 
     def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, Any], call: str = "minimize"):
-        self._checkpoint, self._problem, self._written, self._call = checkpoint, problem, -1, call
+        self.given, self._problem, self._written, self._call = checkpoint, problem, -1, call
         self._x, self._counts, self._failures = np.zeros(0), np.zeros(0), WriteFailures(call)
-
-    @property
-    def active(self) -> bool:
-        """Return whether the user passed a checkpoint."""
-        return self._checkpoint is not None
 
     def load(self) -> dict[str, np.ndarray] | None:
         """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None if there is no file.
 
         The gradient is empty if it wasn't evaluated.
         """
-        if self._checkpoint is None:
+        if self.given is None:
             return None
-        file = self._checkpoint.file
+        file = self.given.file
         others = files_of_ranks(file)
         if others:
             raise ValueError(
@@ -155,11 +146,11 @@ class RootCheckpoint:
         self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 
-    def write_if_due(self, iteration: int, ended: bool, point: Point, counts: Iterable[int], record: Record) -> None:
-        """Write an iterate if it is due; `counts` are the numbers of evaluations per kind."""
-        if self._checkpoint is None:
+    def write_if_due(self, iteration: int, ended: bool, point: Point | None, counts: Iterable[int], record: Record) -> None:
+        """Write an iterate, if there is one and it is due; `counts` are the numbers of evaluations per kind."""
+        if self.given is None or point is None:
             return
-        if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
+        if not ended and (iteration <= self._written or iteration == 0 or iteration % self.given.every):
             return
         x, evaluations = point.x, np.array(list(counts))
         # At the end of a solve an iterate is written again if the last line search has found a better point or made further
@@ -170,9 +161,9 @@ class RootCheckpoint:
         arrays = {"x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": evaluations}
         arrays["history"] = record.table()
         try:
-            write(self._checkpoint.file, self._problem, arrays.items())
+            write(self.given.file, self._problem, arrays.items())
         except OSError as error:
-            self._failures.warn(iteration, self._failures.reason(error, self._checkpoint.file))
+            self._failures.report(iteration, self._failures.reason(error, self.given.file))
         else:
-            self._failures.clear()
+            self._failures.report(iteration, None)
             self._written, self._x, self._counts = iteration, x, evaluations

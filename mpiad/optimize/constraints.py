@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -33,36 +33,31 @@ from mpiad.transport.devices.device_arrays import is_device_array, named
 _MAX_MARGIN = 1e-6
 
 
-class Box:
+class Box(NamedTuple):
     """Lower and upper bounds, shape (n,) each, infinite if there is no bound."""
 
-    def __init__(self, low: np.ndarray, high: np.ndarray):
-        self._low, self._high = low, high
-
-    @property
-    def limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lower and the upper bounds."""
-        return self._low, self._high
+    low: np.ndarray
+    high: np.ndarray
 
     def violation(self, x: np.ndarray) -> float:
         """Return the largest violation of a bound by x."""
-        return float(max(np.max(self._low - x, initial=0.0), np.max(x - self._high, initial=0.0)))
+        return float(max(np.max(self.low - x, initial=0.0), np.max(x - self.high, initial=0.0)))
 
     @property
     def fingerprint(self) -> str:
         """Return a checksum of the bounds."""
-        return fingerprint(self._low, self._high)
+        return fingerprint(*self)
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
         """Project the variables x of a part onto their bounds, in place; return whether any variable changed."""
-        moved = bool(to_host(np.any(x < self._low[part]) | np.any(x > self._high[part])))
+        moved = bool(to_host(np.any(x < self.low[part]) | np.any(x > self.high[part])))
         if moved:
-            np.clip(x, self._low[part], self._high[part], out=x)
+            np.clip(x, self.low[part], self.high[part], out=x)
         return moved
 
     def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
         """Return the projected gradient step P(x - g) - x of a part's variables; it is zero at a stationary point."""
-        return np.clip(x - gradient, self._low[part], self._high[part]) - x
+        return np.clip(x - gradient, self.low[part], self.high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
         """Return a mask of a part's free variables; `norm` is the largest absolute entry of `projected_step` on any rank.
@@ -71,8 +66,8 @@ class Box:
         """
         # The margin goes to zero with the projected step, so variables can leave bounds that aren't active at the solution.
         margin = min(_MAX_MARGIN, norm)
-        at_bound = (x - self._low[part] <= margin) & (gradient > 0.0)
-        at_bound |= (self._high[part] - x <= margin) & (gradient < 0.0)
+        at_bound = (x - self.low[part] <= margin) & (gradient > 0.0)
+        at_bound |= (self.high[part] - x <= margin) & (gradient < 0.0)
         return ~at_bound
 
     def free_and_step(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +76,7 @@ class Box:
 
     def inside(self, x: np.ndarray, part: slice) -> np.ndarray:
         """Return a mask of a part's variables that lie strictly between their bounds."""
-        return (x > self._low[part]) & (x < self._high[part])
+        return (x > self.low[part]) & (x < self.high[part])
 
 
 def box_of(bounds: Any, size: int) -> Box | None:
@@ -159,50 +154,40 @@ class _ConstraintFunction:
         return np.array(rows).reshape(value.size, self._packing.size)
 
 
-class ConstraintSet:
-    """The constraints as SciPy's objects, and their violation at a point."""
+class Constraint(NamedTuple):
+    """A constraint as SciPy's object, and its values, which must lie between `low` and `high`."""
 
-    def __init__(self) -> None:
-        self.for_scipy: list[Any] = []
-        self._checks: list[tuple[Callable[[np.ndarray], np.ndarray], Any, Any]] = []
-
-    def add(self, constraint: object, fun: Callable[[np.ndarray], np.ndarray], low: object, high: object) -> None:
-        """Append a constraint, whose values ``fun(x)`` must lie between `low` and `high`."""
-        self.for_scipy.append(constraint)
-        self._checks.append((fun, low, high))
+    for_scipy: Any
+    values: Callable[[np.ndarray], np.ndarray]
+    low: Any
+    high: Any
 
     def violation(self, vector: np.ndarray) -> float:
-        """Return the largest violation of a constraint; 0 if it is at most a rounding error."""
-        largest = 0.0
-        for fun, low, high in self._checks:
-            value = fun(vector)
-            gaps = np.maximum(np.asarray(low) - value, value - np.asarray(high))
-            largest = max(largest, float(np.max(gaps, initial=0.0))) if not np.any(np.isnan(gaps)) else np.inf
+        """Return the largest violation; 0 if it is at most a rounding error."""
+        values = self.values(vector)
+        gaps = np.maximum(np.asarray(self.low) - values, values - np.asarray(self.high))
+        largest = np.inf if np.any(np.isnan(gaps)) else float(np.max(gaps, initial=0.0))
         return largest if largest > _ROUNDING else 0.0
 
 
-def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
-    """Return the root's constraints as functions of the vector of variables; raise if one is invalid.
+def constraint_of(given: Any, packing: Packing, used: Channel) -> Constraint:
+    """Return one of the root's constraints as a function of the vector of variables; raise if it is invalid.
 
     `used` is the channel of the user's communicator, on which communication is refused during a call of a constraint.
     """
-    found = ConstraintSet()
-    for constraint in given if isinstance(given, (list, tuple)) else [given]:
-        if isinstance(constraint, dict):
-            _add_dict(found, constraint, packing, used)
-        elif isinstance(constraint, scipy.optimize.NonlinearConstraint):
-            _add_nonlinear(found, constraint, packing, used)
-        elif isinstance(constraint, scipy.optimize.LinearConstraint):
-            found.add(constraint, lambda x, matrix=constraint.A: np.asarray(matrix @ x), constraint.lb, constraint.ub)
-        else:
-            raise TypeError(
-                f"minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
-                f"{type(constraint).__name__} {constraint!r:.60}."
-            )
-    return found
+    if isinstance(given, dict):
+        return _from_dict(given, packing, used)
+    if isinstance(given, scipy.optimize.NonlinearConstraint):
+        return _from_nonlinear(given, packing, used)
+    if isinstance(given, scipy.optimize.LinearConstraint):
+        return Constraint(given, lambda x: np.asarray(given.A @ x), given.lb, given.ub)
+    raise TypeError(
+        f"minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
+        f"{type(given).__name__} {given!r:.60}."
+    )
 
 
-def _add_dict(found: ConstraintSet, given: dict, packing: Packing, used: Channel) -> None:
+def _from_dict(given: dict, packing: Packing, used: Channel) -> Constraint:
     kind, fun, args = given.get("type"), given.get("fun"), given.get("args", ())
     if not isinstance(kind, str) or kind.lower() not in ("eq", "ineq") or not callable(fun):
         raise ValueError(
@@ -210,12 +195,10 @@ def _add_dict(found: ConstraintSet, given: dict, packing: Packing, used: Channel
         )
     function = _ConstraintFunction(fun, given.get("jac"), args if isinstance(args, tuple) else (args,), packing, used)
     high = 0.0 if kind.lower() == "eq" else np.inf
-    found.add({"type": kind, "fun": function.value, "jac": function.jacobian}, function.value, 0.0, high)
+    return Constraint({"type": kind, "fun": function.value, "jac": function.jacobian}, function.value, 0.0, high)
 
 
-def _add_nonlinear(
-    found: ConstraintSet, given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel
-) -> None:
+def _from_nonlinear(given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel) -> Constraint:
     fun = _ConstraintFunction(given.fun, given.jac, (), packing, used)
     hess = given.hess
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
@@ -226,4 +209,4 @@ def _add_nonlinear(
 
     options = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
     constraint = scipy.optimize.NonlinearConstraint(fun.value, given.lb, given.ub, jac=fun.jacobian, hess=hess, **options)
-    found.add(constraint, fun.value, given.lb, given.ub)
+    return Constraint(constraint, fun.value, given.lb, given.ub)

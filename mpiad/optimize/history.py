@@ -91,18 +91,21 @@ class Record:
     the row later: with the next row, or when the rows are read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None) -> None:
         self.rows: list[Row] = []
+        self._progress = progress
         self._start = time.perf_counter()
         self._last: Iterate | None = None
 
     def add(self, point: Iterate, evaluations: int, step: float) -> Row:
-        """Append an iterate, with the length of the step from the previous one, and return its row."""
+        """Append and show an iterate, with the length of the step from the previous one; return its row."""
         self._complete_last()
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
         self.rows.append(row)
         self._last = point
+        if self._progress is not None:
+            self._progress.show(row)
         return row
 
     def _complete_last(self) -> None:
@@ -136,25 +139,18 @@ class Progress:
     def __init__(self, options: dict[str, Any] | None):
         self._options = options
         self._bar: Any = None
-        self._counts_evaluations = False
 
     def show(self, row: Row) -> None:
         """Update the bar for an iterate."""
+        limit, count, unit, other = self._limit("maxiter"), row.iteration, "iterations", f"{row.evaluations} evaluations"
+        max_evaluations = self._limit("maxfun") or self._limit("max_nfev")
+        if limit is None and max_evaluations is not None:
+            limit, count, unit, other = max_evaluations, row.evaluations, "evaluations", f"iteration {row.iteration}"
         if self._bar is None:
-            self._bar = self._begin(row)
-        count, other = row.iteration, f"{row.evaluations} evaluations"
-        if self._counts_evaluations:
-            count, other = row.evaluations, f"iteration {row.iteration}"
+            # The estimate of the remaining time excludes the iterations of an earlier run.
+            self._bar = progress_bar(unit, limit, count)
         self._bar.set_postfix_str(f"loss {row.loss:.6e}, |gradient| {row.gradient_norm:.2e}, {other}", refresh=False)
         self._bar.update(count - self._bar.n)
-
-    def _begin(self, row: Row) -> Any:
-        iterations, evaluations = self._limit("maxiter"), self._limit("maxfun") or self._limit("max_nfev")
-        self._counts_evaluations = iterations is None and evaluations is not None
-        count = row.evaluations if self._counts_evaluations else row.iteration
-        unit = "evaluations" if self._counts_evaluations else "iterations"
-        # The estimate of the remaining time excludes the iterations of an earlier run.
-        return progress_bar(unit, evaluations if self._counts_evaluations else iterations, count)
 
     def _limit(self, name: str) -> int | None:
         found = (self._options or {}).get(name)

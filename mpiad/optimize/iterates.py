@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import scipy
@@ -12,31 +12,26 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
-from mpiad.optimize.history import Iterate, Progress, Record, Row
-from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_driven import Leader
+from mpiad.optimize.history import Iterate, Record, Row
+from mpiad.optimize.packing import LocalPacking
+from mpiad.optimize.root_driven import RootDriven
 from mpiad.transport.exits.user_failures import StageFailures
 from mpiad.transport.resources import vdot
-
-
-class IterateWithStep(Iterate, Protocol):
-    """An iterate with the length of its step."""
-
-    @property
-    def length(self) -> float:
-        """Return the length of the step from the previous iterate, over all ranks."""
-        ...
 
 
 class Iterates:
     """The iterates of a method that the root drives; `in_callback` is true while the callback runs, and after it raised."""
 
-    def __init__(self, callback: Function | None, leader: Leader, checkpoint: RootCheckpoint):
-        self._callback, self._checkpoint = _with_row(callback), checkpoint
-        self._packing, self._progress, self._used = leader.packing, leader.progress, leader.used
+    def __init__(self, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
+        self._callback, self._checkpoint, self._packing, self._used = (
+            _with_row(callback),
+            checkpoint,
+            solve.packing,
+            solve.used,
+        )
         self._last: np.ndarray | None = None
         self._step_vector = np.zeros(0)
-        self.record, self.in_callback = Record(), False
+        self.record, self.in_callback = Record(solve.progress), False
 
     @property
     def count(self) -> int:
@@ -44,11 +39,8 @@ class Iterates:
         return max(len(self.record.rows) - 1, 0)
 
     def add_row(self, point: Iterate, evaluations: int) -> Row:
-        """Add a row to the history and update the progress bar."""
-        row = self.record.add(point, evaluations, self._step_to(point.x))
-        if self._progress is not None:
-            self._progress.show(row)
-        return row
+        """Add a row to the history."""
+        return self.record.add(point, evaluations, self._step_to(point.x))
 
     def _step_to(self, x: np.ndarray) -> float:
         """Return the length of the step from the last iterate."""
@@ -71,8 +63,7 @@ class Iterates:
 
     def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
         """Write the state at a point to the checkpoint if it is due; do nothing without a point."""
-        if point is not None:
-            self._checkpoint.write_if_due(self.count, ended, point, counts.values(), self.record)
+        self._checkpoint.write_if_due(self.count, ended, point, counts.values(), self.record)
 
     def call_callback(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, which may raise StopIteration."""
@@ -90,8 +81,8 @@ class Iterates:
 class IteratesOfPoints(Iterates):
     """The callback and the objective for SciPy's minimizers; the first point that they evaluate is the first iterate."""
 
-    def __init__(self, points: Points, callback: Function | None, leader: Leader, checkpoint: RootCheckpoint):
-        super().__init__(callback, leader, checkpoint)
+    def __init__(self, points: Points, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
+        super().__init__(callback, solve, checkpoint)
         # The number of iterations of earlier runs, and whether these runs have used all evaluations.
         self._points, self.earlier_iterations, self.exhausted = points, 0, False
         self._resumed = False
@@ -99,7 +90,7 @@ class IteratesOfPoints(Iterates):
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
         points, found = self._points, self.restore(self._points.counts)
-        points.interruptible = self._checkpoint.active
+        points.interruptible = self._checkpoint.given is not None
         if found is None:
             return start
         points.iterate, self.earlier_iterations, self._resumed = points.at(found["x"]), self.count, True
@@ -119,8 +110,7 @@ class IteratesOfPoints(Iterates):
 
     def write_last(self, ended: bool = False) -> None:
         """Write the last iterate, or the best point, to the checkpoint if it is due."""
-        if self._points.iterate is not None:
-            self.write(self._points.last_or_best, self._points.counts, ended)
+        self.write(self._points.last_or_best, self._points.counts, ended)
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; record the starting point."""
@@ -147,27 +137,19 @@ class ShardedIterates:
     """
 
     def __init__(
-        self, packing: Packing, agreement: StageFailures, callback: Function | None, called: bool, progress: Progress | None
+        self, packing: LocalPacking, agreement: StageFailures, callback: Function | None, called: bool, record: Record
     ):
-        self._packing, self._agreement, self.called, self._progress = packing, agreement, called, progress
-        self._callback = _with_row(callback)
-        self.record = Record()
+        self.packing, self._agreement, self.called = packing, agreement, called
+        self._callback, self.record = _with_row(callback), record
 
-    def add_row(self, point: IterateWithStep, evaluations: int) -> Row:
-        """Add a row to the history and update the progress bar."""
-        row = self.record.add(point, evaluations, point.length)
-        if self._progress is not None:
-            self._progress.show(row)
-        return row
-
-    def report(self, point: IterateWithStep, evaluations: int) -> bool:
+    def report(self, point: Iterate, evaluations: int, step: float) -> bool:
         """Add a row and call the callback; return whether it raised StopIteration on this rank. All ranks call this."""
-        row = self.add_row(point, evaluations)
+        row = self.record.add(point, evaluations, step)
 
         def ends() -> bool:
             if self._callback is not None:
                 try:
-                    self._callback(self._packing.unpack(point.x), row)
+                    self._callback(self.packing.unpack(point.x), row)
                 except StopIteration:
                     return True
             return False

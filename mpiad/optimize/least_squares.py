@@ -28,7 +28,7 @@ from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program, StartValues, check_program
 from mpiad.optimize.packing import Packing, sendable_variables
-from mpiad.optimize.root_driven import Leader, RootDriven, shared_start
+from mpiad.optimize.root_driven import RootDriven, shared_start
 from mpiad.optimize.root_protocol import COTANGENT, FACTOR, NOT_FINITE, RESIDUALS, TANGENT, total_on_root
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
@@ -69,55 +69,54 @@ def _arctan(z: np.ndarray) -> list[np.ndarray]:
 LOSSES: dict[str, Any] = {"linear": None, "soft_l1": _soft_l1, "huber": _huber, "cauchy": _cauchy, "arctan": _arctan}
 
 
-class Loss:
-    """A robust loss ρ with its scale; ``rho(z)`` returns ρ and its first two derivatives, shape (3, m)."""
+Loss = Callable[[np.ndarray], tuple[float, np.ndarray, np.ndarray]]
 
-    def __init__(self, rho: Callable[[np.ndarray], Any], scale: float):
-        self._rho, self._scale = rho, scale
 
-    def weighted(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows."""
-        # No warnings: if residuals aren't finite at a trial point, the trust region shrinks.
-        with np.errstate(all="ignore"):
-            z = (f / self._scale) ** 2
-        rho = np.asarray(self._rho(z), dtype=float)
-        if rho.shape != (3, f.size):
-            raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
-        # For a scale of one the second derivative of ρ(f²)/2 with respect to f is ρ' + 2 ρ'' f². It is negative for far
-        # outliers, but the model must be convex.
-        with np.errstate(all="ignore"):
-            factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
-            return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
+def _weighted(loss: Callable[[np.ndarray], Any], scale: float, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows.
+
+    ``loss(z)`` returns ρ and its first two derivatives, shape (3, m).
+    """
+    # No warnings: if residuals aren't finite at a trial point, the trust region shrinks.
+    with np.errstate(all="ignore"):
+        z = (f / scale) ** 2
+    rho = np.asarray(loss(z), dtype=float)
+    if rho.shape != (3, f.size):
+        raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
+    # For a scale of one the second derivative of ρ(f²)/2 with respect to f is ρ' + 2 ρ'' f². It is negative for far
+    # outliers, but the model must be convex.
+    with np.errstate(all="ignore"):
+        factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
+        return float(scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the `Loss`, or None for the sum of squares; raise a ValueError if loss or scale is invalid."""
+    """Return `_weighted` for a robust loss, None for the sum of squares; raise a ValueError if loss or scale is invalid."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
         raise ValueError(f"least_squares: f_scale must be one positive number, but got {scale!r}.")
     if loss == "linear":
         return None
-    return Loss(np.errstate(all="ignore")(LOSSES[loss]) if isinstance(loss, str) else loss, float(scale))
+    return partial(_weighted, np.errstate(all="ignore")(LOSSES[loss]) if isinstance(loss, str) else loss, float(scale))
 
 
 class ResidualEvaluation:
     """Evaluation of residuals and their derivatives; every rank calls the same method with the root's variables.
 
-    - `max_dense`: largest number of variables for which the solver is "exact" by default.
     - `agreement`: raises an exception of one rank on all ranks.
     - `gathers`: whether the residuals are gathered on the root. `counts`: the number of residuals of each rank.
     """
 
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm,
-        loss: Loss | None, solver: str | None, max_dense: int,
+        loss: Loss | None, solver: str | None,
     ):  # fmt: skip
         self._program, self._packing, self.agreement = program, packing, agreement
         self._comm = comm
         self._is_root = used.rank == program.root
         self.loss = loss
-        self.gathers = packing.size > max_dense if solver is None else solver == "lsmr"
+        self.gathers = packing.size > _MAX_DENSE if solver is None else solver == "lsmr"
         self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
         self.counts: list[int] = []
         self._stored: tuple[bytes, Any, np.ndarray] | None = None
@@ -133,7 +132,7 @@ class ResidualEvaluation:
         if kind == NOT_FINITE:
             return self._at_start.not_finite(self._comm, self._program.args)
         if kind == COTANGENT:
-            return self.cotangent(vector)
+            return self.cotangent(vector, direction)
         return self.tangent(vector, direction)  # type: ignore[arg-type]
 
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
@@ -143,7 +142,7 @@ class ResidualEvaluation:
         return total_on_root(self._comm, self._program.root, local)
 
     def _weighted(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
-        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighted(f)
+        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss(f)
         with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: at a trial point, residuals may be huge
             square = float(model @ model)
         return square if factors is None else twice, square, model, factors
@@ -220,16 +219,16 @@ class ResidualEvaluation:
         linearized, v = self._stored[1], self._packing.unpack(direction)  # type: ignore[index]
         return self._gathered(self.agreement.run(lambda: self._as_vector(linearized.jvp(v))))
 
-    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
+    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None) -> np.ndarray | None:
         """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
         own = np.empty(self.counts[self._comm.rank])
         self._comm.Scatterv((weights, self.counts) if self._is_root else None, own, self._program.root)
         if callable(self._program.jac):
             rows = self._jacobian(vector)
             return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: rows.T @ own))
-        f = self._residuals(vector)
+        self._residuals(vector)
         linearized = self._stored[1]  # type: ignore[index]
-        part = self.agreement.run(lambda: self._packing.pack_gradient(linearized.vjp(own.reshape(f.shape))))
+        part = self.agreement.run(lambda: self._packing.pack_gradient(linearized.vjp(own)))
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
@@ -289,14 +288,14 @@ class RootArguments(NamedTuple):
     program: Program
     solver: str | None
 
-    def problem(self, leader: Leader, start: np.ndarray) -> dict[str, Any]:
+    def problem(self, solve: RootDriven, start: np.ndarray) -> dict[str, Any]:
         """Return a description of the problem, which is stored in checkpoints."""
         bounds, loss = self.keywords["bounds"], self.robust["loss"]
         low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
         limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
         return {
             "method": f"least_squares, {self.keywords['method']}",
-            **problem_of(self.program, leader.packing, start, leader.used.size),
+            **problem_of(self.program, solve.packing, start, solve.used.size),
             "loss": loss if isinstance(loss, str) else "a function",
             "f_scale": float(self.robust["f_scale"]),
             "tr_solver": self.solver,
@@ -307,14 +306,15 @@ class RootArguments(NamedTuple):
 class _Problem:
     """The functions that SciPy calls on the root."""
 
-    def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, file: RootCheckpoint):
-        self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
-        self.iterates = Iterates(callback, leader, file)
-        self._robust = evaluation.loss is not None
+    def __init__(self, solve: RootDriven, callback: Function | None, file: RootCheckpoint):
+        self._instructions, self._size = solve.instructions, solve.packing.size
+        self._evaluation: ResidualEvaluation = solve.evaluation
+        self.iterates = Iterates(callback, solve, file)
+        self._robust = self._evaluation.loss is not None
         self.last_residuals, self._cost = np.zeros(0), np.nan
         self.iterate: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
-        self.record, self._active = self.iterates.record, file.active
+        self.record, self._active = self.iterates.record, file.given is not None
         self.resumed = self._restarted = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
@@ -327,25 +327,24 @@ class _Problem:
         self.resumed = self._restarted = True
         return self.iterate.x
 
-    def _instruct(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
+    def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.agreement.raise_if_failed()
         self.counts[name] += 1
         self._instructions.send(kind, x, direction)
+        return self._evaluation.carry_out(kind, x, direction)
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
         if self._active and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise EndMethod(INTERRUPTED)
-        self._instruct(RESIDUALS, "residuals", x)
+        found: np.ndarray = self._carry_out(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
-            found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
             loss = self._evaluation.loss
             with np.errstate(over="ignore", invalid="ignore"):  # at a trial point, residuals may be huge
                 square = float(found @ found)
-            self._cost, self.last_residuals = 0.5 * (square if loss is None else loss.weighted(found)[0]), found
+            self._cost, self.last_residuals = 0.5 * (square if loss is None else loss(found)[0]), found
         else:
-            sums: np.ndarray = self._evaluation.cost(x)  # type: ignore[assignment]
-            self._cost, self.last_residuals = 0.5 * float(sums[0]), _surrogate_residuals(sums, x.size, self._robust)
+            self._cost, self.last_residuals = 0.5 * float(found[0]), _surrogate_residuals(found, x.size, self._robust)
         return self.last_residuals
 
     def jacobian(self, x: np.ndarray) -> Any:
@@ -367,28 +366,25 @@ class _Problem:
         return found
 
     def _matrix(self, iterate: Point) -> np.ndarray:
-        self._instruct(FACTOR, "factor", iterate.x)
-        triangle, iterate.gradient = self._evaluation.factor(iterate.x)  # type: ignore[misc]
+        triangle, gradient = self._carry_out(FACTOR, "factor", iterate.x)
+        iterate.gradient = gradient
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
         rows, norm = triangle[:, 1:].copy(), float(self.last_residuals[0])
         if norm > 0.0:
             # With this row, Jᵀf in SciPy is the summed gradient, which is more accurate than its value from R.
-            rows[0] = iterate.gradient / norm
+            rows[0] = gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
     def _operator(self, iterate: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
-            self._instruct(COTANGENT, "product", iterate.x)
-            found = self._evaluation.cotangent(iterate.x, np.array(weights, dtype=float).reshape(-1))
+            found = self._carry_out(COTANGENT, "product", iterate.x, np.array(weights, dtype=float).reshape(-1))
             # The first product that SciPy requests at a point is the gradient.
             if iterate.gradient is None:
                 iterate.gradient = found
-            return found  # type: ignore[return-value]
+            return found
 
         def forward(direction: np.ndarray) -> np.ndarray:
-            direction = np.array(direction, dtype=float).reshape(-1)
-            self._instruct(TANGENT, "product", iterate.x, direction)
-            return self._evaluation.tangent(iterate.x, direction)  # type: ignore[return-value]
+            return self._carry_out(TANGENT, "product", iterate.x, np.array(direction, dtype=float).reshape(-1))
 
         shape = self.last_residuals.size, self._size
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
@@ -403,18 +399,15 @@ class _Problem:
         return result
 
 
-def drive(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
+def drive(arguments: RootArguments, solve: RootDriven) -> dict[str, Any]:
     """Run SciPy's method on the root; return its result without `fun` and `jac`."""
-    evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
-    start = leader.packing.pack(leader.start)
-    checkpoint = RootCheckpoint(
-        arguments.checkpoint, arguments.problem(leader, start) if arguments.checkpoint else {}, "least_squares"
-    )
-    problem = _Problem(leader, evaluation, arguments.callback, checkpoint)
-    if evaluation.gathers:
+    start = solve.packing.pack(solve.start)
+    description = arguments.problem(solve, start) if arguments.checkpoint else {}
+    problem = _Problem(solve, arguments.callback, RootCheckpoint(arguments.checkpoint, description, "least_squares"))
+    if solve.evaluation.gathers:
         solver = {"tr_solver": "lsmr", **arguments.robust}
     else:
-        solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else _loss_with_cost}
+        solver = {"tr_solver": "exact", "loss": "linear" if solve.evaluation.loss is None else _loss_with_cost}
     start = problem.resume(start)
     try:
         keywords = {**arguments.keywords, "max_nfev": _remaining(arguments.keywords["max_nfev"], problem, start.size)}
@@ -424,7 +417,12 @@ def drive(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
     except EndMethod as end:
         result = problem.result_at_iterate(*end.ending)
     problem.iterates.write(problem.iterate, problem.counts, ended=True)
-    return _outcome(result, problem)
+    outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
+    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's cost has the rounding error of a square root
+    history = problem.record.history()
+    if problem.resumed:  # SciPy counts from the restart
+        outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
+    return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
 
 
 def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
@@ -436,15 +434,6 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
     if remaining <= 0:
         raise EndMethod(_LIMIT)
     return remaining
-
-
-def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
-    outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
-    outcome["cost"] = problem.iterate.value  # type: ignore[union-attr]  # SciPy's cost has the rounding error of a square root
-    history = problem.record.history()
-    if problem.resumed:  # SciPy counts from the restart
-        outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
-    return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
 
 
 def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
@@ -586,36 +575,28 @@ def least_squares(
     keywords = {"bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale}
     keywords |= {"max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options}
     with restoring_state(), suspended():
-        start, robust, file = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
-        kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver, max_dense=_MAX_DENSE)
+        with raising_together(used, Exception):
+            file = as_checkpoint(checkpoint, _CALL, used.rank == root)
+            check_program(program, used, _CALL)
+            if jac is True:
+                raise TypeError(
+                    "least_squares: jac must be a function that returns this rank's rows, or None, but got True."
+                )
+            if method not in ("trf", "dogbox"):
+                raise ValueError(f"least_squares: method must be 'trf' or 'dogbox', but got {method!r}.")
+            if tr_solver not in (None, "exact", "lsmr"):
+                raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {tr_solver!r}.")
+            robust = loss_of(loss, f_scale)
+            start = sendable_variables(x0, _CALL) if used.rank == root else None
+        # Either all ranks or none must pass `jac`, because differentiation of `fun` repeats its communication.
+        described = f"loss={loss if isinstance(loss, str) else 'a function'}, f_scale={float(f_scale)!r}, "
+        described += f"tr_solver={tr_solver!r}, method={method!r}, root={root}, jac={None if jac is None else 'a function'}"
+        described += "" if file is None else f", a checkpoint every {file.every} iterations"
+        require_same(used, described, _CALL)
+        start = shared_start(used, program, start, x0, _CALL)
+        kind = partial(ResidualEvaluation, loss=robust, solver=tr_solver)
         solve = RootDriven(used, program, start, kind, _CALL)
         arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, file, program, tr_solver)
         bar = Progress(keywords) if progress else None
         with solve.ending(file, bar):
             return solve.run(partial(drive, arguments), bar)
-
-
-def _agree_on_arguments(
-    used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
-) -> tuple[Tree, Loss | None, CheckpointFile | None]:
-    """Check the arguments on all ranks; return the root's x0 as variables, the loss and the checkpoint."""
-    loss, scale, solver, method = shared
-    with raising_together(used, Exception):
-        file = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
-        check_program(program, used, _CALL)
-        if program.jac is True:
-            raise TypeError("least_squares: jac must be a function that returns this rank's rows, or None, but got True.")
-        if method not in ("trf", "dogbox"):
-            raise ValueError(f"least_squares: method must be 'trf' or 'dogbox', but got {method!r}.")
-        if solver not in (None, "exact", "lsmr"):
-            raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {solver!r}.")
-        robust = loss_of(loss, scale)
-        start = sendable_variables(x0, _CALL) if used.rank == program.root else None
-    named = loss if isinstance(loss, str) else "a function"
-    # Either all ranks or none must pass `jac`, because differentiation of `fun` repeats its communication.
-    jac = None if program.jac is None else "a function"
-    described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
-    described += f", jac={jac}"
-    described += "" if file is None else f", a checkpoint every {file.every} iterations"
-    require_same(used, described, _CALL)
-    return shared_start(used, program, start, x0, _CALL), robust, file

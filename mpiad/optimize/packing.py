@@ -34,32 +34,21 @@ class BufferPool:
     """
 
     def __init__(self, size: int):
-        self._size = size
-        self._vectors: list[np.ndarray] = []
+        self._vector = np.empty(size)
+
+    @property
+    def references(self) -> float:
+        """Return the number of references to the last vector; NaN if the interpreter doesn't count references."""
+        return sys.getrefcount(self._vector) if hasattr(sys, "getrefcount") else np.nan
 
     def vector(self) -> np.ndarray:
         """Return a vector, shape (size,), to which there are no other references."""
-        for array in self._vectors:
-            if _reference_count(array) <= _UNSHARED:
-                return array
-        self._vectors = [np.empty(self._size)]
-        return self._vectors[0]
+        if self.references != _UNSHARED:
+            self._vector = np.empty(self._vector.size)
+        return self._vector
 
 
-def _reference_count(array: np.ndarray) -> float:
-    # Only CPython counts references; in other interpreters every vector is new.
-    return sys.getrefcount(array) if hasattr(sys, "getrefcount") else np.inf
-
-
-def _unshared_count() -> float:
-    # The count in the loop of `BufferPool.vector` for an array without other references.
-    vectors = [np.empty(1)]
-    for array in vectors:
-        return _reference_count(array)
-    return 0.0
-
-
-_UNSHARED = _unshared_count()
+_UNSHARED = BufferPool(1).references
 
 
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -88,15 +77,10 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
 def sendable_variables(x0: Tree, call: str) -> Tree:
     """Return the root's x0 as the pytree for the function on all ranks; raise if it is invalid."""
     start = as_variables(x0, call)
-    if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # SciPy's methods need a variable
+    leaves, build = flatten(start)
+    if not any(np.size(leaf) for leaf in leaves if is_variable(leaf)):  # SciPy's methods need a variable
         raise ValueError(f"{call}: x0 must hold at least one number, but got {start!r:.60}.")
-    require_sendable(start, call)
-    return start
-
-
-def require_sendable(tree: Tree, call: str) -> None:
-    """Raise a TypeError if a pytree's structure, or a leaf that isn't a variable, can't be sent to the other ranks."""
-    leaves, build = flatten(tree)
+    # The structure, and the leaves that aren't variables, are sent to the other ranks.
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
     except Exception as error:  # noqa: BLE001 - pickling runs user code
@@ -104,6 +88,7 @@ def require_sendable(tree: Tree, call: str) -> None:
             f"{call}: x0 is sent to all ranks, but holds an object that can't be pickled ({error}). Pass functions and "
             "other objects as args, and define classes at the top level of a module."
         ) from error
+    return start
 
 
 def _is_number(x: Array) -> bool:
@@ -220,7 +205,6 @@ class HostPacking(Packing):
 
     def __init__(self, template: Tree):
         super().__init__(template)
-        self._shape = self.specs[0][0]
         self._gradient = np.empty(self.size)
         self._pool = BufferPool(self.size)
         self._buffer: np.ndarray | None = None
@@ -240,12 +224,12 @@ class HostPacking(Packing):
         if buffer is None:
             return super()._unpacked(vector, convert)
         leaves = list(self._leaves)
-        leaves[self._positions[0]] = buffer.reshape(self._shape)
+        leaves[self._positions[0]] = buffer.reshape(self.specs[0][0])
         return self._build(leaves)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
         """Return a gradient as a vector, shape (size,), which is valid until the next evaluation."""
-        if self._plain and isinstance(tree, np.ndarray) and tree.shape == self._shape and tree.dtype == np.float64:
+        if self._plain and isinstance(tree, np.ndarray) and (tree.shape, tree.dtype) == self.specs[0]:
             return tree.reshape(-1)
         return self._packed(tree, np.conj, self._gradient)
 
@@ -263,10 +247,6 @@ class DevicePacking(Packing):
     def next_buffer(self) -> None:
         """Return None: the function gets a new array, which a device allocates quickly."""
         return None
-
-    def view_of(self, vector: Array) -> Tree:
-        """Return the pytree of a vector, in new memory, since the solve still uses the vector."""
-        return self.unpack(vector)
 
     def _packed(self, tree: Tree, convert: Callable[[Array], Array], out: object = None) -> Array:
         parts = []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import scipy
@@ -72,7 +72,9 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
                 template = map_leaves(
                     lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
                 )
-    own = None if x0 is None else named_leaves(_converted(x0), "x0")
+    with suppress(TypeError):  # an x0 that can't be converted differs from the root's
+        x0 = as_variables(x0)
+    own = None if x0 is None else named_leaves(x0, "x0")
     _require_root_values(used, program.root, own, named_leaves(template, "x0"), call)
     return start if is_root else template
 
@@ -84,14 +86,6 @@ def _fingerprint(array: np.ndarray) -> bytes:
     parts += 0.0  # converts -0.0 to 0.0
     parts[np.isnan(parts)] = np.nan
     return hashlib.blake2b(parts.data, digest_size=16).digest()
-
-
-def _converted(x0: Tree) -> Tree:
-    """Return x0 converted by `as_variables`, as on the root, or unchanged if that fails."""
-    try:
-        return as_variables(x0)
-    except TypeError:
-        return x0
 
 
 def _require_root_values(used: Channel, root: Rank, own: Leaves | None, root_leaves: Leaves, call: str) -> None:
@@ -196,42 +190,41 @@ class Solve:
         self._used.drop(self._comm)
 
 
-class Leader(NamedTuple):
-    """The objects that a method uses on the root."""
-
-    evaluation: Any  # Evaluation or ResidualEvaluation
-    instructions: Instructions
-    packing: Packing
-    start: Tree
-    used: Channel  # the user's communicator
-    progress: Progress | None
-
-
 class RootDriven(Solve):
     """A solve that the root drives: it runs the method, and the other ranks execute its instructions; collective.
 
-    `factory` returns the object that executes the root's instructions.
+    `factory` returns `evaluation`, the object that executes the root's instructions. `used` is the user's communicator.
     """
+
+    progress: Progress | None = None
 
     def __init__(
         self, used: Channel, program: Program, start: Tree, factory: Callable[..., Any] = Evaluation, call: str = "minimize"
     ):
         super().__init__(used, call)
-        self._start, self._packing, self._is_root = start, Packing(start), used.rank == program.root
+        self.used, self.start, self.packing, self._is_root = used, start, Packing(start), used.rank == program.root
         program = program if used.size == 1 else program._replace(fun=with_registered_copies(program.fun))
-        self._evaluation = factory(program, self._packing, self.agreement, used, self._comm)
-        self._instructions = Instructions(self._comm, program.root, self._packing.size)
+        self.evaluation: Any = factory(program, self.packing, self.agreement, used, self._comm)
+        self.instructions = Instructions(self._comm, program.root, self.packing.size)
 
-    def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
+    def run(
+        self, drive: Callable[[RootDriven], dict[str, Any]], progress: Progress | None
+    ) -> scipy.optimize.OptimizeResult:
         """Run the method on the root and execute its instructions on other ranks; return the result on all ranks."""
-        outcome = self._drive(drive, progress) if self._is_root else serve(self._instructions, self._evaluation.carry_out)
-        return finished(outcome, self._packing)
+        self.progress = progress
+        outcome = self._drive(drive) if self._is_root else serve(self.instructions, self.evaluation.carry_out)
+        # Variables and gradient get the structure of x0.
+        result = scipy.optimize.OptimizeResult(outcome, x=self.packing.unpack(outcome["x"]))
+        for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac
+            gradient = outcome.get(name)
+            if isinstance(gradient, np.ndarray) and gradient.shape == (self.packing.size,):
+                result[name] = self.packing.unpack_gradient(gradient)
+        return result
 
-    def _drive(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> Any:
+    def _drive(self, drive: Callable[[RootDriven], dict[str, Any]]) -> Any:
         cause: BaseException | None = None
-        leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
-            outcome: Any = drive(leader)
+            outcome: Any = drive(self)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the other ranks mustn't wait after any exception
             # After a timeout or an interruption the other ranks raise without a message from the root.
             if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
@@ -240,16 +233,5 @@ class RootDriven(Solve):
                 raise self.agreement.error from error.__cause__
             cause, outcome = error, RootFailure(error, self._call)
         # The other ranks wait for this instruction even if the root has failed; they then raise the root's exception, too.
-        self._instructions.send(FINISH)
-        return self._instructions.share_outcome(outcome, cause)
-
-
-def finished(outcome: dict[str, Any], packing: Packing) -> scipy.optimize.OptimizeResult:
-    """Return the result with variables and gradient in the structure of x0."""
-    result = scipy.optimize.OptimizeResult(outcome)
-    result.x = packing.unpack(outcome["x"])
-    for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac
-        gradient = outcome.get(name)
-        if isinstance(gradient, np.ndarray) and gradient.shape == (packing.size,):
-            result[name] = packing.unpack_gradient(gradient)
-    return result
+        self.instructions.send(FINISH)
+        return self.instructions.share_outcome(outcome, cause)

@@ -37,7 +37,7 @@ class Instructions:
             return
         self._kind[0] = kind
         self.comm.Ibcast(self._kind, self.root).Wait()  # nonblocking, to match the call in `await_next`
-        for array in (vector, direction):
+        for array in (vector, direction if kind in _WITH_DIRECTION else None):
             if array is not None:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +15,11 @@ import scipy
 
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
-from mpiad.optimize.constraints import box_of, constraints_of
+from mpiad.optimize.constraints import box_of, constraint_of
 from mpiad.optimize.evaluated_points import STOPPED, Ending, EndMethod, Point, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
-from mpiad.optimize.root_driven import Leader
+from mpiad.optimize.root_driven import RootDriven
 
 
 class MethodArguments(NamedTuple):
@@ -34,53 +33,57 @@ class MethodArguments(NamedTuple):
     checkpoint: Any = None
 
 
-def drive(method: Method, arguments: MethodArguments, program: Program, leader: Leader) -> dict[str, Any]:
+def drive(method: Method, arguments: MethodArguments, program: Program, solve: RootDriven) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected if necessary."""
-    points = Points(leader.evaluation, leader.instructions, method.together)
+    points = Points(solve.evaluation, solve.instructions, method.together)
     if arguments.bounds is not None and not method.bounded:
         supported = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
         raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {supported}.")
-    start = leader.packing.pack(leader.start)
+    start = solve.packing.pack(solve.start)
     box = box_of(arguments.bounds, start.size)
-    constraints, given = None, arguments.constraints
+    constraints, given = [], arguments.constraints
     if given is not None and not (isinstance(given, (list, tuple)) and not given):
         if not method.constrained:
             raise ValueError(
                 f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'."
             )
-        constraints = constraints_of(given, leader.packing, leader.used)
-    checks = [part.violation for part in (box, constraints) if part is not None]
+        given = given if isinstance(given, (list, tuple)) else [given]
+        constraints = [constraint_of(each, solve.packing, solve.used) for each in given]
+    checks = [part.violation for part in (box, *constraints) if part is not None]
     points.violation = (lambda x: max(check(x) for check in checks)) if checks else None
     points.maxfun, options = _evaluation_limit(method, dict(arguments.options or {}))
-    problem = {"method": method.name, **problem_of(program, leader.packing, start, leader.used.size)}
+    problem = {"method": method.name, **problem_of(program, solve.packing, start, solve.used.size)}
     problem["bounds (checksum)"] = None if box is None else box.fingerprint
     checkpoint = RootCheckpoint(arguments.checkpoint, problem)
-    iterates = IteratesOfPoints(points, arguments.callback, leader, checkpoint)
+    iterates = IteratesOfPoints(points, arguments.callback, solve, checkpoint)
     start = iterates.resume(start)
     if iterates.earlier_iterations and options.get("maxiter") is not None:  # `maxiter` includes earlier runs
         options = {**options, "maxiter": max(options["maxiter"] - iterates.earlier_iterations, 0)}
     bounds: Any = arguments.bounds
     if isinstance(bounds, scipy.optimize.Bounds):
-        low, high = (np.ravel(np.asarray(limit)) for limit in (bounds.lb, bounds.ub))
-        bounds = scipy.optimize.Bounds(low, high, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type]
-    run = _no_iterations if iterates.earlier_iterations and options.get("maxiter") == 0 else scipy.optimize.minimize
+        bounds = scipy.optimize.Bounds(*box, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type,misc]
     try:
         if iterates.exhausted:
             raise points.limit_reached()
-        result = run(
+        if iterates.earlier_iterations and options.get("maxiter") == 0:  # SciPy would make an iteration
+            iterates.value(start.copy())
+            points.gradient(start.copy())
+            done = f"STOP: all {iterates.count} iterations are done. Raise options['maxiter']"
+            raise EndMethod(Ending(1, f"{done}, or accept x, the best point so far."))
+        result = scipy.optimize.minimize(
             iterates.value,
             start,
             method=method.name,
             jac=points.gradient,
             hessp=points.product if method.products else None,
             bounds=bounds,
-            constraints=() if constraints is None else constraints.for_scipy,
+            constraints=[constraint.for_scipy for constraint in constraints],
             tol=arguments.tol,
             options=options,
             callback=iterates,
         )
         result.fun = points.value_of_result(result.x, result.fun)
-        result = iterates.with_total_counts(corrected(result, points, constrained=constraints is not None))
+        result = iterates.with_total_counts(corrected(result, points, constrained=bool(constraints)))
     except StopIteration:  # from the callback, if SciPy's method doesn't catch it
         result = partial_result(STOPPED, points, iterates.count)
     except EndMethod as end:
@@ -95,14 +98,6 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
     iterates.write_last(ended=True)
     result.x, evaluations = np.array(result.x, dtype=float), dict(points.counts)
     return {**result, "history": iterates.record.history(), "evaluations": evaluations}
-
-
-def _no_iterations(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
-    """Evaluate only the starting point; this replaces SciPy's `minimize` if earlier runs have used all iterations."""
-    value(start.copy())
-    jac(start.copy())
-    text = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
-    raise EndMethod(Ending(1, text))
 
 
 def _evaluation_limit(method: Method, options: dict) -> tuple[float | None, dict]:

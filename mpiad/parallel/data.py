@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -141,13 +142,10 @@ class DistributedDataContainer:
 
 
 def _entries(leaves: Sequence[Any], indices: np.ndarray) -> list[Any]:
-    copies: dict[Any, Any] = {None: indices}
+    on_device = functools.cache(lambda namespace: namespace.to_device(indices))
     located = [(arrays_of(leaf), leaf) for leaf in leaves]
-    for namespace, _ in located:
-        if namespace not in copies:
-            copies[namespace] = namespace.to_device(indices)  # type: ignore[union-attr]
     # `take` is twice as fast as indexing.
-    return [leaf.take(indices, axis=0) if namespace is None else leaf[copies[namespace]] for namespace, leaf in located]
+    return [leaf.take(indices, axis=0) if namespace is None else leaf[on_device(namespace)] for namespace, leaf in located]
 
 
 def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:

@@ -22,9 +22,9 @@ from mpiad.parallel.parameters import described, matching_leaves, require_state,
 from mpiad.parallel.samples import Totals, count_samples, require_equal_replicas, totals
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import fetched
 from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.exits.recovery import recoverable
 from mpiad.transport.resources import vdot
 from mpiad.transport.watch import watch_settings
@@ -211,7 +211,7 @@ class DistributedOptimizer:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
-        self._entries = ("optimizer",) if accumulate == 1 else ("optimizer", "gradient", "steps", "samples")
+        self._not_accumulated: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         self._plan: Plan | None = None
 
     def setup(self, params: Tree) -> dict[str, Any]:
@@ -227,8 +227,7 @@ class DistributedOptimizer:
             `optimizer`, the inner optimizer's state; if `accumulate` exceeds 1, also this rank's accumulated gradient
             (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`).
         """
-        state = {"optimizer": self.optimizer.setup(params)}
-        return state if self.accumulate == 1 else {**state, "gradient": None, "steps": 0, "samples": 0}
+        return {"optimizer": self.optimizer.setup(params), **self._not_accumulated}
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
@@ -267,26 +266,25 @@ class DistributedOptimizer:
         variables = variables_of(params, call)
         param_leaves, places, _ = variables
         specs = [spec_like(param_leaves[k]) for k in places]
-        require_state(state, self._entries, call)
-        problem, parts, accumulated = None, None, None
+        require_state(state, ("optimizer", *self._not_accumulated), call)
+        problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
+        last = state.get("steps", 0) + 1 >= self.accumulate
         try:
             accumulated = _accumulated(state, specs, call)
             if samples != 0:
                 leaves = matching_leaves(gradient, params, param_leaves, call)
                 # The factor gets the dtype of the gradient, since a NumPy integer would convert float32 to float64.
-                factor = 1 if samples is None else samples
-                parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
+                parts = [g if count == 1 else g * s.dtype.type(count) for g, s in zip((leaves[k] for k in places), specs)]
         except (TypeError, ValueError) as error:
-            if self.accumulate > 1 and state["steps"] + 1 < self.accumulate:
+            if not last:
                 raise  # other ranks don't wait before the last accumulated step
             problem = Problem(type(error), str(error))
         if parts is None:
             parts = [spec.zeros() for spec in specs]
-        count = 1 if samples is None else samples
         if self.accumulate > 1:
             # Copies, because the caller may write the next gradient into the same arrays.
             parts = list(map(_copied, parts)) if accumulated is None else list(map(np.add, accumulated, parts))
-            if state["steps"] + 1 < self.accumulate:
+            if not last:
                 return self._accumulate(state, parts, count), params
             count += state["samples"]
         with restoring_state(), suspended():
@@ -341,10 +339,10 @@ class DistributedOptimizer:
         used = channel(self.comm, call)
         variables = variables_of(params, call)
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
-        require_state(state, self._entries, call)
+        require_state(state, ("optimizer", *self._not_accumulated), call)
         self._compare(used, state, params, call)
         # Gradients are summed only in the last step before an update.
-        last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
+        last = state.get("steps", 0) + 1 >= self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
         sum_up = partial(totals, used, self._plan, params, call, count, state.get("samples", 0))
@@ -392,8 +390,7 @@ class DistributedOptimizer:
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
-        reset = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
-        return {**state, **reset, "optimizer": inner}, params
+        return {**state, **self._not_accumulated, "optimizer": inner}, params
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
@@ -418,7 +415,7 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
     """
     if max_norm is None:
         return arrays
-    norm = math.hypot(*_norms(arrays))  # hypot avoids the overflow of a sum of squares
+    norm = math.hypot(*_norms([array for array in arrays if array.size]))  # hypot avoids the overflow of a sum of squares
     if max_norm < norm < math.inf:
         for array in arrays:
             array *= max_norm / norm
@@ -426,28 +423,18 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
 
 
 def _norms(arrays: list[Array]) -> list[float]:
-    groups: dict[ArrayModule | None, list[Array]] = {}
-    for array in arrays:
-        if array.size:
-            groups.setdefault(arrays_of(array), []).append(array)
-    return [norm for namespace, group in groups.items() for norm in _norms_in(namespace, group)]
+    """Return the norms of arrays, with one copy from each device unless squares overflow."""
 
-
-def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays on the host or on one device, with one copy from the device unless squares overflow."""
-
-    def gathered(values: list[Array]) -> np.ndarray:
-        if namespace is None:
-            return np.array(values, float)
-        return namespace.to_host(np.stack([x.astype(float) for x in values]))
+    def on_host(numbers: list[Array]) -> np.ndarray:
+        return np.array(fetched([number.astype(float) for number in numbers]))
 
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = gathered([vdot(array, array).real for array in arrays])
+        squares = on_host([vdot(array, array).real for array in arrays])
         if np.isfinite(squares).all():
             return np.sqrt(squares).tolist()
-        largest = gathered([np.max(np.abs(array)) for array in arrays])
+        largest = on_host([np.max(np.abs(array)) for array in arrays])
         if not np.isfinite(largest).all():
             return largest.tolist()
         # The arrays are scaled, since squares overflow. The lower bound of the divisor is for arrays of zeros.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
-        return (largest * np.sqrt(gathered([np.sum(array * array) for array in scaled]))).tolist()
+        return (largest * np.sqrt(on_host([np.sum(array * array) for array in scaled]))).tolist()

@@ -11,7 +11,7 @@ from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduc
 from mpiad.primitives.operation import suspended
 from mpiad.pytrees import named_leaves
 from mpiad.transport import SUM, channel
-from mpiad.transport.core.agreement import raise_together
+from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -135,14 +135,10 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
 
 
 def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
-    error = None
     leaves = named_leaves(x, "x")
-    for name, leaf in leaves:
-        if is_device_array(leaf):
-            continue
-        if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
-            kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
-            error = TypeError(f"{call}: {name} must be a writable array, but got {kind}.")
-            break
-    raise_together(channel(comm, call), error)
+    with raising_together(channel(comm, call)):
+        for name, leaf in leaves:
+            if not is_device_array(leaf) and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
+                kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
+                raise TypeError(f"{call}: {name} must be a writable array, but got {kind}.")
     return [leaf for _, leaf in leaves]

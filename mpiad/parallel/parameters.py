@@ -21,13 +21,8 @@ from mpiad.transport import Spec
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """Return a pytree's leaves, trained leaves as variables; raise a TypeError for traced or unsupported leaves."""
     leaves, build = flatten(tree)
-    places, not_plain = [], []
-    for k, leaf in enumerate(leaves):
-        if type(leaf) is not np.ndarray:
-            not_plain.append(leaf)
-        if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):
-            places.append(k)
-    if any(map(isbox, not_plain)):
+    places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+    if any(map(isbox, leaves)):
         raise TypeError(
             f"{call}: got traced values, but a training step isn't differentiable. Call it outside of the differentiated "
             "function, or pass mpiad.stop_gradient(x)."

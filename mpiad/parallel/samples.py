@@ -32,8 +32,6 @@ def count_samples(samples: Callable[..., int] | None, params: Tree, batch: Seque
     for part in batch:
         if isinstance(part, Items):
             return len(part)
-    if batch and type(batch[0]) is np.ndarray and batch[0].ndim:
-        return len(batch[0])
     for leaf in flatten(list(batch))[0]:
         if np.ndim(leaf):
             return np.shape(leaf)[0]

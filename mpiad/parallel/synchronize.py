@@ -10,9 +10,9 @@ from mpiad.primitives import mpi_bcast
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.pytrees import flatten, join, named_leaves, places_by_kind, split
-from mpiad.transport import Channel, channel
-from mpiad.transport.core.agreement import raise_together
+from mpiad.pytrees import join, named_leaves, places_by_kind, split
+from mpiad.transport import channel
+from mpiad.transport.core.agreement import raising_together
 from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -53,7 +53,12 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     """
     used = channel(comm, "parallel.synchronize")
     root = root_of(root, used, "parallel.synchronize")
-    leaves, trained = _agreed_leaves(used, tree, root)
+    with raising_together(used):
+        leaves, trained, build = variables_of(tree, "parallel.synchronize", required=False)
+        own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
+    root_leaves = used.data.bcast(own, root)
+    with raising_together(used):
+        _require_equal(own, root_leaves, used.rank, root)
     for places in places_by_kind(leaves, trained):
         with restoring_state(), suspended():
             whole = mpi_bcast(join([leaves[k] for k in places]), root, comm=comm)
@@ -62,23 +67,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
         for k, part in zip(places, split(whole, [np.shape(leaves[k]) for k in places])):
             # A copy, because a view would keep the whole message in memory.
             leaves[k] = part.copy()[()]
-    return flatten(tree)[1](leaves)
-
-
-def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
-    """Compare each rank's pytree with the root's; return the leaves, and the indices of the leaves to broadcast."""
-    error, leaves, trained, own = None, [], [], []
-    # A rank with an invalid pytree raises after the broadcast, in which all ranks participate.
-    try:
-        leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
-        own = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
-    except TypeError as found:
-        error = found
-    root_leaves = used.data.bcast(own, root)
-    if error is None:
-        error = _difference(own, root_leaves, used.rank, root)
-    raise_together(used, error)
-    return leaves, trained
+    return build(leaves)
 
 
 def _described(leaf: object) -> str:
@@ -86,21 +75,20 @@ def _described(leaf: object) -> str:
     return described(spec_like(leaf)) if numeric else type(leaf).__name__
 
 
-def _difference(own: list[tuple[str, str]], root_leaves: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
+def _require_equal(own: list[tuple[str, str]], root_leaves: list[tuple[str, str]], rank: Rank, root: Rank) -> None:
     for (name, mine), (path, other) in zip(own, root_leaves):
         if name != path:
-            return ValueError(
+            raise ValueError(
                 f"parallel.synchronize: all pytrees must have the same structure, but rank {rank} has {name}, and the "
                 f"root, rank {root}, has {path} in its place."
             )
         if mine != other:
-            return ValueError(
+            raise ValueError(
                 f"parallel.synchronize: {name} has {mine} on rank {rank}, but {other} on the root, rank {root}. Use the "
                 "same shapes and dtypes on all ranks."
             )
     if len(own) != len(root_leaves):
-        return ValueError(
+        raise ValueError(
             f"parallel.synchronize: the pytree has {len(own)} leaves on rank {rank}, but {len(root_leaves)} on the root, "
             f"rank {root}."
         )
-    return None

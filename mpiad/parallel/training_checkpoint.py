@@ -192,15 +192,14 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
     """Return the description of a pytree, and add its arrays to `arrays`; raise a TypeError for unsupported objects."""
     if value is None or isinstance(value, (bool, str)):  # bool before its base class int
         return ["plain", value]
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:  # objects would need pickle
-        name = _unused(path, arrays)
-        arrays[name] = np.asarray(value)
-        return ["array" if isinstance(value, np.ndarray) else "number", name]
     namespace = arrays_of(value)
-    if namespace is not None:
-        name = _unused(path, arrays)
-        arrays[name] = namespace.to_host(value)
-        return ["device array", name]
+    # Arrays of objects aren't supported, since they would need pickle.
+    if namespace is not None or (isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject):
+        while path in arrays:  # different leaves may have the same path, for example those of the keys 1 and "1"
+            path += "'"
+        arrays[path] = np.asarray(value) if namespace is None else namespace.to_host(value)
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return [kind if namespace is None else "device array", path]
     if isinstance(value, int):
         return ["int", str(value)]  # integers of any size
     if isinstance(value, float):
@@ -219,13 +218,6 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
         f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint may only hold arrays, "
         "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save the parts of the object."
     )
-
-
-def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
-    # Different leaves may have the same path, for example those of the keys 1 and "1".
-    while path in arrays:
-        path += "'"
-    return path
 
 
 def _rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: ArrayModule | None = None) -> Tree:

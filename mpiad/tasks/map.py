@@ -91,37 +91,29 @@ def require_plain(value: object, source: str) -> None:
 def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
     """Evaluate batches until `root`, a rank of the map's communicator, stops this rank; return the outcome."""
     waiting: deque[Batch] = deque()
+    outcome: Outcome | None = None
     has_failed = False
-    while True:
-        outcome = _collect(line, root, waiting)
-        if outcome is not None:
-            break  # if another rank has failed, batches may remain
-        batch = waiting.popleft()
-        if has_failed:
-            continue  # after a failure, batches are discarded until the root sends STOP
-        ended = evaluated(fun, batch, keep_failures, rank)
-        has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
-        line.post(root, RESULT, _packed(ended, rank))
+    while outcome is None:
+        # All messages that have arrived are received before the next batch is evaluated.
+        message = line.take(root)
+        if message is not None and message.kind == TASK:
+            waiting.append(message.content)
+        elif message is not None:
+            outcome = message.content  # if another rank has failed, batches may remain
+        elif not waiting:
+            wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
+        elif has_failed:
+            waiting.clear()  # after a failure, batches are discarded until the root sends STOP
+        else:
+            ended = evaluated(fun, waiting.popleft(), keep_failures, rank)
+            has_failed = not keep_failures and isinstance(ended.results[-1][1], Failed)
+            line.post(root, RESULT, _packed(ended, rank))
     # The root waits for this message, so that no message is active when the communicator is freed.
     line.post(root, STOPPED, PackedObject.of(None))
     patience = Backoff()
     while not line.is_quiet():
         patience.pause()
     return outcome
-
-
-def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
-    """Receive all messages that have arrived, at least one if `waiting` is empty; return the outcome, if it has arrived."""
-    while True:
-        message = line.take(root)
-        if message is None:
-            if waiting:
-                return None
-            wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
-        elif message.kind == TASK:
-            waiting.append(message.content)
-        else:
-            return message.content
 
 
 def _packed(ended: Ended, rank: Rank) -> PackedObject:
@@ -207,13 +199,6 @@ _SHORT = 0.02  # seconds; much longer than a message to the root and its reply
 _CHECK_EVERY = 0.05  # seconds between checks for lost ranks
 
 
-class _Packed(NamedTuple):
-    """A batch that was sent; stored until its results arrive, because the rank that evaluates it may die."""
-
-    indices: list[int]
-    parcel: PackedObject
-
-
 class Scheduler:
     """The root's part of one map: it sends batches, receives results, and detects ranks that have died."""
 
@@ -224,8 +209,9 @@ class Scheduler:
         self._items, self._batch, self._keep_failures, self._progress = items, batch, keep_failures, progress
         self._rank = group.user_ranks[group.comm.rank]
         workers = [rank for rank in range(group.comm.size) if rank != group.comm.rank]
-        self._batches: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
-        self._resend: deque[_Packed] = deque()
+        # Batches that were sent, stored until their results arrive, because the rank that evaluates them may die.
+        self._batches: dict[Rank, deque[PackedObject]] = {rank: deque() for rank in workers}
+        self._resend: deque[PackedObject] = deque()
         self._item_count, self._exhausted = 0, False
         self._seconds: float | None = None  # exponentially weighted mean of the time per batch
         self._check_timer = Backoff()
@@ -241,7 +227,7 @@ class Scheduler:
                 return
             if not self._batches:
                 # The root evaluates items. Batches in `_resend` are packed, since they were sent to a rank that died.
-                batch = self._resend.popleft().parcel.opened() if self._resend else self._next_batch()
+                batch = self._resend.popleft().opened() if self._resend else self._next_batch()
                 if batch and self.failed is None:
                     self._store(evaluated(self._fun, batch, self._keep_failures, self._rank))
             elif self.failed is None:  # after an exception in the iteration over items, there may be no result to wait for
@@ -274,16 +260,16 @@ class Scheduler:
                         return
                     # Stored before it is sent: if the rank is dead, the send fails, and another rank gets the batch.
                     self._batches[rank].append(packed)
-                    self._post(rank, TASK, packed.parcel)
+                    self._post(rank, TASK, packed)
 
-    def _next(self) -> _Packed | None:
+    def _next(self) -> PackedObject | None:
         if self._resend:
             return self._resend.popleft()
         batch = self._next_batch()
         if not batch:
             return None
         try:
-            return _Packed([index for index, _ in batch], PackedObject.of(batch))
+            return PackedObject.of(batch)
         except Exception as error:  # noqa: BLE001 - pickle may raise anything
             self.failed = self.failed or Failed(Failure.of(error), self._rank, batch[0][0])
             return None
@@ -324,8 +310,7 @@ class Scheduler:
         return True
 
     def _store(self, ended: Ended) -> None:
-        mean = ended.seconds if self._seconds is None else 0.5 * (self._seconds + ended.seconds)
-        self._seconds = mean
+        self._seconds = ended.seconds if self._seconds is None else 0.5 * (self._seconds + ended.seconds)
         for index, result in ended.results:
             if isinstance(result, Failed) and not self._keep_failures:
                 self.failed = self.failed or result

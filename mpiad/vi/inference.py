@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from mpiad.errors import WorkerError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
-from mpiad.pytrees import flatten, is_variable, map_leaves, refuse_objects
+from mpiad.pytrees import fetched, flatten, is_variable, map_leaves, refuse_objects
 from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import agreed, raising_together, require_same
 from mpiad.transport.core.tracing import restoring_state
-from mpiad.transport.devices.device_arrays import arrays_of, is_array, is_device_array
+from mpiad.transport.devices.device_arrays import arrays_of, is_array
 from mpiad.vi.elbo_gradient import Objective, has_closed_form, on_device, to_device_of
 from mpiad.vi.model_evaluation import Evaluations, Model, evaluations_of
 from mpiad.vi.posterior import Posterior
@@ -42,30 +42,13 @@ class Optimizer(Protocol):
         ...
 
 
-class Verdict(NamedTuple):
-    """The root's message to all ranks after an epoch."""
-
-    ends: bool
-    error: Exception | None  # supports pickling
-
-
-class Ended(NamedTuple):
-    """The root's message to all ranks after the last epoch, with arrays on the host."""
-
-    params: Tree  # the reported parameters
-    best: Tree  # the parameters of the epoch with the lowest objective
-    on_device: bool  # whether the root's parameters are on a device
-    history: dict[str, list]
-    epochs: int
-    best_epoch: int
-    message: str
-
-
 class Training:
     """The state of a fit, on the root: variational parameters and their history.
 
     `patience`: the number of epochs without improvement after which the run ends. `average`: whether the reported
-    parameters are the average over the last epochs. `failure`: the exception that ended the run, or None.
+    parameters are the average over the last epochs. `failure`: the exception that ended the run, or None. `verdict`: the
+    root's message to all ranks after an epoch: None to continue, the reason for the end, or an exception that supports
+    pickling.
     """
 
     def __init__(
@@ -77,10 +60,10 @@ class Training:
         self._params, self._best = _copied(params), params
         self._average = Average() if average else None
         self._state = optimizer.setup(self._params)
-        self._lowest, self._best_epoch, self._message = math.inf, 0, ""
+        self._lowest, self._best_epoch = math.inf, 0
         self._start = time.perf_counter()
         self.history: dict[str, list] = {name: [] for name in ("objective", "loss", "divergence", "dropped", "seconds")}
-        self.verdict = Verdict(False, None)
+        self.verdict: str | Exception | None = None
         self.failure: Exception | None = None
 
     @property
@@ -113,7 +96,7 @@ class Training:
         try:
             self._learn(noise, theta, found)
         except StopIteration:
-            self._end("ended by the callback")
+            self.verdict = "ended by the callback"
         except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
             self._fail(error)
 
@@ -123,7 +106,7 @@ class Training:
             pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001  not all exceptions can be pickled
             error = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
-        self.verdict = Verdict(True, error)
+        self.verdict = error
 
     def _learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
         epoch = len(self.history["objective"])
@@ -144,7 +127,7 @@ class Training:
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
-            self._end(f"no improvement in {self._patience} epochs")
+            self.verdict = f"no improvement in {self._patience} epochs"
         self._state, self._params = self._optimizer.update(self._state, self._params, gradient)
         if not _all_finite(self._params):
             if math.isfinite(value) and not _all_finite(gradient):
@@ -160,15 +143,12 @@ class Training:
         if self._callback is not None:
             self._callback(epoch, value, self._params)
 
-    def _end(self, message: str) -> None:
-        self._message, self.verdict = message, Verdict(True, None)
-
-    def ended(self, n_epochs: int) -> Ended:
-        """Return the root's message to all ranks at the end."""
-        epochs = len(self.history["objective"])
-        message = self._message or f"all {n_epochs} epochs were made"
+    def ended(self, n_epochs: int) -> tuple[dict[str, Any], bool]:
+        """Return fields of `VIResult`, with arrays on the host, and whether the root's parameters are on a device."""
         params, best = map(to_host, self.reported_and_best)
-        return Ended(params, best, on_device(self._params) is not None, self.history, epochs, self._best_epoch, message)
+        epochs, message = len(self.history["objective"]), self.verdict or f"all {n_epochs} epochs were made"
+        fields = {"history": self.history, "epochs": epochs, "best_epoch": self._best_epoch, "message": message}
+        return {"params": params, "best_params": best, **fields}, on_device(self._params) is not None
 
 
 _ETA = 8
@@ -213,11 +193,8 @@ def _copied(params: Tree) -> Tree:
 
 
 def _all_finite(params: Tree) -> bool:
-    flags: list[Any] = [np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]
-    device_flags = [flag for flag in flags if is_device_array(flag)]
-    host_is_finite = all(bool(flag) for flag in flags if not is_device_array(flag))
-    # The flags of leaves on a device are reduced there, since each copy to the host waits for the device.
-    return host_is_finite and (not device_flags or bool(to_host(np.all(np.stack(device_flags)))))
+    # One copy for all flags on a device, since each copy to the host waits for the device.
+    return all(fetched([np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]))
 
 
 _log = logging.getLogger("mpiad")
@@ -392,16 +369,16 @@ class VI:
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)
-            ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
+            fields, is_on_device = used.data.bcast(None if training is None else training.ended(n_epochs), root)
         # This generator differs from those of all epochs, so the draws are independent of the fit.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
-        samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
+        samples = np.asarray(self.posterior.draw(fields["params"], noise)[0])
         # The root returns its own arrays; other ranks copy them to the device of their model, if it uses one.
-        copies = model.to_device(ended.params, ended.best) if ended.on_device else (ended.params, ended.best)
-        reported, best = copies if training is None else training.reported_and_best
-        return VIResult(
-            self.posterior, reported, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
-        )
+        if training is not None:
+            fields["params"], fields["best_params"] = training.reported_and_best
+        elif is_on_device:
+            fields["params"], fields["best_params"] = model.to_device(fields["params"], fields["best_params"])
+        return VIResult(self.posterior, **fields, samples=samples, average=average)
 
     def _epochs(self, used: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, bar: Any) -> None:
         for epoch in range(n_epochs):
@@ -420,10 +397,10 @@ class VI:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
                     bar.update()
             verdict = used.data.bcast(None if training is None else training.verdict, root)
-            if verdict.error is not None:
+            if isinstance(verdict, Exception):
                 # The root raises the original exception, which can't always be sent.
-                self._fail(used, model, verdict.error if training is None or training.failure is None else training.failure)
-            if verdict.ends:
+                self._fail(used, model, verdict if training is None or training.failure is None else training.failure)
+            if verdict is not None:
                 break
         if bar is not None:
             bar.close()

@@ -73,19 +73,12 @@ class Model:
     def _evaluated(self, theta: Array) -> tuple[float, Array | float]:
         (theta,) = self.to_device(theta)
         if not self._differentiated:
-            value = self._loss(theta, self._data)
-            self._require_number(value)
-            return _plain_number(value), 0.0
+            return _number(self._loss(theta, self._data)), 0.0
         variables = Variables([theta], [0], lambda leaves: leaves[0])
         traced = trace_backwards(lambda x: self._loss(x, self._data), variables)
-        self._require_number(traced.build(traced.values))
+        value = _number(traced.build(traced.values))
         (gradient,) = cotangents_of_variables(traced, seeds_of_term(traced, 1.0), variables)
-        return _plain_number(traced.values[0]), to_host(gradient)
-
-    def _require_number(self, value: object) -> None:
-        problem = problem_with(value, 1.0, "VI", "loss must return one real number")
-        if problem is not None:
-            raise problem.kind(problem.text)
+        return value, to_host(gradient)
 
     def evenly(self, theta: Array | None, dim: int, root: Rank, comm: Comm) -> Array | None:
         """Evaluate equal shares of the root's draws on all ranks, including the root; return all rows on the root."""
@@ -107,7 +100,10 @@ class Model:
         return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
 
 
-def _plain_number(value: object) -> float:
+def _number(value: object) -> float:
+    problem = problem_with(value, 1.0, "VI", "loss must return one real number")
+    if problem is not None:
+        raise problem.kind(problem.text)
     return float(np.reshape(to_host(value), ()))
 
 

@@ -142,7 +142,7 @@ def test_draws_that_fail_are_dropped():
     require_same_fit(host, found)
 
 
-def test_an_epoch_copies_noise_draws_gradients_and_two_numbers():
+def test_an_epoch_copies_noise_draws_gradients_a_number_and_flags():
     def copies(epochs):
         posterior = _FAMILIES["mean field"]
         vi = VI(loss, posterior, _PRIORS["normal"], Adam(0.05), 1.0, 2 * COMM.size, root=ROOT)
@@ -152,8 +152,8 @@ def test_an_epoch_copies_noise_draws_gradients_and_two_numbers():
         return np.array([transfers.h2d, transfers.d2h, transfers.h2d_bytes, transfers.d2h_bytes])
 
     count = 2 * COMM.size
-    # There noise and gradients; back the draws, KL, and whether all parameters are finite, which is one byte.
-    each = [2, 3, 2 * 8 * 3 * count, 8 * 3 * count + 8 + 1] if COMM.rank == ROOT else [0, 0, 0, 0]
+    # There noise and gradients; back the draws, KL, and a byte for each of two arrays of parameters: whether it is finite.
+    each = [2, 3, 2 * 8 * 3 * count, 8 * 3 * count + 8 + 2] if COMM.rank == ROOT else [0, 0, 0, 0]
     np.testing.assert_array_equal(copies(5) - copies(3), 2 * np.array(each))
     # The prior's mean and inverse covariance once; at the end the parameters, the last and the best.
     assert copies(1)[0] - each[0] == (2 if COMM.rank == ROOT else 0)

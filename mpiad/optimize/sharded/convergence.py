@@ -60,10 +60,10 @@ def ending_at(
     `before` is the objective at the previous iterate, or infinite if the last line search found no better point. `counts`
     are the numbers of iterations and evaluations. ``stopped()`` returns whether a callback has raised StopIteration.
     """
-    if settings.ftol > 0.0 and before < math.inf:
-        # Relative for large values and absolute below one, as in L-BFGS-B.
-        if before - value <= settings.ftol * max(abs(before), abs(value), 1.0):
-            return REDUCTION
+    # Relative for large values and absolute below one, as in L-BFGS-B.
+    tolerance = settings.ftol * max(abs(before), abs(value), 1.0)
+    if settings.ftol > 0.0 and before < math.inf and before - value <= tolerance:
+        return REDUCTION
     if stopped():
         return STOPPED
     if counts[0] >= settings.maxiter:

@@ -24,7 +24,7 @@ class DeviceVectors:
     def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
         self.height, self.size, self._xp = height, size, xp
         self.memory: Array = xp.full((height, size), 0.0, float)
-        self.box = None if box is None else Box(*(xp.to_device(limit) for limit in box.limits))
+        self.box = None if box is None else Box(*map(xp.to_device, box))
         # Whether the last point was changed by the projection onto the bounds; on the device.
         self._clipped: Array = xp.full((), False, bool)
 
@@ -109,7 +109,7 @@ class DeviceVectors:
 
     def project(self, x: Array) -> Array:
         """Project a vector onto the bounds, in place; return whether any variable changed, as an array on the device."""
-        low, high = self.box.limits  # type: ignore[union-attr]
+        low, high = self.box  # type: ignore[misc]
         moved = np.any((x < low) | (x > high))
         x[...] = np.clip(x, low, high)
         return moved

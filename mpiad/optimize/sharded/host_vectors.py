@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 
@@ -140,26 +141,17 @@ class HostVectors:
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
-        if change:
-            square = self.multiply(parts, ring.newest, ring.gradient, of_change)
-        if gradient:
-            square = self.multiply(parts, ring.gradient, ring.gradient, of_gradient)
-        return of_change, of_gradient, square
-
-    def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
-        """Replace row `before` by `row` - `before`, unless they are the same row; write the products of `before` to `out`.
-
-        Return the inner product of `row` with itself.
-        """
-        out.fill(0.0)
-        square = 0.0
         for _, tile in self:
-            if before != row:
-                np.subtract(tile[row], tile[before], out=tile[before])
-            square += float(vdot(tile[row], tile[row]))
+            current, newest = tile[ring.gradient], tile[ring.newest]
+            if change:
+                np.subtract(current, newest, out=newest)
+            square += float(vdot(current, current))
             for rows, positions in parts:
-                out[positions] += vdots(tile[rows], tile[before], self.size)
-        return square
+                if change:
+                    of_change[positions] += vdots(tile[rows], newest, self.size)
+                if gradient:
+                    of_gradient[positions] += vdots(tile[rows], current, self.size)
+        return of_change, of_gradient, square
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write a linear combination of rows to another row."""
@@ -250,29 +242,22 @@ class HostVectors:
         for a step from `origin` the slope along the direction, the products of the step with the gradients at `origin` and
         x, and the square of the step; whether a bound has stopped any variable.
         """
-        found = np.zeros(5)
+        found, box = np.zeros(5), cast(Box, self.box)
         for part, tile in self:
-            largest, *terms = self._tile_numbers(ring, tile, gradient[part], part, (x, origin))
+            trial = tile[ring.trial]
+            np.copyto(trial, gradient[part])
+            # If a gradient isn't finite, its projected step may still be finite.
+            largest = _largest(trial)
+            if largest < math.inf:
+                largest = float(np.max(np.abs(box.projected_step(x[part], trial, part))))
             found[0] = max(found[0], largest)
-            found[1:] += terms
+            if origin is not None:
+                moved = x[part] - origin[part]
+                # Variables that a bound has stopped don't contribute to the slope.
+                direction = tile[ring.direction] * box.inside(x[part], part)
+                factors = (trial, direction), (tile[ring.gradient], moved), (trial, moved), (moved, moved)
+                found[1:] += [vdot(a, b) for a, b in factors]
         return [*found.tolist(), float(origin is not None and self._clipped)]
-
-    def _tile_numbers(
-        self, ring: Ring, tile: np.ndarray, gradient: np.ndarray, part: slice, points: tuple[np.ndarray, np.ndarray | None]
-    ) -> tuple[float, float, float, float, float]:
-        (x, origin), trial, box = points, tile[ring.trial], self.box
-        np.copyto(trial, gradient)
-        # If a gradient isn't finite, its projected step may still be finite.
-        largest = _largest(trial)
-        if largest < math.inf:
-            largest = float(np.max(np.abs(box.projected_step(x[part], trial, part))))  # type: ignore[union-attr]
-        if origin is None:
-            return largest, 0.0, 0.0, 0.0, 0.0
-        moved = x[part] - origin[part]
-        # Variables that a bound has stopped don't contribute to the slope.
-        direction = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
-        slope, square = float(vdot(trial, direction)), float(vdot(moved, moved))
-        return largest, slope, float(vdot(tile[ring.gradient], moved)), float(vdot(trial, moved)), square
 
 
 def _largest(gradient: np.ndarray) -> float:

@@ -13,8 +13,6 @@ from mpiad._typing import Array
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
-from mpiad.optimize.packing import LocalPacking
-from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, Settings, ending_at
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
@@ -93,10 +91,8 @@ class LineSearch:
 
     def _approximately(self, trial: Sample) -> bool:
         start = self._start
-        if trial.value > start.value + _ROUNDING * abs(start.value):
-            return False
         # For larger decreases the usual conditions apply.
-        if trial.value < start.value - _ROUNDING * abs(start.value):
+        if abs(trial.value - start.value) > _ROUNDING * abs(start.value):
             return False
         return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
 
@@ -198,41 +194,39 @@ def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
     return theta, scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
 
 
-class Trials:
-    """Evaluation of points along a direction; `count` is the number of evaluations so far.
+class LBFGS:
+    """The L-BFGS iteration; `count` is the number of evaluations so far."""
 
-    Each evaluation takes three small collective operations in addition to those of the objective.
-    """
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        memory: LimitedMemory,
+        iterates: ShardedIterates,
+        settings: Settings,
+        files: StateFiles,
+    ):
+        self._evaluation, self._memory, self._iterates = evaluation, memory, iterates
+        self._settings, self._files = settings, files
+        self._bounded = memory.vectors.box is not None
+        self.count, self._iteration = 0, 0
+        self._barrier = math.inf  # length of the shortest step of the last search without a finite value
+        self._spare: list[Array] = []  # vectors of points that are no longer needed
 
-    def __init__(self, evaluation: Evaluation, packing: LocalPacking, totals: Totals, memory: LimitedMemory):
-        self._evaluation, self._packing, self._totals, self._memory = evaluation, packing, totals, memory
-        self._spare: list[Array] = []
-        self.count = 0
-
-    def start(self, x: Array) -> Point:
-        """Evaluate the starting point, projected onto the bounds; the point takes ownership of x."""
-        if self._memory.vectors.box is not None:
-            self._memory.vectors.project(x)
-        return self._evaluated(Point(x), None)
-
-    def along(self, iterate: Point, step: float) -> Point:
+    def _along(self, iterate: Point, step: float) -> Point:
         """Evaluate the point at a step along the direction, projected onto the bounds."""
         point = Point(self._spare.pop() if self._spare else self._memory.vectors.new())
         point.step = step
-        self._memory.advance(iterate, step, (point.x, self._packing.next_buffer()))
+        self._memory.advance(iterate, step, (point.x, self._iterates.packing.next_buffer()))
         return self._evaluated(point, iterate)
 
-    def release(self, point: Point) -> None:
-        """Reuse the vector of a point that is no longer needed."""
-        self._spare.append(point.x)
-
     def _evaluated(self, point: Point, iterate: Point | None) -> Point:
+        # This takes three small collective operations in addition to those of the objective.
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
         largest, *terms, clipped = self._memory.measure(point, iterate, gradient)
         # MPI doesn't specify the maximum of NaN.
         broken = not math.isfinite(largest)
-        numbers = self._totals.reduce(terms, [0.0 if broken else largest, broken, clipped], [value])
+        numbers = self._memory.totals.reduce(terms, [0.0 if broken else largest, broken, clipped], [value])
         point.slope, point.change_before, point.change_after, square, point.norm, any_broken, any_clipped, point.value = (
             numbers
         )
@@ -240,25 +234,16 @@ class Trials:
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
         return point
 
-
-class LBFGS:
-    """The L-BFGS iteration."""
-
-    def __init__(
-        self, trials: Trials, memory: LimitedMemory, iterates: ShardedIterates, settings: Settings, files: StateFiles
-    ):
-        self._trials, self._memory, self._files, self._iterates = trials, memory, files, iterates
-        self._settings, self._bounded = settings, memory.vectors.box is not None
-        self._count, self._barrier = 0, math.inf  # `_barrier`: length of the shortest step without a finite value
-
     def run(self, start: Array) -> tuple[Point, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.pop()
+        found = self._files.load()
         if found is not None:
-            self._trials.release(Point(start))
+            self._spare.append(start)
             return self._descend(self._restored(found))
-        iterate = self._trials.start(start)
-        self._iterates.add_row(iterate, self._trials.count)
+        if self._bounded:
+            self._memory.vectors.project(start)
+        iterate = self._evaluated(Point(start), None)
+        self._iterates.record.add(iterate, self.count, iterate.length)
         if not iterate.finite:
             return iterate, NOT_FINITE
         return self._descend(self._state_at(iterate, None, False))
@@ -267,20 +252,20 @@ class LBFGS:
         while True:
             iterate = state.iterate
             ending = self._ending(state) or (INTERRUPTED if self._files.interrupted else None)
-            self._write(state, ending)
+            self._files.write_if_due(self._iteration, ending is not None, self._arrays(state))
             if ending is not None:
                 return iterate, ending
             found = self._search(iterate, state.slope, state.grad_norm) if state.slope < 0.0 else iterate
             if found is iterate and self._files.interrupted:  # the search is repeated when the solve resumes
-                self._write(state, INTERRUPTED)
+                self._files.write_if_due(self._iteration, True, self._arrays(state))
                 return iterate, INTERRUPTED
             if found is not iterate:
-                self._count += 1
+                self._iteration += 1
                 found.range = self._barrier - found.length if self._barrier > found.length else math.inf
-                stop = self._iterates.report(found, self._trials.count)
+                stop = self._iterates.report(found, self.count, found.length)
                 state = self._state_at(found, iterate, stop)
-                self._trials.release(iterate)
-            elif self._memory.ring.count == 0 and self._trials.count < self._settings.maxfun:
+                self._spare.append(iterate.x)
+            elif self._memory.ring.count == 0 and self.count < self._settings.maxfun:
                 return iterate, ABNORMAL
             else:
                 # No better point along the direction: retry with steepest descent.
@@ -290,7 +275,7 @@ class LBFGS:
     def _ending(self, state: State) -> Ending | None:
         if state.iterate.norm <= self._settings.gtol:
             return GRADIENT
-        counts = state.iteration, state.count
+        counts = self._iteration, self.count
         return ending_at(state.value_before, state.iterate.value, lambda: state.stopped, counts, self._settings)
 
     def _state_at(self, new: Point, before: Point | None, stop: bool) -> State:
@@ -299,7 +284,7 @@ class LBFGS:
         curved = before is not None and new.change_after - new.change_before > -sys.float_info.epsilon * new.change_before
         slope, grad_norm, stopped = self._memory.update(new, before if curved else None, stop)
         value_before = math.inf if before is None else before.value
-        return State(self._count, self._trials.count, new, value_before, slope, grad_norm, stopped)
+        return State(self.count, new, value_before, slope, grad_norm, stopped)
 
     def _search(self, iterate: Point, slope: float, grad_norm: float) -> Point:
         """Return the point that a line search accepts, or the best trial point.
@@ -309,15 +294,15 @@ class LBFGS:
         self._barrier = math.inf
         line, best = LineSearch(iterate.value, slope, self._first_step(iterate, slope, grad_norm)), iterate
         for _ in range(self._settings.maxls):
-            if line.stuck or self._trials.count >= self._settings.maxfun:
+            if line.stuck or self.count >= self._settings.maxfun:
                 break
-            trial = self._trials.along(iterate, line.step)
+            trial = self._along(iterate, line.step)
             # With bounds the path isn't straight, so `measure` has computed these products.
             if not self._bounded:
                 trial.change_before, trial.change_after = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
                 self._barrier = min(self._barrier, trial.length)
-                self._trials.release(trial)
+                self._spare.append(trial.x)
                 line.back_away()
                 continue
             # If a variable has reached a bound, the slope along the path is discontinuous, and only a decrease is required.
@@ -337,19 +322,14 @@ class LBFGS:
 
     def _first_step(self, iterate: Point, slope: float, grad_norm: float) -> float:
         if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
-            return 1.0 / grad_norm if self._count == 0 else min(1.0, 1.0 / grad_norm)
+            return 1.0 / grad_norm if self._iteration == 0 else min(1.0, 1.0 / grad_norm)
         # If the objective wasn't finite at trial points of the last search, the model may predict a minimizer beyond them.
         # The length of the direction is at least -slope / grad_norm, so this step isn't shorter than the distance to them.
         return min(1.0, iterate.range * grad_norm / -slope)
 
     def _release_trial(self, point: Point, iterate: Point) -> None:
         if point is not iterate:
-            self._trials.release(point)
-
-    def _write(self, state: State, ending: Ending | None) -> None:
-        """Write the state if it is due; all ranks call this."""
-        if self._files.due(state.iteration, ending is not None):
-            self._files.write(state.iteration, self._arrays(state))
+            self._spare.append(point.x)
 
     def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
         point = state.iterate
@@ -364,7 +344,7 @@ class LBFGS:
         iterate = Point(self._memory.vectors.from_host(found["x"]))
         iterate.value, iterate.norm, value_before, slope, grad_norm, iterate.range = found["numbers"].tolist()
         iterate.current = True  # the gradient is in the memory
-        self._count, self._trials.count = self._files.iteration, int(found["count"])
+        self._iteration, self.count = self._files.iteration, int(found["count"])
         self._iterates.record.restore(found["history"])
         self._memory.restore(found)
-        return State(self._count, self._trials.count, iterate, value_before, slope, grad_norm, False)
+        return State(self.count, iterate, value_before, slope, grad_norm, False)

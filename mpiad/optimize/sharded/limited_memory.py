@@ -44,7 +44,7 @@ class LimitedMemory:
     """
 
     def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
-        self.ring, self.vectors, self._totals = ring, vectors, totals
+        self.ring, self.vectors, self.totals = ring, vectors, totals
         height = ring.height
         # The row of a step stores the direction; these factors convert the direction to the step.
         self._lengths = np.ones(height)
@@ -89,7 +89,7 @@ class LimitedMemory:
         else:
             products, other_slope = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
             parts = np.append(products, other_slope)
-        decision = self._totals.decide_on_root(
+        decision = self.totals.decide_on_root(
             np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, store, recompute)
         )
         *coefficients, slope, grad_norm, stopped = decision.tolist()

@@ -102,7 +102,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
             return Step(p, decrease + step * (square - 0.5 * step * curvature), radius, True)
         if curvature <= 0.0:
             # The model has no minimizer; the line search chooses the length of a steepest descent step.
-            return Step(direction, square, math.sqrt(dd), False) if count == 0 else _interior_step(p, decrease, pp)
+            return Step(direction, square, math.sqrt(dd), False) if count == 0 else Step(p, decrease, math.sqrt(pp), False)
         p += step * direction
         residual += step * product
         decrease += 0.5 * step * square
@@ -116,10 +116,6 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         beta = square / before
         pd, dd = beta * (pd + step * dd), square + beta**2 * dd
         direction = beta * direction - z
-    return _interior_step(p, decrease, pp)
-
-
-def _interior_step(p: Array, decrease: float, pp: float) -> Step:
     return Step(p, decrease, math.sqrt(pp), False)
 
 
@@ -183,7 +179,7 @@ class NewtonCG:
 
     def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
         """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
-        found = self._files.pop()
+        found = self._files.load()
         if found is not None:
             return self._descend(self._restored(found, start))
         if self._box is not None:
@@ -193,26 +189,26 @@ class NewtonCG:
             self._measure(iterate)
             self._require_symmetric(iterate)
             self._norm_at_start = iterate.norm
-        self._iterates.add_row(iterate, self.count)
+        self._iterates.record.add(iterate, self.count, iterate.length)
         return self._descend(iterate) if iterate.finite else (iterate, NOT_FINITE)
 
     def _descend(self, iterate: NewtonPoint) -> tuple[NewtonPoint, Ending]:
         while True:
             ending = self._ending(iterate) or (INTERRUPTED if self._files.interrupted else None)
-            self._write(iterate, ending)
+            self._files.write_if_due(self._iteration, ending is not None, self._arrays(iterate))
             if ending is not None:
                 return iterate, ending
             found = self._next_point(iterate)
             if found is None:
                 ending = INTERRUPTED if self._files.interrupted else self._evaluation_limit() or ABNORMAL
-                self._write(iterate, ending)
+                self._files.write_if_due(self._iteration, True, self._arrays(iterate))
                 return iterate, ending
             self._iteration, self._value_before = self._iteration + 1, iterate.value
             self._measure(found)
             # Eisenstat and Walker's choice 2: the forcing term depends on the reduction of the gradient by the last step.
             chosen, safeguard = _GAMMA * (found.norm / iterate.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
             self._forcing = min(_LARGEST, max(chosen, safeguard) if safeguard > _THRESHOLD else chosen)
-            self._stopped = self._iterates.report(found, self.count)
+            self._stopped = self._iterates.report(found, self.count, found.length)
             iterate = found
 
     def _ending(self, iterate: NewtonPoint) -> Ending | None:
@@ -335,7 +331,10 @@ class NewtonCG:
                 break
             trial = self._evaluated(self._shifted(iterate, found.vector, 1.0), iterate)
             # With bounds, the decrease that the model predicts is computed for the projected step.
-            expected = found.decrease if self._box is None else self._predicted_decrease(iterate, trial)
+            expected = found.decrease
+            if self._box is not None:
+                moved = trial.x - iterate.x
+                expected = -trial.slope - 0.5 * self._sums(_dot(moved, iterate.multiply(moved)))[0]
             ratio = (iterate.value - trial.value) / expected if trial.finite and expected > 0.0 else -math.inf
             falls = trial.finite and expected > 0.0 and self._is_sufficient(iterate, trial, _DECREASE * expected)
             # Differences at rounding level don't reduce the radius.
@@ -347,11 +346,6 @@ class NewtonCG:
                 return trial
         return None
 
-    def _predicted_decrease(self, iterate: NewtonPoint, trial: NewtonPoint) -> float:
-        """Return the decrease that the model predicts for the step from `iterate` to `trial`."""
-        moved = trial.x - iterate.x
-        return -trial.slope - 0.5 * self._sums(_dot(moved, iterate.multiply(moved)))[0]
-
     def _is_sufficient(self, iterate: NewtonPoint, trial: NewtonPoint, required: float) -> bool:
         if trial.value <= iterate.value - required:
             return True
@@ -360,11 +354,6 @@ class NewtonCG:
             return False
         self._measure(trial)
         return trial.norm < iterate.norm
-
-    def _write(self, iterate: NewtonPoint, ending: Ending | None) -> None:
-        """Write the state if it is due; all ranks call this."""
-        if self._files.due(self._iteration, ending is not None):
-            self._files.write(self._iteration, self._arrays(iterate))
 
     def _arrays(self, iterate: NewtonPoint) -> Iterator[tuple[str, Any]]:
         radius = math.nan if self._radius is None else self._radius

@@ -18,6 +18,8 @@ from mpiad._typing import Comm
 from mpiad.checkpoint_files import read, read_description, require_problem
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.sharded.host_vectors import untiled
+from mpiad.transport import Channel
+from mpiad.transport.core.agreement import raising_together
 
 Box = list[list[int]]
 """Start and stop along each axis of a whole array."""
@@ -109,31 +111,27 @@ def _hashed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tuple[OldState | None, str | None]:
-    """Return the newest state of which all files exist, and the text of a file's error, or None for each; collective.
+def newest_state(files: list[Path], problem: dict[str, Any], used: Channel) -> OldState | None:
+    """Return the newest state of which all files exist, or None; raise on all ranks if a file is invalid; collective.
 
     `files` are all files of the earlier job; `problem` is the part of the problem's description that doesn't depend on the
     number of ranks.
     """
-    own, error_text = [], None
-    for file in files[comm.rank :: comm.size]:
-        try:
+    own = []
+    with raising_together(used, (OSError, ValueError)):
+        for file in files[used.rank :: used.size]:
             description = read_description(file)
             require_problem(file, description, problem, "minimize")
             own.append((file, description["iteration"], description.get("boxes")))
-        except (OSError, ValueError) as error:
-            error_text = str(error)
-    every = comm.allgather((own, error_text))
-    error_text = next((text for _, text in every if text is not None), None)
     by_ranks: dict[tuple[int, int], dict[int, tuple[Path, Any]]] = {}
-    for file, iteration, boxes in [entry for entries, _ in every for entry in entries]:
+    for file, iteration, boxes in [entry for entries in used.data.allgather(own) for entry in entries]:
         rank, size = map(int, re.findall(r"\.rank(\d+)of(\d+)\.", file.name)[-1])
         by_ranks.setdefault((iteration, size), {})[rank] = file, boxes
     common = [key for key, found in by_ranks.items() if len(found) == key[1] and all(boxes for _, boxes in found.values())]
-    if error_text is not None or not common:
-        return None, error_text
+    if not common:
+        return None
     entries = [entry for _, entry in sorted(by_ranks[max(common)].items())]
-    return OldState(max(common)[0], [file for file, _ in entries], [boxes for _, boxes in entries]), None
+    return OldState(max(common)[0], [file for file, _ in entries], [boxes for _, boxes in entries])
 
 
 def _length(boxes: list[Box]) -> int:

@@ -65,8 +65,7 @@ class SecondOrderEvaluation:
         return Derivatives(float(found.value), self._pack(found.gradient), lambda v: self._multiplied(found.product, v))
 
     def _multiplied(self, product: Callable[[Tree], Tree], v: Array) -> Array:
-        tree = self._packing.unpack(v)
-        return self._pack(self._agreement.run(lambda: product(tree)))
+        return self._pack(self._agreement.run(lambda: product(self._packing.unpack(v))))
 
     def _pack(self, gradient: Tree) -> Array:
         return self._packing.pack_gradient(gradient).copy()  # the packing may reuse its buffer
@@ -140,14 +139,10 @@ class SecondOrderEvaluation:
         if given is None:
             return None
 
-        def packed(x: Tree) -> Array:
+        def applied(vector: Array) -> Array:
             try:
-                return self._packing.pack(given(x))
+                return self._packing.pack(given(self._packing.unpack(vector)))
             except TypeError as error:
                 raise WrongValueError(f"{error} The option {name} returned it.") from None
 
-        def apply(vector: Array) -> Array:
-            tree = self._packing.unpack(vector)
-            return self._agreement.run(lambda: packed(tree))
-
-        return apply
+        return lambda vector: self._agreement.run(lambda: applied(vector))

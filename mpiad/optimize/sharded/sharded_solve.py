@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -12,7 +12,7 @@ from mpiad.device import to_host
 from mpiad.optimize.checkpoint import CheckpointFile, problem_of
 from mpiad.optimize.constraints import Box, box_of
 from mpiad.optimize.evaluated_points import Ending
-from mpiad.optimize.history import Progress
+from mpiad.optimize.history import Progress, Record
 from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, LocalPacking, local_packing
@@ -22,7 +22,7 @@ from mpiad.optimize.scipy_methods import MethodArguments
 from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, settings_of
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
-from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
+from mpiad.optimize.sharded.lbfgs import LBFGS
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
 from mpiad.optimize.sharded.redistribution import global_checksum, layout_of
@@ -39,14 +39,6 @@ class LocalArguments(NamedTuple):
     box: Box | None
     settings: Settings | NewtonSettings
     checkpoint: CheckpointFile | None
-
-    def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
-        """Return a description of the problem, with all settings that influence the iterates."""
-        return {
-            **problem_of(program, self.packing, to_host(start), ranks),
-            **self.settings.identity,
-            "bounds (checksum)": None if self.box is None else self.box.fingerprint,
-        }
 
 
 def check_local_arguments(method: str, start: Tree, given: MethodArguments) -> LocalArguments:
@@ -69,17 +61,16 @@ class Sharded(Solve):
         packing, settings = self._arguments.packing, self._arguments.settings
         start = packing.pack(self._arguments.start)
         files = StateFiles(self._arguments.checkpoint, self._identity(start), self._used, self.agreement)
-        files.load()
         # If any rank has bounds or a callback, all ranks exchange additional messages.
         own = [float(given) for given in (self._arguments.box is not None, callback is not None)]
         bounded, with_callback = self._totals.reduce(own, [0.0], [])[:2]
-        bar = progress if self._totals.is_root else None
-        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), bar)
+        record = Record(progress if self._totals.is_root else None)
+        iterates = ShardedIterates(packing, self.agreement, callback, bool(with_callback), record)
         box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
             if box is not None and isinstance(packing, DevicePacking):
-                box = Box(*map(packing.xp.to_device, box.limits))
+                box = Box(*map(packing.xp.to_device, box))
             solve = NewtonCG(derivatives, iterates, files, box)
             point, ending = solve.run(start)
             result = self._result(point, point.gradient, ending, solve.count, iterates)
@@ -91,15 +82,18 @@ class Sharded(Solve):
         else:
             vectors = HostVectors(ring.height, packing.size, box)
         memory = LimitedMemory(ring, vectors, self._totals)
-        trials = Trials(self._evaluation, packing, self._totals, memory)
-        point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
-        return self._result(point, memory.gradient(point), ending, trials.count, iterates)
+        lbfgs = LBFGS(self._evaluation, memory, iterates, settings, files)
+        point, ending = lbfgs.run(start)
+        return self._result(point, memory.gradient(point), ending, lbfgs.count, iterates)
 
     def _identity(self, start: Array) -> Identity:
         arguments, comm = self._arguments, self._used.data
         if arguments.checkpoint is None:
             return Identity({})
-        problem = arguments.problem(self._program, start, self._used.size)
+        problem = (
+            problem_of(self._program, arguments.packing, to_host(start), self._used.size) | arguments.settings.identity
+        )
+        problem["bounds (checksum)"] = None if arguments.box is None else arguments.box.fingerprint
         layout = layout_of(arguments.packing.specs, arguments.checkpoint, comm)
         # The mean over the ranks depends on their number, so such a solve can't resume on another number of ranks.
         if layout is None or self._program.objective == "mean":
@@ -108,8 +102,8 @@ class Sharded(Solve):
         any_ranks["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in arguments.packing.specs]]
         any_ranks["x0 of all ranks (checksum)"] = global_checksum(to_host(start), layout, comm)
         if any(comm.allgather(arguments.box is not None)):
-            limits = self._box(True).limits  # type: ignore[union-attr]
-            any_ranks["bounds of all ranks (checksum)"] = [global_checksum(limit, layout, comm) for limit in limits]
+            box: Box = self._box(True)  # type: ignore[assignment]
+            any_ranks["bounds of all ranks (checksum)"] = [global_checksum(limit, layout, comm) for limit in box]
         return Identity(problem, any_ranks, layout)
 
     def _box(self, bounded: bool) -> Box | None:

@@ -49,7 +49,6 @@ class Point:
 class State(NamedTuple):
     """A solve between two iterations, without its memory."""
 
-    iteration: int
     count: int  # number of evaluations
     iterate: Point
     value_before: float  # objective at the previous iterate; infinite if the last search found no better point
@@ -76,7 +75,6 @@ class StateFiles:
         self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement
         self._obsolete = list[Path]()
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
-        self._found: dict[str, np.ndarray] | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -87,44 +85,38 @@ class StateFiles:
         file = self._checkpoint.file  # type: ignore[union-attr]
         return file.with_name(f"{file.stem}.rank{self._used.rank}of{self._used.size}.{_SLOTS[slot]}{file.suffix}")
 
-    def load(self) -> None:
-        """Read the newest state that all ranks have, if any; raise a ValueError on all ranks if a file is invalid."""
+    def load(self) -> dict[str, np.ndarray] | None:
+        """Return the arrays of the newest state that all ranks have, or None; raise on all ranks if a file is invalid."""
         if self._checkpoint is None:
-            return
-        slots, error_here = {}, None
+            return None
         others = files_of_ranks(self._checkpoint.file)
         if self._identity.layout is not None:
             # Redistribute if all ranks find the same files of another number of ranks, and no files of this number.
             names_here = [] if self._of_this_size(others) else [file.name for file in others]
             every = self._used.data.allgather(names_here)
             if every[0] and all(names == every[0] for names in every):
-                self._redistribute(others, self._identity.layout)
-                return
-        try:
-            slots = self._iterations_on_disk()
-        except (OSError, ValueError) as error:
-            error_here = error
-        common = self._newest_common(slots, error_here)
-        if common is not None:
-            self.iteration, self._slot = common, 1 - slots[common]
-            try:
-                self._found, error_here = self._state_of(common), None
-            except ValueError as error:
-                error_here = error
-            self._newest_common(slots, error_here)
+                return self._redistributed(others, self._identity.layout)
+        with raising_together(self._used, (OSError, ValueError)):
+            slots = self._iterations_on_disk(others)
+        common = self._newest_common(slots)
+        if common is None:
+            return None
+        self.iteration, self._slot = common, 1 - slots[common]
+        with raising_together(self._used, ValueError):
+            return self._state_of(common)
 
-    def _redistribute(self, others: list[Path], layout: Layout) -> None:
-        """Read the newest state that another number of ranks has written."""
-        found, error_here = newest_state(others, self._identity.any_ranks, self._used.data)
+    def _redistributed(self, others: list[Path], layout: Layout) -> dict[str, np.ndarray]:
+        """Return this rank's arrays of the newest state that another number of ranks has written."""
+        found = newest_state(others, self._identity.any_ranks, self._used)
         if found is None:
             missing = (
                 f"minimize: the files of another number of ranks, such as {others[0]}, don't have an iteration that is "
                 "complete. Restore the missing files, or delete all of them."
             )
-            raise agreed(self._used, ValueError(error_here or missing))
-        with raising_together(self._used, ValueError):
-            self._found = found.arrays(layout)
+            raise agreed(self._used, ValueError(missing))
         self.iteration, self._obsolete = found.iteration, others
+        with raising_together(self._used, ValueError):
+            return found.arrays(layout)
 
     def _of_this_size(self, files: list[Path]) -> list[Path]:
         return [file for file in files if f"of{self._used.size}." in file.name]
@@ -140,10 +132,9 @@ class StateFiles:
             )
         return arrays
 
-    def _iterations_on_disk(self) -> dict[int, int]:
-        """Return the slots of this rank's files, by iteration."""
+    def _iterations_on_disk(self, others: list[Path]) -> dict[int, int]:
+        """Return the slots of this rank's files, by iteration; `others` are the files of all ranks."""
         file, found = self._checkpoint.file, {}  # type: ignore[union-attr]
-        others = files_of_ranks(file)
         if others and not self._of_this_size(others):
             raise ValueError(
                 f"minimize: the checkpoint {others[0]} was written by another number of ranks than the "
@@ -162,33 +153,23 @@ class StateFiles:
                 found[description["iteration"]] = slot
         return found
 
-    def _newest_common(self, slots: dict[int, int], error_here: Exception | None) -> int | None:
-        """Return the newest iteration that all ranks have; raise on all ranks if a rank has an error."""
-        every = self._used.data.allgather((sorted(slots), None if error_here is None else str(error_here)))
-        for rank, (_, text) in enumerate(every):
-            if text is not None:
-                raise agreed(self._used, ValueError(f"{text} (found on rank {rank})"))
-        common = set.intersection(*(set(iterations) for iterations, _ in every))
-        if not common and any(len(iterations) > 1 for iterations, _ in every):
-            without = next(rank for rank, (iterations, _) in enumerate(every) if len(iterations) < 2)
+    def _newest_common(self, slots: dict[int, int]) -> int | None:
+        """Return the newest iteration that all ranks have; raise on all ranks if only some ranks have two iterations."""
+        every = self._used.data.allgather(set(slots))
+        common = set.intersection(*every)
+        if not common and any(len(iterations) > 1 for iterations in every):
+            without = next(rank for rank, iterations in enumerate(every) if len(iterations) < 2)
             path = self._checkpoint.path  # type: ignore[union-attr]
             text = f"rank {without} has no file of the iterations that other ranks have written to the checkpoint {path}"
             raise agreed(self._used, ValueError(f"minimize: {text}. Restore its files, or delete those of all ranks."))
         return max(common, default=None)
 
-    def pop(self) -> dict[str, np.ndarray] | None:
-        """Return the arrays that `load` has read, in the first call; None for a new solve."""
-        found, self._found = self._found, None
-        return found
-
-    def due(self, iteration: int, ended: bool) -> bool:
-        """Return whether the state of an iteration is to be written; the same on all ranks."""
+    def write_if_due(self, iteration: int, ended: bool, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Write the state of an iteration if it is due; all ranks call this. Otherwise `arrays` isn't iterated over."""
         if self._checkpoint is None or iteration <= self.iteration:
-            return False
-        return ended or (iteration > 0 and iteration % self._checkpoint.every == 0)
-
-    def write(self, iteration: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-        """Write a state; all ranks call this."""
+            return
+        if not ended and (iteration == 0 or iteration % self._checkpoint.every):
+            return
         (problem, any_ranks, layout), error_here = self._identity, None
         description = {**problem, **any_ranks, "iteration": iteration}
         if layout is not None:
@@ -198,11 +179,9 @@ class StateFiles:
         except OSError as error:
             error_here = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
         failures = [text for text in self._used.data.allgather(error_here) if text is not None]
-        if failures:
-            # The next state is written to the same slot, since the other slot has the last complete state.
-            self._failures.warn(iteration, failures[0])
-        else:
-            self._failures.clear()
+        self._failures.report(iteration, failures[0] if failures else None)
+        # After a failure the next state is written to the same slot, since the other slot has the last complete state.
+        if not failures:
             self.iteration, self._slot = iteration, 1 - self._slot
             # The files of another number of ranks are now obsolete.
             for file in self._obsolete[self._used.rank :: self._used.size]:

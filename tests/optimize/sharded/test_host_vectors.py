@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.optimize.sharded.host_vectors import LENGTH, HostVectors, Parts
+from mpiad.optimize.sharded.host_vectors import LENGTH, HostVectors, Parts, Ring
 
 RNG = np.random.default_rng(8)
 
@@ -47,10 +47,6 @@ def test_rows_and_vectors(size: int, rows: list[slice]) -> None:
     (parts, numbers), tiles = parts_of(rows), filled(11, size)
     before, weights = whole(tiles), RNG.normal(size=len(numbers))
     here = RNG.normal(size=size)
-    out = np.full(len(numbers), np.nan)
-    square = tiles.multiply(parts, 6, 6, out)
-    np.testing.assert_allclose(out, before[numbers] @ before[6], rtol=1e-11, atol=1e-10)
-    np.testing.assert_allclose(square, before[6] @ before[6])
     tiles.combine(parts, weights, 10)
     np.testing.assert_allclose(whole(tiles)[10], weights @ before[numbers], rtol=1e-11, atol=1e-12)
     np.testing.assert_array_equal(whole(tiles)[:10], before[:10])
@@ -63,16 +59,22 @@ def test_rows_and_vectors(size: int, rows: list[slice]) -> None:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("rows", ROWS)
-def test_changes(rows: list[slice]) -> None:
-    (parts, numbers), tiles = parts_of(rows), filled(11, LENGTH + 50)
-    rows_then = whole(tiles)
-    rows_then[8] = rows_then[9] - rows_then[8]
-    out = np.empty(len(numbers))
-    square = tiles.multiply(parts, 8, 9, out)
-    np.testing.assert_array_equal(whole(tiles), rows_then)
-    np.testing.assert_allclose(out, rows_then[numbers] @ rows_then[8], rtol=1e-11, atol=1e-10)
-    np.testing.assert_allclose(square, rows_then[9] @ rows_then[9])
+@pytest.mark.parametrize(("change", "gradient"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize("size", [1, 7, 1000, LENGTH, 2 * LENGTH + 5])
+def test_products(size: int, first: int, count: int, change: bool, gradient: bool) -> None:
+    ring = Ring(3)
+    ring.first, ring.count = first, count
+    tiles = filled(ring.height, size)
+    expected = whole(tiles)
+    if change:
+        expected[ring.newest] = expected[ring.gradient] - expected[ring.newest]
+    of_change, of_gradient, square = tiles.products(ring, change, gradient)
+    np.testing.assert_array_equal(whole(tiles), expected)
+    rows = expected[ring.rows()]
+    np.testing.assert_allclose(of_change, rows @ expected[ring.newest] * change, rtol=1e-11, atol=1e-10)
+    np.testing.assert_allclose(of_gradient, rows @ expected[ring.gradient] * gradient, rtol=1e-11, atol=1e-10)
+    np.testing.assert_allclose(square, expected[ring.gradient] @ expected[ring.gradient])
 
 
 @pytest.mark.serial
