@@ -50,7 +50,7 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def common_kind(a: str, b: str) -> str:
-    """Return the type to which both operands of an arithmetic operation are converted."""
+    """Return the common type of two numbers: the wider one, or double for an integer and a single-precision float."""
     if {a, b} == {INTEGER, SINGLE}:
         return DOUBLE
     return KINDS[max(KINDS.index(a), KINDS.index(b))]

@@ -49,7 +49,7 @@ def _statement(node: ast.stmt, known: set[str]) -> list[str]:
     known.update(names)
     if not isinstance(target, ast.Tuple):
         return [f"{'auto ' if new else ''}{names[0]} = {_text(node.value)};"]
-    call: ast.Call = node.value  # type: ignore[assignment] f and its derivatives give their results to references
+    call: ast.Call = node.value  # type: ignore[assignment] in C++, its results are reference parameters
     given = ", ".join([*map(_text, call.args), *names])
     return [*([f"real {', '.join(new)};"] if new else []), f"{ast.unparse(call.func)}({given});"]
 
@@ -70,7 +70,7 @@ class _Expression(ast.NodeTransformer):
     """Replaces parts of an expression that differ in C++; each becomes a name whose identifier is the C++ text."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
-        """Return a call, or an expression with operators for functions without a C function."""
+        """Return a call of a function of C++, or an expression with operators for a function that C++ lacks."""
         name, given = ast.unparse(node.func), [_text(argument) for argument in node.args]
         if name == "np.float32":
             number = isinstance(node.args[0], ast.Constant)

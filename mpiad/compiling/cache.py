@@ -40,7 +40,7 @@ _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 
 
 def description() -> str:
-    """Return a text of LLVM's version and the processor, which determine the machine code of a module."""
+    """Return a text of the processor and the version of llvmlite, which contains LLVM: they determine the machine code."""
     import llvmlite
     import llvmlite.binding as llvm
 
@@ -67,7 +67,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
-    # Loops over lanes are vectorized already; SLP vectorization would take more compile time than it saves.
+    # The loops around programs are vectorized already; SLP vectorization would take more compile time than it saves.
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -390,7 +390,7 @@ def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None]
 
 @cache
 def _machine() -> str:
-    """Return a text of everything, except the source text, that determines the machine code."""
+    """Return a text of everything that determines the machine code besides the arguments of `kernel_of`."""
     from importlib.metadata import PackageNotFoundError, version  # imported late, since it takes 20 ms
 
     try:

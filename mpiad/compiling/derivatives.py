@@ -18,8 +18,8 @@ from mpiad.compiling.symbols import Symbol, choose
 # The partial derivatives of each operation, written with symbols.
 #
 # At kinks and ties they equal those of autograd: the derivative of the absolute value at 0 is 0, and equal arguments of a
-# maximum have equal derivatives. Gradients therefore agree with those of the vectorized implementation, which uses
-# autograd.
+# maximum have equal derivatives. Gradients therefore agree with those by which autograd differentiates the uncompiled
+# function.
 
 # A partial derivative: a factor, None for zero, or a linear function if a product with a factor could be 0 · ∞.
 Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
@@ -190,7 +190,7 @@ def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
 
 def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
     if seeds in program.groups:
-        raise ValueError(f"the program has a group {seeds!r} already, of {program.groups[seeds]}: choose another name")
+        raise ValueError(f"the program has a group {seeds!r} of {program.groups[seeds]} inputs: choose another name")
     return {**program.groups, seeds: count}
 
 

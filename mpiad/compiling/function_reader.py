@@ -59,10 +59,10 @@ class FunctionReader:
     # ---- what subclasses record
 
     def constant(self, value: Any) -> None:
-        """Record a number, a text, code, or a module, class or function of a constant library."""
+        """Record a number, a text, code, a class, or a module or function of a constant library."""
 
     def is_known(self, value: Any) -> bool:
-        """Return whether an object has been recorded, with all objects that can be reached from it."""
+        """Return whether an object is recorded, with all objects reachable from it; if not, it may be marked so."""
         raise NotImplementedError
 
     def array(self, value: np.ndarray) -> None:

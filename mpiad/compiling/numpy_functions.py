@@ -26,7 +26,8 @@ class Unsupported(Exception):
 class Translator(Protocol):
     """A program to which rules append values.
 
-    `kind`: the type of values among the arguments. `shape`, `dtype`: those of NumPy's result of the call.
+    `kind`: the class of the program's values, by which rules tell them from constants. `shape`, `dtype`: those of NumPy's
+    result of the call.
     """
 
     kind: type
@@ -39,7 +40,7 @@ class Translator(Protocol):
     def reduce(
         self, name: str, x: Array, axis: Axis = None, dtype: object = None, out: None = None, keepdims: bool = False
     ) -> Array:
-        """Append a reduction by a ufunc, given by its name, from the first entry to the last; no axes are kept."""
+        """Append a reduction by a ufunc, given by its name, from the first entry to the last; `keepdims` has no effect."""
 
     def full(self, value: Array) -> Array:
         """Append an array of the call's shape and dtype, whose entries are a number or a value, which is broadcast."""

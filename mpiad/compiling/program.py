@@ -91,7 +91,7 @@ OPERATIONS: dict[str, Operation] = {
     "logical_not": Operation(1, np.logical_not, "not {0}", boolean=True),
     "where": Operation(3, np.where, "where({0}, {1}, {2})"),
     # Powers with a small constant exponent become multiplications and roots; other powers are calls, which prevent the
-    # vectorization of a loop over lanes.
+    # vectorization of a loop around the program.
     "power": _called(np.power, "math.pow", 2),
     "exp": _called(np.exp, "math.exp"),
     "expm1": _called(np.expm1, "math.expm1"),
@@ -142,7 +142,7 @@ class Untraceable(TypeError):
 
 
 class Refusal(TypeError):
-    """Raised in a traced function by an unsupported operation on a symbol; `trace_program` turns it into `Untraceable`."""
+    """Raised in a traced function by an unsupported operation on a symbol; the tracer turns it into `Untraceable`."""
 
 
 def where_raised(traceback: TracebackType | None, f: object) -> str:

@@ -1,7 +1,8 @@
 """Source text of programs, in the kernel language: one assignment to a local scalar per operation.
 
 The values of a user's function are computed in the order of the operations in the function, so they equal those computed
-by NumPy. In tangents and adjoints, a product and a sum may become one `fma`.
+by NumPy, except for the rounding of operations that `lowered` or a `Builder` replaces. In tangents and adjoints, a product
+and a sum may become one `fma`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _remainder(x: Symbol, y: Symbol) -> Symbol:
     return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
-# hypot isn't called, since a call would prevent the vectorization of a loop over lanes.
+# hypot isn't called, since a call would prevent the vectorization of a loop around the program.
 def _modulus(x: Symbol, y: Symbol) -> Symbol:
     larger, smaller = abs(x).maximum(abs(y)), abs(x).minimum(abs(y))
     ratio = smaller / choose(larger == 0.0, 1.0, larger)

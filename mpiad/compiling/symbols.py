@@ -303,7 +303,7 @@ class Symbol:
 
 def number_of(builder: Builder, value: object) -> int:
     """Return the value number of a constant or a symbol; raise a Refusal for anything else."""
-    if isinstance(value, np.ndarray) and value.shape == ():  # autograd makes entries of object arrays so
+    if isinstance(value, np.ndarray) and value.shape == ():  # autograd turns an entry of an object array into this
         value = value.item()
     if isinstance(value, Symbol):
         return value.number

@@ -108,7 +108,7 @@ def _is_finite(build: BlockBuilder, x: Value) -> Value:
 
 
 def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
-    """Return a b + c, rounded once."""
+    """Return a b + c, rounded once if the processor has an instruction for this, otherwise twice."""
     kind = _float_kind([a, b, c])
     operands = [build.converted(x, kind) for x in (a, b, c)]
     if not has_fma_instruction():

@@ -36,9 +36,9 @@ from mpiad.transport.core.calls import Site
 
 
 class Axis(NamedTuple):
-    """The index along one axis of the source: `stride` times the result's index along axis `source`, plus `offset`."""
+    """The index along one axis of the source: `stride` times the index along the result's axis `source`, plus `offset`."""
 
-    source: int | None  # axis of the result; None if the index is constant, and then the stride is 0
+    source: int | None  # axis of the result (not of the source); None if the index is constant, and then the stride is 0
     stride: int
     offset: int
 
@@ -166,7 +166,7 @@ class Call(NamedTuple):
     """A Python call in a program."""
 
     kind: str  # "call", "communicate" or "operate"
-    fun: Any  # callable or Operation
+    fun: Any  # callable, or for "operate" an `Operation` of the package `primitives`
     # Arrays in `args` and `kwargs` are replaced by `Slot`.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -390,7 +390,7 @@ class ArrayProgram:
         return self._precisions[x]
 
     def is_float(self, x: int) -> bool:
-        """Return whether loops can compute with a node's dtype."""
+        """Return whether loops can compute with a node's dtype: floats, and also booleans."""
         return self.nodes[x].dtype in COMPUTED
 
 

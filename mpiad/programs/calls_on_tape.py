@@ -289,8 +289,8 @@ class _By(NamedTuple):
 
     inner: list[int]  # positions of the variables of the function's reverse pass
     outer: list[int]  # positions of the variables of the outer tape
-    # Number of parts of the program: 2 without a reverse pass along the outer tape, 3 if this pass differentiates with
-    # respect to the cotangents of the results, 4 if also with respect to the leaves `outer`.
+    # Number of parts of the program: 2 if the reverse pass isn't differentiated, 3 if it is, with respect to the cotangents
+    # of the results, 4 if the function and its reverse pass are also differentiated with respect to the leaves `outer`.
     parts: int
 
 
@@ -325,11 +325,10 @@ def _variable(tape: OrderedTape, x: Array) -> Array:
 
 
 def _with_all_parts(by: _By, given: Arguments, program: Program, recorder: Recorder) -> list[list[Array]]:
-    """Return the parts of a function, its reverse pass, and the reverse passes of both.
+    """Return the results of the first `by.parts` of the four parts (see the module's docstring).
 
-    The inputs are the arguments, for the second part the cotangents of the results, for the third part the seeds of its
-    reverse pass (shaped like the variables), and for the fourth part the seeds of its reverse pass (shaped like the
-    results).
+    All parts read the arguments. The second part also reads the cotangents of the results, the third part seeds shaped like
+    the variables, and the fourth part seeds shaped like the results.
     """
     recorder.logged = min(by.parts - 1, 2)
     inner, outer = ([given.traced.index(k) for k in places] for places in (by.inner, by.outer))
@@ -470,8 +469,8 @@ class _Call:
     def _conformed(self, found: Sequence[Array]) -> list[Array]:
         return [conformed(g, spec) for g, spec in zip(found, self._specs)]
 
-    # The reverse pass of the reverse pass ("second"), and afterwards the reverse pass of the function ("first"). The
-    # methods `_second_played` and `_first_played` run them along the record of a playback.
+    # The reverse pass of the reverse pass ("second", with seeds `vs`), and afterwards the reverse pass of the function
+    # ("first", with seeds `cs`). `_second_played` and `_first_played` run them along the record of a playback.
 
     def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Array]) -> list[Array]:
         """Return the cotangents of the `gs` that are variables, and a 1, which activates the function's node."""
