@@ -118,14 +118,14 @@ class Schedule(NamedTuple):
     places: dict[int, Place]  # of the nodes in memory
     # For arguments of the program with a copy in another buffer: the first step after the copy, and the place of the copy.
     copies: dict[int, tuple[int, Place]]
-    since: dict[int, int]  # for computed nodes, the step that stores them; earlier loops compute the entries that they need
+    since: dict[int, int]  # for computed nodes, the step that stores them; earlier loops that read one compute it again
     steps: list[Any]  # list of Loop and Run
     outputs: list[int]  # buffers
-    cuts: list[int]  # the first step of each part but the first
+    part_starts: list[int]  # the first step of each part but the first
 
     def part(self, at: int) -> int:
         """Return the part of the program that a step belongs to."""
-        return bisect(self.cuts, at)
+        return bisect(self.part_starts, at)
 
 
 def root_of(buffers: Sequence[Buffer], b: int) -> int:
@@ -150,7 +150,8 @@ def working_in_place(node: Node) -> Any:
 # Kinds of nodes that Python runs ("cuts"), which read and write whole arrays.
 _CUTS = frozenset({"communicate", "call"})
 
-# Costs of operations, in units of an addition; `_KEEPING` is the cost of storing an entry and reading it again.
+# Costs of operations, in units of an addition: `_CALL` for other functions, such as exp, and `_KEEPING` for storing an
+# entry and reading it again.
 _COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8
 _SIMPLE = frozenset(
@@ -249,8 +250,8 @@ class Materialization:
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
             eras[n] = frozenset(map(self._era, stored)).union(*(eras[x] for x in computed))
             # Running sums of results or cotangents are kept. Otherwise each step would compute the whole sum again.
-            runs_on = self.program.contracts or node.part > 0
-            crowded = runs_on and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
+            may_sum = self.program.contracts or node.part > 0
+            crowded = may_sum and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
                 long.add(n)
         return costs, {n: len(found) for n, found in sets.items()}, long
@@ -365,19 +366,20 @@ class Fusion:
             if node.kind in ("input", "constant"):
                 self._own(n, self._buffer(node.kind, node.shape, node.dtype, node.data))
         outputs: list[int] = []
-        cuts: list[int] = []
+        part_starts: list[int] = []
         for part, (start, end) in enumerate(pairwise([0, *self.program.ends, len(self.program.outputs)])):
             for n in self.cuts:
                 if self.nodes[n].part == part:
                     self._run(n)
             outputs += self._compute_outputs(range(start, end), part)
-            cuts.append(len(self.steps))
+            part_starts.append(len(self.steps))
         found = self.buffers, self.places, self.copies, self.since, self.steps
-        return Schedule(self.program, *found, outputs, cuts[:-1])
+        return Schedule(self.program, *found, outputs, part_starts[:-1])
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
         """Append loops that compute the outputs of a part, given by their positions, and return their buffers."""
-        last = part == len(self.program.ends)  # if so, no later step may change the contents of the outputs' buffers
+        # Later parts mustn't read the buffers of outputs, which the caller may change.
+        last = part == len(self.program.ends)
         wanted, outputs = [], []
         for place in places:
             n = self.program.outputs[place]
@@ -426,7 +428,7 @@ class Fusion:
             self._run_in_place(n, operator)
             return
         missing = [x for x in dict.fromkeys(node.inputs) if self._whole(x) is None]
-        places = {x: self._anywhere(x) for x in missing}
+        places = {x: self._new_place(x) for x in missing}
         self._compute([(x, places[x], x not in self.places) for x in missing], n)
         inputs: Any = [places[x].buffer if x in places else self._whole(x) for x in node.inputs]
         self.steps.append(Run(n, tuple(inputs), False))
@@ -463,7 +465,7 @@ class Fusion:
                 if (node.kind, node.shape, node.dtype) == alike and map == identity(len(loop.shape)):
                     self.copies.setdefault(n, (len(self.steps), item.place))
 
-    def _anywhere(self, n: int) -> Place:
+    def _new_place(self, n: int) -> Place:
         node = self.nodes[n]
         return Place(self._buffer("temporary", node.shape, node.dtype), identity(len(node.shape)))
 
@@ -484,7 +486,7 @@ class Fusion:
             waiting.append(self._waiting.popleft())
         for n in [n for n in waiting if n not in self.places]:
             self._keep(n, items)
-        # Operands that are kept in memory become items of this list, too, and the loop visits their operands.
+        # Operands that are kept in memory are appended to `items`, so that the `for` visits their operands, too.
         seen: set[int] = set()
         for item in items:
             if item.copies:
@@ -530,8 +532,8 @@ class Fusion:
                 self._put(x, place._replace(map=moved(place.map, node.data, start)), is_readable, items)
                 start += self.nodes[x].shape[node.data]
             return
-        # If the view contains all entries of its source, the source is stored in the order of the view. If the view is in
-        # memory, this is done only if its source is in memory, too.
+        # If the view contains all entries of its source, the source is stored in the order of the view. This is done
+        # only if both are in memory, or neither is.
         if node.kind == "view" and copies == (node.inputs[0] in self.places):
             back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
             if back is not None:
@@ -546,15 +548,15 @@ class Fusion:
         if node.kind == "reshape":
             (x,) = node.inputs
             if x not in self.places:
-                self._put(x, self._anywhere(x), True, items)
+                self._put(x, self._new_place(x), True, items)
             whole = self._whole(x)
             if whole is None:
-                place = self._anywhere(x)
+                place = self._new_place(x)
                 self._put(x, place, False, items)
                 whole = place.buffer
             self._own(n, self._buffer("alias", node.shape, node.dtype, whole))
         else:
-            self._put(n, self._anywhere(n), True, items)
+            self._put(n, self._new_place(n), True, items)
 
     def _group(self, items: list[Store | Fold]) -> None:
         pending = sorted(items, key=lambda item: (item.node, item.copies))

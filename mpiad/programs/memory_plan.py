@@ -24,7 +24,7 @@ from mpiad.programs.loops import LoopText
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
 _SHARED = 1 << 20  # in programs without a reverse pass, bytes above which a buffer is in scratch memory
 _LARGER = 4  # maximum ratio of the size of scratch memory to the required size
-_LINE, _SHORT = 64, 1024  # bytes in a cache line, and in the longest rows that aren't padded
+_LINE, _SHORT, _PAGE = 64, 1024, 4096  # bytes in a cache line, in the longest rows that aren't padded, and in a page
 
 
 class Layout(NamedTuple):
@@ -151,7 +151,7 @@ def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) ->
         if len(shape) > 1 and b not in dense and pitch * itemsize > _SHORT:
             pitch += -pitch % (_LINE // itemsize)
             # If rows were a multiple of a page apart, they would evict each other from the cache.
-            pitch += _LINE // itemsize * (pitch * itemsize % SMALL == 0)
+            pitch += _LINE // itemsize * (pitch * itemsize % _PAGE == 0)
         made[b] = Layout(pitch, shifts.get(b, 0))
     return made
 

@@ -2,7 +2,8 @@
 
 Sender and receiver number their point-to-point messages, and a message and its adjoint have the same number (see
 `transport.core.messages.Envelope`). Each run of a program needs new numbers, so it replaces the envelopes of the trace by
-new ones. The envelopes of prepared communications are copied once, and each run gives new numbers to the copies.
+new ones. The envelopes of prepared communications (see `primitives.operation.Operation`) are copied once, and each run
+gives new numbers to the copies.
 """
 
 from __future__ import annotations

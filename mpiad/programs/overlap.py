@@ -27,7 +27,7 @@ from mpiad.transport.resources import loop_threads
 # A large loop is divided along its first axis. All threads run the same machine code, so the results don't depend on the
 # number of threads. Loops with reductions aren't divided, since the order of their operations is fixed.
 
-LARGE = 1 << 20  # minimum number of entries of a multithreaded loop; for fewer entries the threads take longer to start
+LARGE = 1 << 20  # entries from which a loop is multithreaded; for fewer, starting threads takes longer than they save
 
 
 class _Team:
@@ -124,7 +124,7 @@ def is_divided(schedule: Schedule, at: int) -> bool:
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
         return False
-    waits = at not in (0, *schedule.cuts) and _unchanged_block(schedule, at - 1) is not None
+    waits = at not in (0, *schedule.part_starts) and _unchanged_block(schedule, at - 1) is not None
     return waits or math.prod(step.shape) >= LARGE
 
 
@@ -168,7 +168,7 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
 
     `at`: the exchange. `text`: of the loop. Return None if more than half of the entries need the messages.
     """
-    if text is None or not text.divisible or at + 1 in schedule.cuts:
+    if text is None or not text.divisible or at + 1 in schedule.part_starts:
         return None
     unchanged, buffer = _unchanged_block(schedule, at), schedule.steps[at].inputs[0]
     inner = None if unchanged is None else _inner(schedule, at + 1, text, buffer, unchanged)
@@ -190,7 +190,7 @@ def _inner(
 ) -> list[tuple[int, int]] | None:
     """Return the box in which a loop reads only the block `unchanged` of a buffer; None if the box is unknown."""
     roots = {root_of(schedule.buffers, b) for b in text.written}
-    # If the loop doesn't read the buffer, it may write to another buffer in the same memory.
+    # A loop that doesn't read the buffer can't run early: it might write to another buffer in the same memory.
     if buffer in roots or buffer not in {root_of(schedule.buffers, b) for b, _ in text.loads}:
         return None
     inner = [(0, n) for n in schedule.steps[at].shape]

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
     constants: list[Any]  # the values of the other leaves
     build: Callable[[list[Any]], Any]  # assembles the result from its leaves
     watch: Watch
-    communications: int  # the number of communications in the function, and also in its reverse pass
+    communications: int  # the number in all parts together; a run of any part advances the counter by this number
     communicates: bool  # whether the program communicates, possibly in an untraced function
     channels: set[Used]  # the channels of the communications
 

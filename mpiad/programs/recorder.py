@@ -101,7 +101,7 @@ _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _UNR
 class Recorder:
     """A trace in progress."""
 
-    ended = False
+    ended = False  # see `ProgramRecorder`
 
     def __init__(self) -> None:
         self.specs: list[tuple[Shape, np.dtype]] = []  # shape and dtype of each value; the index is the value's number
@@ -124,8 +124,8 @@ class Recorder:
         # If the trace failed because the function branches on an integer, the number of this integer.
         self.asked: int | None = None
         self.channels: set[Used] = set()
-        self._inside = False
-        self._any_sender = self._any_within = False
+        self._inside = False  # whether an untraced function is running
+        self._any_sender = self._any_within = False  # received from any rank or tag; communicated in an opaque call
         self._marks: list[tuple[Any, str, bool]] = []
 
     def refuse(self, reason: str) -> NoReturn:

@@ -175,7 +175,7 @@ class _KernelBlocks:
                     words += [self._held[-1].ctypes.data, *array.shape]
         self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
         alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
-        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.cuts}
+        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.part_starts}
         for k in self._linked:
             start = self._starts[k - 1, 0]
             self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
@@ -282,10 +282,10 @@ class _ReplayWriter:
         self._memories: dict[int, Array] = {}
         self._arrays: dict[int, str] = {}
         self._lines: list[str] = []
-        self._as_memory = {
+        self._in_kernels = {
             root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
         }
-        self._preparable, numbered = prepared_steps(self.schedule, self._result_buffers, self._is_large, self._as_memory)
+        self._preparable, numbered = prepared_steps(self.schedule, self._result_buffers, self._is_large, self._in_kernels)
         self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
         self._renumbers = bool(numbered - self._preparable)
 
@@ -543,7 +543,7 @@ class _ReplayWriter:
             # A kernel is compiled for one shape, and would read beyond the end of a smaller array.
             log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
             self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
-        if b in self._as_memory:
+        if b in self._in_kernels:
             self._read_argument(b, f"r{b}")
         else:
             self._arrays[b] = f"r{b}"

@@ -1,4 +1,4 @@
-"""`ScalarRecorder`: a trace of a function that translates each operation to instructions of a scalar program at once.
+"""`ScalarRecorder`: a trace of a function that translates each operation to instructions of a scalar program immediately.
 
 The `number` of a traced array is an array of symbols, one per entry. Its `value` is a placeholder, from which NumPy
 computes shapes, dtypes and errors of results. NumPy's functions that move entries, or add and multiply them, are applied to
@@ -143,7 +143,7 @@ class ScalarRecorder:
         return TracedArray(self, self.symbols(found), made)
 
     def write(self, target: TracedArray, fun: Callable, args: Sequence[Array]) -> TracedArray:
-        """Call a function that writes into an array, and into its views."""
+        """Call a function that writes into an array, whose views change, too."""
         made = self.call(fun, args, {})
         np.copyto(target.value, made.value, casting="same_kind")
         target.number[...] = made.number

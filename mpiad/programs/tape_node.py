@@ -73,7 +73,7 @@ def value_and_node(x: Array, tape: OrderedTape) -> tuple[Array, int]:
 
 
 def value_and_tangent(x: Array, tape: TangentTape) -> tuple[Array, Array]:
-    """Return a value and its tangent on a tape; zeros if it has none."""
+    """Return a value and its tangent on a tape: zeros if it has none, and the value itself if it can't have one."""
     if type(x) in _boxes and x._trace == tape.number:
         return x._value, conform(x._node.g, *spec_like(x._value))
     return x, spec_like(x).zeros() if is_variable(x) else x

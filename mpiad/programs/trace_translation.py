@@ -135,7 +135,7 @@ class _Translation:
         return x
 
     def of(self, x: Any, dtype: np.dtype) -> Value:
-        """Return an argument as a node that loops can read; a Python number gets the given dtype, if it is a float's."""
+        """Return an argument as a node that loops can read; a Python number gets `dtype` if that is a float dtype."""
         if isinstance(x, Value):
             node = self.program.nodes[x.number]
             if node.dtype.kind in "iu" and node.kind == "constant":
@@ -179,7 +179,7 @@ class _Translation:
     def reduce(
         self, name: str, x: Array, axis: Any = None, dtype: object = None, out: None = None, keepdims: bool = False
     ) -> Value:
-        """Append a reduction; no axes are kept."""
+        """Append a reduction, without the axes of length 1 that `keepdims` adds; see `_translated_by_rule`."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
             raise Unsupported
         ndim = len(x.shape)

@@ -44,7 +44,7 @@ _boxes = Box.types
 
 
 class _Call(NamedTuple):
-    """The call of a node; its arguments are those of a `Step`, and `params` the keyword arguments, or a communication's."""
+    """The call of a node, with arguments as in a `Step`; `params`: keyword arguments, or parameters of a communication."""
 
     fun: Any
     args: tuple[Any, ...]  # None for inputs of the node
@@ -76,7 +76,7 @@ class ProgramTape(OrderedTape):
         self.recorder = recorder
 
     def referenced(self, x: Any) -> Any:
-        """Return the value of a nest at this time, with references to the trace."""
+        """Return nested arguments, with references to the values that the arrays have at this time."""
         return self.recorder.referenced(mapped(x, _innermost))
 
     def with_indices(self, values: Sequence[Array]) -> list[tuple[Ref, int]]:
@@ -370,7 +370,7 @@ def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer
 def vjp_of_vjp(
     program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int], last: int
 ) -> list[list[Array]]:
-    """Return the parts of `vjp`, and their reverse passes from that of the reverse pass to that of the part `last`."""
+    """Return the two parts of `vjp`, and the reverse passes of these parts, from that of part 1 to that of part `last`."""
     with Noting(recorder), suspended(body=False):
         with OrderedTape() as tape:
             parts = _PartsWithReversePasses(recorder, tape)

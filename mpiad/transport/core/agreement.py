@@ -103,7 +103,7 @@ def agreed_among(error: BaseException) -> frozenset[int]:
 
 
 def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
-    """Mark channels as unusable if communication on them may be pending after an exception; `what`: was interrupted."""
+    """Mark channels as unusable if communication on them may be pending after an exception; `what` was interrupted."""
     agreed = agreed_among(error)
     # If all ranks of a channel raise the exception, no collective is pending, but messages may be.
     for channel, messages in used:
@@ -119,8 +119,8 @@ def forget_agreement(error: BaseException) -> None:
 def raise_together(channel: Channel, error: Exception | None) -> None:
     """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None.
 
-    Ranks with an error raise it. The others raise an exception with its text and type, or, unless the type is built into
-    Python or belongs to the solvers, its nearest such base class. So `except ValueError` catches it on all ranks or none.
+    Ranks with an error raise it. The others raise an exception with the text of the first of these errors, and with the
+    first class in its MRO that is in `_KINDS`: so `except ValueError` catches one error on all ranks or on none.
     """
     settled(_raised_together, channel, error)
 
