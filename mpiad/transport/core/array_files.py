@@ -58,7 +58,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
 
     root = used.rank == 0
     try:
-        _together(used, path, make if root else None, call)  # MPICH's errors on several ranks may have no text
+        _together(used, path, make if root else None, call)  # not by MPI: MPICH's errors may have no text
         data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
         with _opened(used, data, MPI.MODE_WRONLY, call) as file:
             # The ranks agree after each step, since in the next one they would wait for a rank that has failed.
@@ -104,7 +104,7 @@ def read_block(used: Channel, path: Path, allocate: Callable[[Layout], tuple[Sha
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
         if attempt and used.rank == 0:
-            # No job replaces a hard link. If the file system has no hard links, the ranks try the original name again.
+            # Other jobs don't replace a private hard link. Without hard links, the ranks try the original name again.
             with contextlib.suppress(OSError):
                 begun.append(begin(path))
                 os.link(path, data_of(begun[0][0]))

@@ -46,7 +46,7 @@ class Site:
 
 _COMPOSITES = ("mpi_optimize", "mpi_map")  # communicate many times: messages name the single operation instead
 # Values of `Site.entry` that messages don't show: "" for other libraries; "extend" for operators, which have names.
-_OPERATORS = ("", "extend")
+_UNSHOWN = ("", "extend")
 
 
 class Arguments(NamedTuple):
@@ -120,7 +120,7 @@ class Call:
     def called(self) -> str:
         """The library's function that the user called, as text: ``"exchange"``, or ``"adjoint of exchange"``."""
         entry = (self.forward_site or self.site).entry
-        if entry in _OPERATORS:
+        if entry in _UNSHOWN:
             return self.described
         return entry if self.direction == "forward" else f"{self.direction} of {entry}"
 

@@ -109,7 +109,7 @@ Used: TypeAlias = "tuple[Channel, bool]"
 
 
 def note_use(channel: Channel) -> None:
-    """Record that the enclosing trace or operator communicates on the channel without an `Operation`."""
+    """Record that the enclosing tape or operator communicates on the channel without an `Operation`."""
     if tracing.channels is not None:
         tracing.channels.add((channel, False))
 
@@ -205,7 +205,7 @@ class Channel:
         return self._backwards
 
     def separate(self) -> Comm:
-        """Return a duplicate for operations between the parts of other communication; the first call is collective."""
+        """Return a duplicate for operations in the middle of communication on `data`; the first call is collective."""
         # The watch replaces `data` on all ranks; then all ranks create a new duplicate.
         if self._separate is None or self._separate[0] is not self.data:
             if self._separate is not None:
@@ -288,7 +288,7 @@ class Channel:
 
     def end(self) -> None:
         """Complete or drop all pending messages; collective. After an exception it may be called again."""
-        # If an earlier call was interrupted in a guarded send, `drain` may send a last message twice.
+        # After an interrupt in a guarded send, `drain` may send a last message twice: the duplicates mustn't be freed.
         self.unended |= any(len(sending) < self.size for sending, _ in self._drained.values())
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():
@@ -299,7 +299,7 @@ class Channel:
             drain(comm, self.tag_limit, self._drained)
         for request in self._sends():
             request.Wait()
-        # A reduction that some ranks haven't started never ends. If its request was lost, it may not have ended.
+        # A reduction that some ranks haven't started never ends. An operation whose request was lost may not have ended.
         self.unended = self._has_unended()
         ABANDONED.extend(held for held in self.started.values() if held[0] in ("reduction", "parcel") or not held[1])
         # Derived communicators may have pending messages; see `give_back`.
@@ -382,7 +382,7 @@ class Channel:
         return [comm for comm in (self.data, self.reverse, self._backwards, separate, *self.derived) if comm is not None]
 
     def reopen(self, data: Comm) -> None:
-        """Replace duplicates that may be revoked by `data`, a new duplicate, and its duplicates; collective."""
+        """Replace the duplicates, which may be revoked; `data`: a new one, of which others are made here; collective."""
         # The old ones aren't freed: their contexts mustn't be reused while messages are in flight.
         ABANDONED.append((self.duplicates(), self.pending, self.started))
         if _watch is not None:
@@ -431,8 +431,8 @@ class Refusing:
 
 
 def report_to_recorders(on: bool) -> None:
-    """Start or stop to report communication that isn't a recorded operation to the trace of a compiled program."""
-    # A property of the class takes precedence over the object's attribute. Otherwise attribute access has no overhead.
+    """Start or stop reports, to the trace of a compiled program, of communication that isn't a recorded operation."""
+    # A property of the class takes precedence over the object's attribute. While reports are off, access has no overhead.
     for name in ("data", "reverse"):
         if on:
             setattr(Channel, name, property(partial(_get, name), partial(_set, name)))
@@ -455,7 +455,7 @@ class Watch(NamedTuple):
 
     duplicate: Callable[[Channel], Comm]  # duplicates the user's communicator
     put_on: Callable[[Channel], None]  # wraps a channel's communicators
-    start_anew: Callable[[Channel], None]
+    start_anew: Callable[[Channel], None]  # retires a channel's communicators before they are replaced
 
 
 _watch: Watch | None = None

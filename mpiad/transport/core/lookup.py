@@ -41,7 +41,7 @@ def open_world() -> Channel:
 
 
 def world_is_given_up() -> bool:
-    """Return whether the world's channel was revoked: then ranks wait until this one learns of a failure."""
+    """Return whether another rank has revoked the world's channel, and waits until this one learns of a failure."""
     return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
 
 

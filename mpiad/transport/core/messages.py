@@ -184,7 +184,7 @@ _PROBES_FIRST = MPI.get_vendor()[0] == "Open MPI"
 class Receipt:
     """A receive; pending, unless `kind` is empty.
 
-    Then `finish_receive` starts it by a blocking call of MPI, which also sends `sent` (array, rank, tag) if it isn't None.
+    If `kind` is empty, `finish_receive` makes a blocking call of MPI, which also sends `sent` (array, rank, tag) if given.
     """
 
     __slots__ = ("buffer", "envelope", "requests", "sent", "spec", "transfer")
@@ -202,7 +202,7 @@ def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Requ
     """Start a send, and return MPI's request; a host array mustn't be changed before `finish_send`."""
     if (arrays := arrays_of(array)) is not None:
         chunk = device_settings.present().chunk
-        # An array of the size of an announcement would be mistaken for one.
+        # If an array had the size of its announcement, the receiver would mistake the announcement for the array.
         if array.nbytes > max(chunk, ANNOUNCEMENT_BYTES) and not takes_directly(arrays):
             return _send_in_chunks(array, envelope, chunk, kind)
         array = outgoing_transfer(array, copies=True).piece(0)
@@ -385,7 +385,7 @@ def prepared_swap(
         except MPI.Exception as error:
             ABANDONED.append((sent, received))  # MPI may still use them
             raise receive_error(error, Spec.of(destination), back, call) from None
-        if status.Get_count(byte) != size:  # tested here, since a function call would take a tenth of the time
+        if status.Get_count(byte) != size:  # tested here, since a function call would add a tenth to the time
             require_whole(destination, status, back, call)
 
     if not dest == source == there.channel.rank or (array.shape, array.dtype) != (destination.shape, destination.dtype):

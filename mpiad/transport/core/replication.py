@@ -58,7 +58,7 @@ def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, ot
     absolute, relative = _largest(mine.reshape(-1)[places], theirs.reshape(-1)[places])
     size = "in the sign of a zero or the bits of a NaN only" if absolute == 0 else f"by at most {absolute:.2g}"
     if absolute != absolute:
-        size = "where only one of both is NaN"
+        size = "where just one of the two is NaN" if mine.dtype.kind in "fc" else "their dtype isn't numeric"
     elif absolute != 0:
         size += f" (relative {relative:.2g})"
     at, count = (f" first at {list(first)}", f"{len(places)} of {mine.size} entries differ, ") if first else ("", "")
@@ -115,8 +115,8 @@ class _Leaf(NamedTuple):
 def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], prefix: str, advice: str = "") -> None:
     """Raise on all ranks if the copies of a value differ; collective.
 
-    `leaves`: paths and leaves of this rank's copy: arrays, numbers, strings or None. `prefix`, `advice`: beginning and end
-    of the message.
+    `leaves`: paths and leaves of this rank's copy: arrays, numbers, strings or None. `prefix`: the message's beginning.
+    `advice`: shown before the list of differences.
 
     Raises a ReplicationError, with the ranks that differ and the first difference; a TypeError if a leaf has another type.
     """

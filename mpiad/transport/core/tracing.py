@@ -56,7 +56,7 @@ class ProgramRecorder(Protocol):
         """Handle communication that isn't made by a recorded operation."""
 
     def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        """Return whether the recorder marks the channel itself, later; it doesn't if the function runs again untraced."""
+        """Return whether the recorder takes over the marking: it marks later, unless the function runs again untraced."""
         ...
 
 
@@ -69,8 +69,8 @@ class _ThreadState(threading.local):
     - `call`: the innermost call in progress, if calls are recorded.
     - `site`: the user's line, if a transformation repeats the calls of a program; otherwise None.
     - `root_copies`: the innermost solve whose variables are on the root.
-    - `tapes`, `contexts`: the innermost open tape, and the innermost other context that must be ended after an exception;
-      their attribute `around` is the enclosing one.
+    - `tapes`, `contexts`: the innermost open tape, even if it isn't current, and the innermost other context that must be
+      ended after an exception; their attribute `around` is the enclosing one.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def once(fun: Callable[..., T], *args: Any) -> T:
 
 
 def opaque(fun: Callable[..., T]) -> Callable[..., T]:
-    """Make a function, which returns a pytree of arrays, a single step of compiled programs, without a trace inside."""
+    """Turn a function that returns a pytree of arrays into one step of compiled programs, without a trace inside."""
 
     @functools.wraps(fun)
     def called(*args: Any, **kwargs: Any) -> T:

@@ -300,7 +300,7 @@ class DeviceKernel(Protocol):
 class Launcher(Protocol):
     """Compiler and launcher of kernels on one device."""
 
-    multiprocessors: int  # this number of blocks can run at the same time
+    multiprocessors: int  # at least this number of blocks can run at the same time
 
     def compiled(self, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
         """Compile CUDA C for this device, and return the kernel with this name; may be cached per text."""

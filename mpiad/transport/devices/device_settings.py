@@ -175,7 +175,7 @@ class DeviceSettings(NamedTuple):
     cuda_aware: bool | None = None  # whether MPI accesses device memory directly; None: test it
     chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
     pinned: int = 256 << 20  # bytes of unused page-locked host memory that are kept
-    expected: bool = True  # whether collectives divide large arrays
+    expected: bool = True  # whether any rank may bring arrays to be staged: then collectives divide large arrays
     exchanged: bool = False  # whether sums of large arrays are computed by an exchange of blocks
 
 

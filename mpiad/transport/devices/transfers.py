@@ -109,7 +109,7 @@ class DirectTransfer(HostTransfer):
 
 
 class StagedTransfer:
-    """The transfer of a device array through host memory; received is a new array."""
+    """The transfer of a device array through host memory; `received` returns a new array."""
 
     def __init__(self, spec: Spec, pieces: list[Ranges]):
         self._spec = spec
