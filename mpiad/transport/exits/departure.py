@@ -1,8 +1,8 @@
 """End of the program on one rank: its exit code, its line, and the wait for the other ranks.
 
-`MPI_Finalize` waits for all ranks. So a rank that ends waits for the others, even before `os._exit`: what the launcher
-does to the others when a rank exits alone depends on the launcher. After an error a rank waits only for some seconds, since
-the others may wait for it.
+`MPI_Finalize` waits for all ranks. So a rank that ends waits for the others, even before `os._exit`: launchers differ
+in what they do to the others when a rank exits alone. After an error a rank waits only for some seconds, since the others
+may wait for it.
 """
 
 from __future__ import annotations
