@@ -63,7 +63,8 @@ def mpiexec_beside(library: str) -> str:
 def warn_of_other_library() -> None:
     """Log, on the first process, that mpi4py will load a library of another MPI than the launcher's.
 
-    Only for Open MPI's launcher: other libraries may end the process at the import of mpi4py.
+    Only for Open MPI's launcher, under which another library may end the process at the import of mpi4py; otherwise
+    `warn_of_separate_worlds` warns after it.
     """
     found = launcher()
     if found.family != "openmpi" or found.rank != 0 or "mpi4py.MPI" in sys.modules:

@@ -33,12 +33,12 @@ from mpiad.transport.devices import device_settings
 from mpiad.transport.devices.staging import close_pools
 from mpiad.transport.exits.abort import end_by, install_hooks, is_rank
 from mpiad.transport.exits.departure import (
-    await_departures,
     await_others,
     code_at_end,
     end_of_program,
-    note_departure,
     note_finalize,
+    prepare_await_others,
+    watch_for_exit,
 )
 from mpiad.transport.exits.recovery import interruptible
 from mpiad.transport.exits.signals import install_signal_handlers
@@ -72,7 +72,7 @@ def prepare_process() -> bool:
     ends_job = not in_pool() and install_hooks()
     if ends_job:
         install_signal_handlers()
-        note_departure()
+        watch_for_exit()
     return ends_job
 
 
@@ -92,7 +92,7 @@ def start(call: str) -> None:
 
 
 def _start(call: str) -> None:
-    # A default communicator other than COMM_WORLD will be chosen here.
+    # The place to choose a default communicator, if it is ever to be another one than COMM_WORLD.
     global _local
     if MPI.COMM_WORLD.size > 1 and in_pool():
         raise CommunicatorError(
@@ -111,7 +111,7 @@ def _start(call: str) -> None:
     _local = node.rank, node.size
     node.Free()
     if ends_job:
-        await_departures()
+        prepare_await_others()
     limit_threads(_local[1])
     for begin in _begins:
         begin()
@@ -204,7 +204,7 @@ def _job() -> str:
             if name in _LAUNCHERS:
                 variables = [os.environ.get(variable, "") for variable in _OF_JOB]
                 text = repr((os.getuid(), number, fields[19], MPI.COMM_WORLD.size, variables))
-                return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # names of sockets have 107 characters
+                return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # names of sockets have at most 107 bytes
             number = int(fields[1])
     return ""
 
@@ -222,7 +222,7 @@ def at_end(end: Callable[[], None]) -> None:
 
 
 def any_rank(asks: bool) -> bool:
-    """Return whether `asks` is true on any rank; collective. Not every launcher passes variables on to all nodes."""
+    """Return whether `asks` is true on any rank; collective. Not every launcher passes environment variables on."""
     return bool(MPI.COMM_WORLD.allreduce(asks, MPI.LOR))
 
 

@@ -93,7 +93,7 @@ class _Foreign:
     def replace(self, ours: Callable[..., object]) -> None:
         self.hook = getattr(self._module, self._name)
         vars(self._module)[self._name] = ours
-        # Pickles of functions refer to modules by name, which depends on the exact class of a module.
+        # cloudpickle stores a module of a function as its name only if its class is exactly ModuleType; others need this.
         by_name = {"__reduce__": lambda module: (importlib.import_module, (module.__name__,))}
         self._module.__class__ = type("module", (type(self._module),), {self._name: self, **by_name})
 
@@ -113,9 +113,9 @@ _of_the_unraisable = _Foreign(sys, "unraisablehook")
 
 
 def install_hooks() -> bool:
-    """Make an uncaught exception end all ranks, with its traceback and a nonzero exit code; return whether this is done.
+    """Make an uncaught exception end all ranks, with its traceback and a nonzero exit code.
 
-    Not done with one rank, or with ``MPIAD_ABORT=0``.
+    Returns whether this call has done so: not with one rank, with ``MPIAD_ABORT=0``, or in a second call.
     """
     global _installed, _in_session
     if not may_end_job() or _installed:

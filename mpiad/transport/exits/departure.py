@@ -1,7 +1,8 @@
 """End of the program on one rank: its exit code, its line, and the wait for the other ranks.
 
-`MPI_Finalize` waits for all ranks. So a rank that ends waits for the others, even before `os._exit`, to which launchers
-react differently. After an error it waits only for some seconds, since the others may wait for it.
+`MPI_Finalize` waits for all ranks. So a rank that ends waits for the others, even before `os._exit`: launchers differ
+in what they do to the others when a rank exits alone. After an error a rank waits only for some seconds, since the others
+may wait for it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class _Ending(NamedTuple):
     where: str
 
 
-def note_departure() -> None:
-    """Start to watch for the exit code of this rank."""
+def watch_for_exit() -> None:
+    """Detect from now on by which call and exit code this rank leaves the program."""
     os._exit = _leave_at_once
     if not note_exit(_note_exit):
         _log.warning(
@@ -54,8 +55,8 @@ def note_departure() -> None:
         )
 
 
-def await_departures() -> None:
-    """Prepare the wait of this rank for the others at its end; collective over all ranks."""
+def prepare_await_others() -> None:
+    """Create the communicator of `await_others`; collective over all ranks."""
     global _comm
     _comm = MPI.COMM_WORLD.Dup()
 
@@ -123,8 +124,9 @@ def note_finalize() -> None:
 def await_others(patience: float | None = None) -> bool:
     """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
 
-    `patience`: seconds after which the job ends in any case; passed if communication was abandoned, since the others may
-    never leave then. Returns whether any rank has passed it. All ranks of the world call this once.
+    `patience`: seconds after which the job ends even if this rank made no error, unless it left by a call with code 0. A
+    rank gives it if communication was abandoned, since the others may never leave then. Returns whether any rank gave it.
+    All ranks of the world call this once.
     """
     global _has_arrived, _comm
     _has_arrived = True
@@ -173,7 +175,7 @@ def _end(ending: _Ending | None, why: str) -> None:
 
 _member = SystemExit.__dict__["code"]
 _python_exit = sys.exit
-# Until Python 3.12, an exception raised by C code is created only when it is caught, not if it ends the program.
+# Before Python 3.12, an exception raised by C code is created only when it is caught, not if it ends the program.
 _MADE_LATE = sys.version_info < (3, 12)
 
 

@@ -7,8 +7,8 @@ all channels whose ranks belong to this one. MPI then interrupts waiting ranks, 
 the ranks exchange their exceptions and renew the duplicates. Failed ranks raise their own exceptions, the others a
 `RemoteError`.
 
-Of nested composites only the outermost one recovers: renewed duplicates lose pending messages, also those of enclosing
-composites.
+Of nested composites only the outermost one recovers, and those with a verdict (see `recoverable`): renewed duplicates lose
+pending messages, also those of enclosing composites.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
             outer = _current.outermost
-            # Only ranks of the outermost composite can wait.
+            # All ranks that may wait for this one take part in the outermost composite, whose recovery suffices.
             if outer is not None and verdict is None:
                 return fun(*args, **kwargs)
             _current.outermost = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)

@@ -4,7 +4,7 @@ Python runs signal handlers only between instructions of the main thread, not wh
 writes the signals' numbers to a wakeup file (`signal.set_wakeup_fd`). A second thread reads it, finds the line, and ends
 the job. A process has only one such file, and asyncio uses it, too. So the second thread forwards the numbers to a file
 that other code sets. The program's own handlers stay in effect. SIGINT remains a KeyboardInterrupt; the job ends only if
-the main thread then stays at one instruction for a second.
+the main thread then stays at one instruction for a second, or for ten seconds outside this library.
 
 Code that must end regularly (write a checkpoint, return) runs inside `postponed` and checks `requested`.
 """

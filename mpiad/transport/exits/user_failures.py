@@ -54,12 +54,12 @@ from mpiad.transport.watch.watch_settings import seconds_of
 # doesn't report whether a rank waits or computes. `DeferredFailures` end the job after some time, measured by a thread.
 #
 # A `FailureDetector` finds out whether ranks wait in a communication for a failed rank. Each rank has a second thread,
-# which wakes up five times per second and answers questions of failed ranks. A rank waits if its main thread has stayed at
-# one instruction for half a second. If some ranks wait and none moves, the ranks are deadlocked. But a waiting rank may
-# move on after its answer. Therefore the failed rank asks all ranks twice, and the waiting ranks must have waited since
-# before the first question. (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call
-# from user code into a compiled solver can't be distinguished from a communication by mpi4py. It counts as a wait only
-# after minutes, or after `MPIAD_TIMEOUT`.
+# which wakes up five times per second and answers questions of failed ranks. A rank waits if the thread of its call has
+# stayed at one instruction for half a second. If some ranks wait and none moves, the ranks are deadlocked. But a waiting
+# rank may move on after its answer. Therefore the failed rank asks all ranks twice, and the waiting ranks must have waited
+# since before the first question. (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A
+# call from user code into a compiled solver can't be distinguished from a communication by mpi4py. It counts as a wait
+# only after minutes, or after `MPIAD_TIMEOUT`.
 
 
 # Seconds until a failed rank ends the job: if other ranks probably wait for it, and if they probably don't.
@@ -67,7 +67,7 @@ SOON, LATE = 10.0, 300.0
 
 _TICK = 0.2
 _ROUND_WITHIN = 5.0  # seconds for the answers to one question
-_ARRIVED = math.inf
+_ARRIVED = math.inf  # in place of seconds: the rank has reached an agreement
 _WAITS_AFTER = 0.5
 _STUCK_AFTER = 300.0  # for calls from user code, if MPIAD_TIMEOUT isn't set
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
@@ -93,7 +93,7 @@ class FailureDetector:
             self._exchange.start()
 
     def _state(self) -> float:
-        """Return for how many seconds the main thread has waited, negative if it moves; `_ARRIVED` in an agreement."""
+        """Return for how many seconds this rank has counted as waiting; negative if it doesn't, or `_ARRIVED`."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
             frame = frame.f_back
@@ -290,7 +290,7 @@ class DeferredFailures:
 
     A user function may raise before it sends a message for which other ranks wait. Then it is called again with a valid
     argument, so that it sends its messages; but only if it didn't communicate in the failed call, and either communicated
-    in earlier calls or had none. After any other failure for which ranks may wait, the job ends after some time.
+    in earlier calls or had none. In any case the job ends if the ranks don't reach an agreement within some time.
 
     - `talkers`: set of names, to which those of functions that communicate are added; calls with the same functions share
       it.

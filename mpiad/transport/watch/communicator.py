@@ -81,7 +81,7 @@ class MessageWait(_Wait):
         self.sends, self.peer, self.tag = sends, peer, tag
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Return whether the other end has left the program, and has no pending sends."""
+        """Return whether the other end has left the program, without pending sends if this is a receive."""
         peers = self._peers()
         return bool(peers) and all(
             # A rank that has left receives nothing, but a long message from it may still be in flight.
@@ -285,7 +285,7 @@ class Guarded:
     Ibcast = _nonblocking("Ibcast")
 
     def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> GuardedRequest:
-        """Start to reduce; the ranks' calls are compared when it is waited for (see `requests`)."""
+        """Start to reduce; the ranks' calls are compared when it is waited for (see `StartedReduction`)."""
         start = _iallreduce if self.agreement is None else StartedReduction
         return start(self, array, out, op)
 

@@ -1,8 +1,8 @@
 """Descriptions of calls, and fingerprints of the properties that must be equal on all ranks.
 
-Shapes and dtypes are compared if MPI requires equal ones. Lines are compared, except for calls with a root, which are often
-written as ``if rank == root: ... else: ...``. If the calls differ, the error contains a table of the calls, the differences
-and advice.
+Shapes and dtypes are compared if MPI requires equal ones. In debug mode lines are compared, too, except for calls with
+a root, which are often written as ``if rank == root: ... else: ...``, and a few others (`_ROOTED`). If the calls differ,
+the error contains a table of the calls, the differences and advice.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def columns(head: Row, rows: list[Row]) -> str:
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
-# Calls with a root, and calls at the end of the program: their lines may differ between ranks.
+# Calls whose lines may differ between ranks: those with a root, at the start or end of the program, and after an exception.
 _ROOTED = frozenset(
     (
         "mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize", "mpi_init", "reset",

@@ -114,7 +114,7 @@ class HeadedMessages(Guarded):
         self._sent, self._received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._places = defaultdict[tuple[int, int], deque[str]](lambda: deque(maxlen=_SITES))
         self.skipped, self.unannounced = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        self.parts = tuple(
+        self.parts = tuple(  # the communicators that `channels.drain` empties
             Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner())
             for comm, name in ((bare, "drained"), (post, "headers"))
         )
@@ -276,6 +276,6 @@ class _Matched:
         self.refuse(buffer, buffer)
 
     def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
-        """Receive the message into `dropped`, since it may not fit into `wanted`, and compare its header with `wanted`."""
+        """Receive the message into `dropped`, another buffer if `wanted` is too small; compare its header with `wanted`."""
         self._message.Recv(dropped)
         self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)
