@@ -10,6 +10,7 @@ are plain. Adjoints and tangents consist of the same operations, so derivatives 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -47,17 +48,8 @@ class Tape(Protocol):
         """Record a communication and return its node, or None if the result isn't an array."""
 
 
-class VectorizedVjp:
+class VectorizedVjp(partial):
     """An adjoint that takes several cotangents, stacked along a first axis, and returns as many for each argument."""
-
-    __slots__ = ("_pull",)
-
-    def __init__(self, pull: Callable[[Array], tuple]):
-        self._pull = pull
-
-    def __call__(self, g: Array) -> tuple:
-        """Return the cotangents of the arguments."""
-        return self._pull(g)
 
 
 class BatchedVjp:
