@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.multigrid.hierarchy import Level
+from mpiad.linalg.system import Settings
 from mpiad.linalg.vectors import add_scaled, inner, on_host, scale_and_add
 from mpiad.transport import SUM, Channel
 from mpiad.transport.core.agreement import agreed, raise_together
@@ -27,36 +28,27 @@ _RIGHT = "the right-hand side"
 _SMALLEST_SQUARE = 1e-260  # bound for |b|², so that squares of residuals of size 1e-20 |b| don't underflow
 
 
-class Tolerance(NamedTuple):
-    """Stopping criteria."""
-
-    # The iteration ends when the norm of the residual is at most ``max(rtol * norm(b), atol)``.
-    rtol: float
-    atol: float
-    maxiter: int
-    callback: Callable[[float], Any] | None
-    reported: bool  # whether any rank has a callback, which may raise
-    # A collective function that returns a possible reason for slow convergence, for an error message.
-    slowness_reason: Callable[[], str]
-
-
 def preconditioned_cg(
-    level: Level, r: LocalArray, group: Channel, tolerance: Tolerance, b: LocalArray | None = None
-) -> tuple[LocalArray, list[float]]:
-    """Return the solutions and the history of norms; `r` is overwritten. For errors see `Multigrid.solve`."""
+    level: Level, r: LocalArray, group: Channel, settings: Settings, slowness_reason: Callable[[], str],
+    b: LocalArray | None = None,
+) -> tuple[LocalArray, list[float]]:  # fmt: skip
+    """Return the solutions and the history of norms; `r` is overwritten. For errors see `Multigrid.solve`.
+
+    `slowness_reason` is a collective function that returns a possible reason for slow convergence, for an error message.
+    """
     # `r`, of shape (systems, colors, size), contains the right-hand sides or, if `b` is passed, the residuals of x0.
     norms = _norms(group, r, _RIGHT if b is None else "the residual of x0")
-    targets = np.maximum(tolerance.rtol * (norms if b is None else _norms(group, b, _RIGHT)), tolerance.atol)
+    targets = np.maximum(settings.rtol * (norms if b is None else _norms(group, b, _RIGHT)), settings.atol)
     # The solutions, the directions p, and the products A p.
     x, p, s = np.zeros_like(r), np.zeros_like(r), np.zeros_like(r)
     before, curvature, failures = np.full(len(r), np.inf), np.zeros(len(r)), DeferredFailures(group.user, _CALL)
     history = [math.hypot(*norms)]
     while (active := norms > targets).any():
-        if len(history) > tolerance.maxiter:
-            if tolerance.reported:
+        if len(history) > int(settings.maxiter or 0):
+            if settings.reported:
                 failures.raise_together()
-            text = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
-            _fail(group, f"{text}; {tolerance.slowness_reason()}", history)
+            text = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={settings.maxiter} iterations"
+            _fail(group, f"{text}; {slowness_reason()}", history)
         # Both arrays are memory of the level, which its next cycle overwrites.
         z = level.cycle(r)
         w = level.product_after(r)
@@ -69,7 +61,7 @@ def preconditioned_cg(
         if invalid.any():
             failures.raise_together()
             text = f"r·z = {rz[invalid][0]:.3e} and p·Ap = {curvature[invalid][0]:.3e} should be positive"
-            _fail(group, f"{text}: rounding errors dominate. Increase rtol; {tolerance.slowness_reason()}", history)
+            _fail(group, f"{text}: rounding errors dominate. Increase rtol; {slowness_reason()}", history)
         scale_and_add(p, beta, z)
         scale_and_add(s, beta, w)
         alpha = np.where(active, rz, 0.0) / np.where(active, curvature, 1.0)
@@ -78,9 +70,9 @@ def preconditioned_cg(
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
         norms = _norms(group, r, "the residual")
         history.append(math.hypot(*norms))
-        if tolerance.callback is not None:
-            failures.attempt("callback", tolerance.callback, history[-1])
-    if tolerance.reported and len(history) > 1:
+        if settings.callback is not None:
+            failures.attempt("callback", settings.callback, history[-1])
+    if settings.reported and len(history) > 1:
         failures.raise_together()  # no reduction follows the last call of the callback
     return x, history
 
