@@ -37,10 +37,10 @@ class _Observed:
         # The first step determines the shapes and dtypes.
         specs = [spec_like(leaf) for leaf in row]
         if number == 0:
-            self.observed_specs = specs
+            self._loop.observed_specs = specs
             self.arrays = [spec._replace(shape=(self._loop.steps, *spec.shape)).empty() for spec in specs]
-        if specs != self.observed_specs or not all(spec.differentiable for spec in specs):
-            first = _described(self.observed_specs or [])
+        if specs != self._loop.observed_specs or not all(spec.differentiable for spec in specs):
+            first = _described(self._loop.observed_specs or [])
             raise TypeError(
                 "timestepping.scan: observe must return arrays of floats, with the same shapes and dtypes after each step, "
                 f"but after step {number} it returned {_described(specs)}, and after step 0 {first}."
