@@ -15,9 +15,9 @@ from programs.steps import read, script, written
 
 HERE = Path(__file__).parent
 WRONG = """
-from mpiad.primitives import catalogue
+from mpiad.primitives import catalogue, reduce_scatter
 operation = catalogue.REDUCE_SCATTER
-forward, right, tangent = operation.bare, operation.adjoint, operation.tangent
+forward, right, tangent = reduce_scatter._forward, operation.adjoint, operation.tangent
 def adjoint(*args):
     vjp = right(*args)
     return lambda g: 3 * vjp(g)

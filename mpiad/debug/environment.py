@@ -250,13 +250,9 @@ def mpiexec_mistakes(library: Library, cores: int, environment: Mapping[str, str
             f"processes started by this `mpiexec` won't find each other. Use {_mpiexec_of(library)}."
         )
         return [Mistake("warning", text)]
-    if family == "openmpi":
-        return _openmpi_mistakes(cores, environment)
-    return []
-
-
-def _openmpi_mistakes(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
-    mistakes = []
+    mistakes: list[Mistake] = []
+    if family != "openmpi":
+        return mistakes
     allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     if hasattr(os, "getuid") and os.getuid() == 0 and not all(environment.get(name) == "1" for name in allowed):
         text = (

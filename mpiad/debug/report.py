@@ -33,18 +33,12 @@ _COMPLETIONS = ("mpi_wait", "mpi_waitall")
 _FROM_ROOT, _TO_ROOT = ("mpi_bcast", "mpi_scatter"), ("mpi_sum", "mpi_reduce", "mpi_gather")
 
 
-class _Collective(NamedTuple):
-    """The identity of a collective call, which is the same on all ranks of the call."""
+class _Arrival(NamedTuple):
+    """The start of a collective on one rank; the first three fields are the same on all ranks of the call."""
 
     communicator: str
     operation: str
     number: int  # the number of earlier calls of this operation on this communicator
-
-
-class _Arrival(NamedTuple):
-    """The start of a collective on one rank."""
-
-    collective: _Collective
     rank: Rank  # in the world
     began: float
     root: Rank | None  # in the world; None if the collective has no root
@@ -90,7 +84,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
         kind = (arguments.communicator or "", name)
         root = None if arguments.root is None else arguments.members[arguments.root]
         # All ranks of a communicator call its collectives in the same order, so equal counts identify the same call.
-        arrivals[k] = _Arrival(_Collective(*kind, counts[kind]), rank, clock(event.began), root)
+        arrivals[k] = _Arrival(*kind, counts[kind], rank, clock(event.began), root)
         counts[kind] += 1
     return arrivals
 
@@ -104,15 +98,15 @@ def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) 
     for k, owner in owners.items():
         indices[owner].append(k)
     received = comm.alltoall([[arrivals[k] for k in chosen] for chosen in indices])
-    began: dict[_Collective, dict[Rank, float]] = defaultdict(dict)
+    began: dict[tuple, dict[Rank, float]] = defaultdict(dict)
     for arrival in (arrival for part in received for arrival in part):
-        began[arrival.collective][arrival.rank] = arrival.began
-    replies = comm.alltoall([[_awaited(arrival, began[arrival.collective]) for arrival in part] for part in received])
+        began[arrival[:3]][arrival.rank] = arrival.began
+    replies = comm.alltoall([[_awaited(arrival, began[arrival[:3]]) for arrival in part] for part in received])
     return {k: time for chosen, times in zip(indices, replies) for k, time in zip(chosen, times)}
 
 
 def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
-    name, root = arrival.collective.operation, arrival.root
+    name, root = arrival.operation, arrival.root
     if root is not None and name in _FROM_ROOT:
         return began.get(root, arrival.began)
     if root is not None and name in _TO_ROOT and arrival.rank != root:

@@ -90,7 +90,9 @@ def run_backward(
     `seeds`: pairs of a result's position and the result's cotangent. Unless `keep` is set, the pass frees the record's
     memory. ``ready(variable, cotangent)`` is called as soon as the cotangent of a variable is complete.
     """
-    totals = _seeded(recording, seeds)
+    totals: list[Array] = [None] * len(recording.nodes)
+    for position, g in seeds:
+        totals[position] = g if totals[position] is None else totals[position] + g
     saved = tracing.__dict__.copy()
     try:
         if ready is None:
@@ -102,13 +104,6 @@ def run_backward(
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return totals[:variables]
-
-
-def _seeded(recording: Recording, seeds: Iterable[tuple[int, Array]]) -> list[Array]:
-    totals: list[Array] = [None] * len(recording.nodes)
-    for position, g in seeds:
-        totals[position] = g if totals[position] is None else totals[position] + g
-    return totals
 
 
 class Lane(NamedTuple):
@@ -134,7 +129,9 @@ def run_backward_together(
 ) -> list[list[Array]]:
     """Return the results of `run_backward` for several sets of seeds, the same number on all ranks; keep the record."""
     nodes = recording.nodes
-    lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
+    lanes = [Lane.of(nodes) for _ in seeds]
+    for lane, of_lane in zip(lanes, seeds):
+        lane.add(of_lane)
     saved = tracing.__dict__.copy()
     try:
         sweep_together(nodes, lanes, len(nodes), variables)
@@ -160,33 +157,27 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             if nodes[position].like is None:
                 continue
             run_lanes(range(stop - 1, position, -1))
-            kind = type(nodes[position].pull)
-            if kind is VectorizedVjp:
-                _pull_vectorized(nodes[position], position, lanes)
-            elif kind is BatchedVjp:
-                for lane, parts in zip(lanes, nodes[position].pull.pull_all(len(lanes))):
-                    lane.totals[position] = None
-                    for parent, part in zip(nodes[position].inputs, parts):
-                        lane.totals[parent], lane.owned[parent] = accumulate(lane.totals[parent], lane.owned[parent], part)
+            stop, node = position, nodes[position]
+            if type(node.pull) is VectorizedVjp:
+                parts = _pulled_together(node, [lane.totals[position] for lane in lanes])
+            elif type(node.pull) is BatchedVjp:
+                parts = node.pull.pull_all(len(lanes))
             else:
                 run_lanes(range(position, position - 1, -1))
-            stop = position
+                continue
+            for lane, of_lane in zip(lanes, parts):
+                lane.totals[position] = None
+                lane.add(zip(node.inputs, of_lane))
         run_lanes(range(stop - 1, first - 1, -1))
     finally:
         tracing.lane = outer
 
 
-def _pull_vectorized(node: Any, position: int, lanes: Sequence[Lane]) -> None:
-    """Run the adjoint of a node once, with the cotangents of all lanes along a first axis."""
+def _pulled_together(node: Any, cotangents: list[Array]) -> list[list[Array]]:
+    """Run the adjoint of a node once, with the cotangents of all lanes along a first axis; return each lane's results."""
     like = node.like
-    cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
-    for lane in lanes:
-        lane.totals[position] = None
-    for parent, parts in zip(node.inputs, node.pull(stack(cotangents))):
-        if parts is None:
-            continue
-        for k, (totals, owned) in enumerate(lanes):
-            totals[parent], owned[parent] = accumulate(totals[parent], owned[parent], parts[k])
+    parts = node.pull(stack([like.zeros() if g is None else conform(g, *like) for g in cotangents]))
+    return [[None if part is None else part[k] for part in parts] for k in range(len(cotangents))]
 
 
 def _sweep_with_callback(

@@ -119,29 +119,16 @@ class BundleNode(TangentNode):
             return  # `__new__` returned a node of another type, made by `DetachedNode`
         self.tape = tape
         rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
-        if len(parents) == 1:
-            self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
-            return
-        if len(parents) == 2 and parents[1].tape is tape:
-            pairs = zip(parents[0].g, parents[1].g)
-            self.g = [
-                rule(parent_argnums, gs, value, args, kwargs)
-                if gs[0] is not None and gs[1] is not None
-                else _tangent(list(zip(parent_argnums, gs)), rule, value, args, kwargs)
-                for gs in pairs
-            ]
-            return
         # Inputs of other traces are constants.
         inputs = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
-        self.g = [_tangent([(k, g[j]) for k, g in inputs], rule, value, args, kwargs) for j in range(len(parents[0].g))]
-
-
-def _tangent(tangents: list[tuple[int, Array]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
-    nonzero = [(k, g) for k, g in tangents if g is not None]
-    if not nonzero:
-        return None
-    argnums, gs = zip(*nonzero)
-    return rule(argnums, gs, value, args, kwargs)
+        self.g = []
+        for direction in range(len(parents[0].g)):
+            nonzero = [(k, tangents[direction]) for k, tangents in inputs if tangents[direction] is not None]
+            if nonzero:
+                argnums, gs = zip(*nonzero)
+                self.g.append(rule(argnums, gs, value, args, kwargs))
+            else:
+                self.g.append(None)
 
 
 notrace_primitives[BundleNode] = notrace_primitives[JVPNode]

@@ -51,11 +51,10 @@ class Sharing(NamedTuple):
     call: str = ""
 
 
-def check_objective(objective: object, call: str) -> str:
-    """Return `objective`; raise a ValueError if it isn't one of the three choices."""
-    if isinstance(objective, str) and objective in _OBJECTIVES:
-        return objective
-    raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _OBJECTIVES))}, but got {objective!r}.")
+def check_objective(objective: object, call: str) -> None:
+    """Raise a ValueError if `objective` isn't one of the three choices."""
+    if not isinstance(objective, str) or objective not in _OBJECTIVES:
+        raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _OBJECTIVES))}, but got {objective!r}.")
 
 
 def weight_of(objective: str, channel: Channel, root: int) -> float:

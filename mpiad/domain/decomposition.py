@@ -102,7 +102,12 @@ def _partition(
     ndim = len(cells)
     widths = tuple(_integers(per_dimension(halo, ndim, "halo"), "halo", 0))
     wraps = tuple(map(bool, per_dimension(periodic, ndim, "periodic")))
-    ranks = _automatic_dims(size, cells, widths, wraps) if dims is None else _checked_dims(size, cells, widths, dims)
+    ranks = choose_dims(cells, size, widths, wraps) if dims is None else _checked_dims(size, cells, widths, dims)
+    if ranks is None:
+        raise ValueError(
+            f"Domain: {cells} cells can't be divided among {size} ranks so that each block has at least one cell, and is "
+            f"no smaller than the halo of {widths} along each dimension. Use fewer ranks, a larger grid or a smaller halo."
+        )
     return Partition(cells, ranks, wraps), widths
 
 
@@ -125,17 +130,7 @@ def _integers(values: Sequence[Any], argument: str, minimum: int) -> list[int]:
     return integers
 
 
-def _automatic_dims(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool, ...]) -> tuple[int, ...]:
-    dims = choose_dims(cells, size, widths, wraps)
-    if dims is None:
-        raise ValueError(
-            f"Domain: {cells} cells can't be divided among {size} ranks so that each block has at least one cell, and is "
-            f"no smaller than the halo of {widths} along each dimension. Use fewer ranks, a larger grid or a smaller halo."
-        )
-    return dims
-
-
-def _checked_dims(size: int, cells: Shape, widths: tuple[int, ...], dims: int | Sequence[int] | None) -> tuple[int, ...]:
+def _checked_dims(size: int, cells: Shape, widths: tuple[int, ...], dims: PerDimension) -> tuple[int, ...]:
     ranks = tuple(_integers(per_dimension(dims, len(cells), "dims"), "dims", 1))
     if math.prod(ranks) != size:
         raise ValueError(

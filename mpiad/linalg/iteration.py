@@ -103,10 +103,8 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
     """Raise on all ranks if the maximum number of iterations is reached."""
     if system.iterations >= system.limit:
         target = math.hypot(*(targets * system.units).tolist())
-        problem, cause = (
-            f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations",
-            diagnosis(system),
-        )
+        problem = f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations"
+        cause = diagnosis(system)
         system.fail(f"{problem}: {cause}" if cause else problem)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpiad._typing import Array, Comm, Function, Rank, ReplicatedArray, RootArray
-from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
+from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Rooted
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
@@ -49,29 +49,29 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     """
     used = channel(comm, "mpi_bcast")
     # The spec is None, so the root sends it in a header.
-    return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
+    return communicate(BCAST, x, Rooted(used, root_of(root, used, "mpi_bcast")))
 
 
-def _forward(x: Array, p: Copying) -> Array:
+def _forward(x: Array, p: Rooted) -> Array:
     if p.spec is None:
         return collectives.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
     return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
 
 
-def _adjoint(ans: Array, x: Array, p: Copying) -> Function:
+def _adjoint(ans: Array, x: Array, p: Rooted) -> Function:
     """Return the transpose of copying: the sum of the copies' cotangents on the root; zeros for templates."""
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Array) -> Array:
-        total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root))
+        total = communicate(SUM_TO_ROOT, g, Rooted(p.channel, p.root))
         return total if template is None else template.zeros()
 
     return vjp
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Array:
+def _tangent(dx: Array, ans: Array, x: Array, p: Rooted) -> Array:
     # All ranks know the spec from `ans`, so no header is sent.
-    return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
+    return communicate(BCAST, dx, Rooted(p.channel, p.root, spec_like(ans)))
 
 
 BCAST.define(_forward, _adjoint, _tangent)

@@ -30,19 +30,12 @@ IALLREDUCE = Operation("mpi_iallreduce", point_to_point=True, of_request=True)
 WAIT = Operation("mpi_wait", point_to_point=True, of_request=True)
 
 
-class Copying(NamedTuple):
-    """Parameters of a broadcast; `spec` describes the array, or is None if only the root knows it."""
+class Rooted(NamedTuple):
+    """Parameters of a broadcast or a sum; `spec` describes the broadcast array, or is None if only the root knows it."""
 
     channel: Channel
     root: int
-    spec: Spec | None
-
-
-class Summing(NamedTuple):
-    """Parameters of a sum to the root."""
-
-    channel: Channel
-    root: int
+    spec: Spec | None = None
 
 
 class Reduction(NamedTuple):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -19,37 +18,19 @@ from mpiad.transport.core.tracing import restoring_state
 from mpiad.transport.devices.device_arrays import is_device_array
 
 
-class Noted(Protocol):
-    """An operation; `forward` is either `bare`, or a function that records the call and calls `bare`."""
-
-    __name__: str
-    bare: Callable
-    forward: Callable
-
-
-_operations: WeakSet[Noted] = WeakSet()
-
-
-def note_forward(operation: Noted) -> None:
-    """Make an operation record its forward calls while recording is requested."""
-    _operations.add(operation)
-    if calls.is_noting():
-        operation.forward = _noted_forward(operation)
-
-
-def _switch(on: bool) -> None:
-    for operation in _operations:
-        # The function is replaced, so there is no overhead while recording is off.
-        operation.forward = _noted_forward(operation) if on else operation.bare
-
-
-def _noted_forward(operation: Noted) -> Callable:
-    name, forward = operation.__name__, operation.bare
+def note_forward(operation: Any, forward: Callable) -> None:
+    """Set `operation.forward` to `forward`; while recording is requested, to a function that also records the call."""
+    name = operation.__name__
 
     def noted(x: Array, params: object) -> Array:
         return _recorded_call(calls.begin, (name, x, params), forward, x, params)
 
-    return noted
+    def switch(on: bool) -> None:
+        # The function is replaced, so there is no overhead while recording is off.
+        operation.forward = noted if on else forward
+
+    switch(False)
+    calls.register(switch)
 
 
 def _recorded_call(begin: Callable[..., Call], arguments: tuple, fun: Callable, *args: Any) -> Any:
@@ -65,13 +46,13 @@ def note_rules(kind: Any) -> None:
     """Make adjoints and tangents of a class of operations record their calls, with the forward call's line, on request."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
-    def noted_vjp(self: Noted, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
+    def noted_vjp(self: Any, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
         rule = vjp(self, ans, args, params, argnums, level)
         # The forward call is on the stack now, but not when the adjoint runs.
         called, site = _forward_call(self.__name__)
         return lambda g: _recorded_call(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
-    def noted_jvp(self: Noted, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Array:
+    def noted_jvp(self: Any, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Array:
         called, site = _forward_call(self.__name__)
         arguments = "tangent", called, site, args[0] if args else None, params
         return _recorded_call(calls.begin_rule, arguments, jvp, self, tangents, ans, args, params, level)
@@ -123,4 +104,3 @@ def _extent(x: Array, params: object) -> tuple[Any, Any, int]:
 
 
 Call.read = staticmethod(_arguments_of)
-calls.register(_switch)

@@ -10,6 +10,7 @@ are plain. Adjoints and tangents consist of the same operations, so derivatives 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -47,17 +48,8 @@ class Tape(Protocol):
         """Record a communication and return its node, or None if the result isn't an array."""
 
 
-class VectorizedVjp:
+class VectorizedVjp(partial):
     """An adjoint that takes several cotangents, stacked along a first axis, and returns as many for each argument."""
-
-    __slots__ = ("_pull",)
-
-    def __init__(self, pull: Callable[[Array], tuple]):
-        self._pull = pull
-
-    def __call__(self, g: Array) -> tuple:
-        """Return the cotangents of the arguments."""
-        return self._pull(g)
 
 
 class BatchedVjp:
@@ -149,8 +141,10 @@ class Operation(Recorded):
     - `of_request`: whether the operation starts or completes a request; its rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns None, or, for programs that run repeatedly, a function without
       arguments that communicates from array x into array out, and doesn't report its calls to debugging tools.
-    - `forward`, `bare`: the forward rule; only `forward` reports its calls to debugging tools, while they ask for it.
+    - `forward`: the forward rule, which reports its calls to debugging tools, while they ask for it.
     """
+
+    forward: Callable
 
     def __init__(self, name: str, point_to_point: bool = False, of_request: bool = False, batched_adjoint: bool = False):
         super().__init__(name)
@@ -167,8 +161,7 @@ class Operation(Recorded):
         """
         self.adjoint = adjoint
         self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
-        self.forward = self.bare = interruptible(self.__name__, forward)
-        note_forward(self)
+        note_forward(self, interruptible(self.__name__, forward))
 
     def run(self, args: tuple, params: Any) -> Any:
         """Return the result for a plain array, or record the call in a compiled program."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank, RootArray
-from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
+from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Rooted
 from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
@@ -48,17 +48,17 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     """
     used = channel(comm, "mpi_sum")
     reduction_of(SUM, x, "mpi_sum")
-    return communicate(SUM_TO_ROOT, x, Summing(used, root_of(root, used, "mpi_sum")))
+    return communicate(SUM_TO_ROOT, x, Rooted(used, root_of(root, used, "mpi_sum")))
 
 
-def _forward(x: Array, p: Summing) -> Array:
+def _forward(x: Array, p: Rooted) -> Array:
     return collectives.reduce(p.channel, x, p.root, "mpi_sum")
 
 
-def _adjoint(ans: Array, x: Array, p: Summing) -> Function:
+def _adjoint(ans: Array, x: Array, p: Rooted) -> Function:
     """Return the transpose of a sum on one rank: the cotangent is broadcast to all ranks."""
     spec = spec_like(ans)
-    return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec))
+    return lambda g: communicate(BCAST, g, Rooted(p.channel, p.root, spec))
 
 
 SUM_TO_ROOT.define(_forward, _adjoint)

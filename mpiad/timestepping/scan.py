@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -23,66 +24,6 @@ from mpiad.timestepping.snapshots import Snapshots, own
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentStepping, UserStepping, spans
 from mpiad.transport import Spec
 from mpiad.transport.core.tracing import opaque, tracing
-
-
-class Loop:
-    """A loop of time steps on plain arrays, with its reverse pass; `schedule` limits the states that are stored."""
-
-    def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule):
-        self.stepping, self.steps, self.schedule = stepping, steps, schedule
-        self.observed_specs: list[Spec] | None = None  # of the arrays observed in one step; None before the first run
-        self._stored: _CheckpointedRun | None = None
-
-    def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
-        """Run all steps; return the last state and the observed arrays; if `recorded`, store states for the gradient."""
-        observed = _Observed(self)
-        if not recorded:
-            return self.run(Span(0, self.steps), args, _copies(args.state), observed), observed.arrays
-        # The forward run also stores the states for the reverse pass, so no additional run is needed.
-        self._stored = run = _CheckpointedRun(self, args, observed)
-        state = self.run(Span(run.last.first, self.steps), args, _copies(run.state), observed)
-        return state, observed.arrays
-
-    def backwards(self, args: Arguments, active: Sequence[int], state: list[Array], observed: list[Array]) -> list[Array]:
-        """Return the cotangents of the leaves `active`, from the cotangents of the last state and the observed arrays."""
-        # The first reverse pass releases the stored states; a second reverse pass runs the loop again.
-        run = self._stored or _CheckpointedRun(self, args, None)
-        self._stored = None
-        cotangents = _Cotangents(args, active)
-        for span, traced in run.reversed(self, args):
-            in_span = [leaf[number] for number in range(*span) for leaf in observed]
-            state = cotangents.pull(span, traced, state, in_span)
-        return cotangents.of_arguments(state)
-
-    def run(self, span: Span, args: Arguments, state: list[Array], observed: _Observed | None) -> list[Array]:
-        """Run some steps on plain arrays; raise a TypeError if a step uses a traced value that isn't an argument."""
-        for part in spans(self.stepping, *span):
-            state, rows = self.stepping.run(part, args.at(part, state))
-            if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
-                raise TypeError(
-                    "timestepping.scan: step uses a traced variable from outside, with respect to which scan can't "
-                    "differentiate. Pass it to scan among the params, so that step gets it as an argument, or, if no "
-                    "derivative is needed, use its plain value, mpiad.stop_gradient(x)."
-                )
-            if observed is not None:
-                for number, row in zip(range(*part), rows if rows else [[]] * (part.stop - part.first)):
-                    observed.add(number, row)
-        return state
-
-    def traced(self, args: Arguments, span: Span, state: list[Array]) -> tuple[list[int], Traced]:
-        """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
-        args = args.at(span, state)
-        leaves = args.all()
-        indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-
-        def called(new_leaves: list[Array]) -> list[Array]:
-            after, rows = self.stepping.run(span, args.like(new_leaves))
-            return [*after, *[leaf for row in rows for leaf in row]]
-
-        traced = trace_backwards(called, Variables(leaves, indices, list))
-        if traced.problem is not None:
-            raise traced.problem.kind(traced.problem.text)
-        return indices, traced
 
 
 class _Observed:
@@ -136,8 +77,7 @@ class _CheckpointedRun:
 
     def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Yield spans of steps and their traces, from the last to the first."""
-        yield from self._recorded(self.last, loop, args)
-        for action in self._actions:
+        for action in chain([self.last], self._actions):
             if isinstance(action, Reverse):
                 yield from self._recorded(action, loop, args)
             else:
@@ -218,12 +158,16 @@ class _Cotangents:
 # number of stored states.
 
 
-class LoopOperator:
-    """A loop as a differentiable operator; `args` determines the structure of the arguments."""
+class Loop:
+    """A loop of time steps as a differentiable operator; `args` determines the structure of the arguments.
+
+    `schedule` limits the states that are stored for the reverse pass.
+    """
 
     def __init__(self, stepping: Stepping, steps: int, schedule: CheckpointSchedule, args: Arguments):
-        self._stepping, self._steps, self._schedule, self._like = stepping, steps, schedule, args
-        self._loop = Loop(stepping, steps, schedule)
+        self.stepping, self.steps, self.schedule, self._like = stepping, steps, schedule, args
+        self.observed_specs: list[Spec] | None = None  # of the arrays observed in one step; None before the first run
+        self._stored: _CheckpointedRun | None = None
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
         # If there is a tape, the loop is recorded even without a traced argument, since other ranks may need the reverse
@@ -242,20 +186,62 @@ class LoopOperator:
 
     @property
     def _results(self) -> Concatenation:
-        observed = self._loop.observed_specs or []
-        return Concatenation([*self._state, *[spec._replace(shape=(self._steps, *spec.shape)) for spec in observed]])
+        observed = self.observed_specs or []
+        return Concatenation([*self._state, *[spec._replace(shape=(self.steps, *spec.shape)) for spec in observed]])
 
     def forwards(self, leaves: Sequence[Any]) -> Array:
-        """Return the results as one vector, given plain arguments."""
-        state, observed = self._loop.forwards(self._like.like(leaves), self._recorded)
-        return self._results.vector([*state, *observed])
+        """Return the results as one vector, given plain arguments; store states if the loop is recorded."""
+        args, observed = self._like.like(leaves), _Observed(self)
+        first, state = 0, args.state
+        if self._recorded:
+            # The forward run also stores the states for the reverse pass, so no additional run is needed.
+            self._stored = run = _CheckpointedRun(self, args, observed)
+            first, state = run.last.first, run.state
+        state = self.run(Span(first, self.steps), args, _copies(state), observed)
+        return self._results.vector([*state, *observed.arrays])
 
     def backwards(self, g: Array, leaves: Sequence[Any]) -> Array:
         """Return the cotangents of the active arguments as one vector, given plain arguments."""
-        parts = self._results.parts(g)
-        count = len(self._state)
-        cotangents = self._loop.backwards(self._like.like(leaves), self.active, parts[:count], parts[count:])
-        return self._cotangents.vector(cotangents)
+        args, parts = self._like.like(leaves), self._results.parts(g)
+        state, observed = parts[: len(self._state)], parts[len(self._state) :]
+        # The first reverse pass releases the stored states; a second reverse pass runs the loop again.
+        run = self._stored or _CheckpointedRun(self, args, None)
+        self._stored = None
+        cotangents = _Cotangents(args, self.active)
+        for span, traced in run.reversed(self, args):
+            in_span = [leaf[number] for number in range(*span) for leaf in observed]
+            state = cotangents.pull(span, traced, state, in_span)
+        return self._cotangents.vector(cotangents.of_arguments(state))
+
+    def run(self, span: Span, args: Arguments, state: list[Array], observed: _Observed | None) -> list[Array]:
+        """Run some steps on plain arrays; raise a TypeError if a step uses a traced value that isn't an argument."""
+        for part in spans(self.stepping, *span):
+            state, rows = self.stepping.run(part, args.at(part, state))
+            if any(map(isbox, state)) or any(isbox(leaf) for row in rows for leaf in row):
+                raise TypeError(
+                    "timestepping.scan: step uses a traced variable from outside, with respect to which scan can't "
+                    "differentiate. Pass it to scan among the params, so that step gets it as an argument, or, if no "
+                    "derivative is needed, use its plain value, mpiad.stop_gradient(x)."
+                )
+            if observed is not None:
+                for number, row in zip(range(*part), rows if rows else [[]] * (part.stop - part.first)):
+                    observed.add(number, row)
+        return state
+
+    def traced(self, args: Arguments, span: Span, state: list[Array]) -> tuple[list[int], Traced]:
+        """Run some steps with traced arguments; return the indices of the traced leaves, and the trace."""
+        args = args.at(span, state)
+        leaves = args.all()
+        indices = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+
+        def called(new_leaves: list[Array]) -> list[Array]:
+            after, rows = self.stepping.run(span, args.like(new_leaves))
+            return [*after, *[leaf for row in rows for leaf in row]]
+
+        traced = trace_backwards(called, Variables(leaves, indices, list))
+        if traced.problem is not None:
+            raise traced.problem.kind(traced.problem.text)
+        return indices, traced
 
     def tangent(self, leaves: Sequence[Any], directions: Sequence[Array]) -> Array:
         """Return the tangent of the results; the direction of a constant leaf is None. Enclosing traces record the loop."""
@@ -269,8 +255,8 @@ class LoopOperator:
             [*args.params, *[tangent_of(args.params[k], tangents.params[k]) for k in params]],
         )
         counts = len(args.state), len(args.inputs), len(args.params)
-        stepping = TangentStepping(self._stepping, counts, inputs, params)
-        state, observed = LoopOperator(stepping, self._steps, self._schedule, extended)(extended)
+        stepping = TangentStepping(self.stepping, counts, inputs, params)
+        state, observed = Loop(stepping, self.steps, self.schedule, extended)(extended)
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def directions(self, vector: Array) -> list[Array]:
@@ -292,16 +278,16 @@ class LoopOperator:
 
 
 @custom_operator
-def _run(*leaves: Any, loop: LoopOperator) -> Array:
+def _run(*leaves: Any, loop: Loop) -> Array:
     return loop.forwards(leaves)
 
 
 @custom_operator
-def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Array:
+def _reversed(g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Array:
     return loop.backwards(g, leaves)
 
 
-def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
+def _run_adjoint(ans: Array, *leaves: Any, loop: Loop) -> Callable:
     def vjp(g: Array) -> list:
         # If the variables of the tape are cotangents, derivatives with respect to g only are needed.
         linear = tracing.tape is not None and tracing.tape.of_cotangents
@@ -310,7 +296,7 @@ def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     return vjp
 
 
-def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Callable:
+def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Callable:
     def vjp(w: Array) -> list:
         if linear:  # only the derivative with respect to g is needed: the tangent of the loop, without a reverse pass
             return [loop.tangent(leaves, loop.directions(w))]
@@ -320,7 +306,7 @@ def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, li
     return vjp
 
 
-def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Array:
+def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: Loop, linear: bool = False) -> Array:
     linear_part = _reversed(tangent_of(g, gs[0]), *leaves, loop=loop)
     return linear_part + loop.curvature(g, leaves, gs[1:])[1]
 
@@ -418,7 +404,7 @@ def _scan(
     if schedule is None:
         state, observed = _on_the_tape(stepping, steps)
     else:
-        state, observed = LoopOperator(stepping, steps, schedule, stepping.args)(stepping.args)
+        state, observed = Loop(stepping, steps, schedule, stepping.args)(stepping.args)
     last = stepping.build_state(state)
     return last if stepping.build_observed is None else (last, stepping.build_observed(observed))
 

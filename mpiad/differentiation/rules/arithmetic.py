@@ -51,10 +51,7 @@ def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
         if fit_x is None and fit_y is None:
             return (lambda g: two_unchanged(g * x)) if x is y else lambda g: (g * y, g * x)
         return lambda g: (_fitted(fit_x, g * y), _fitted(fit_y, g * x))
-    if argnums[0] == 0:
-        factor, other = x, y
-    else:
-        factor, other = y, x
+    factor, other = (x, y) if argnums[0] == 0 else (y, x)
     fit = fitting(factor, ans)
     if fit is None:
         return lambda g: (g * other,)

@@ -49,10 +49,7 @@ def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwar
             return lambda g: two_unchanged(g * x)
         first, second = _FIRST[axes], _SECOND[axes]
         return lambda g: (first(g, y), second(g, x))
-    if argnums[0] == 0:
-        rule, other = _FIRST[axes], y
-    else:
-        rule, other = _SECOND[axes], x
+    rule, other = (_FIRST[axes], y) if argnums[0] == 0 else (_SECOND[axes], x)
     return lambda g: (rule(g, other),)
 
 

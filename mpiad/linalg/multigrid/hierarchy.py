@@ -251,7 +251,7 @@ class Level:
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
         self._count = count = len(self.layout.colors)
         # Rows of the state, for all colors: u, then the residual, then the product with u; and one row for restriction.
-        self._coarse, self.is_compiled = 3 * count, compiled
+        self._coarse = 3 * count
         self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
         step, updated = self.sums.step, list[Color]()
         self._before: list[tuple[Step, list[Color]]] = []

@@ -17,7 +17,7 @@ from mpiad.errors import NotFiniteError
 from mpiad.linalg.multigrid.color_layout import Distribution, distribution_of, layout_of
 from mpiad.linalg.multigrid.elliptic import Elliptic, Sides
 from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
-from mpiad.linalg.multigrid.multigrid_cg import Tolerance, preconditioned_cg
+from mpiad.linalg.multigrid.multigrid_cg import preconditioned_cg
 from mpiad.linalg.multigrid.stencil import stencil_of
 from mpiad.linalg.multigrid.weighted_sums import are_compiled
 from mpiad.linalg.system import Settings, agree_on, settings_error
@@ -277,15 +277,16 @@ class Multigrid:
         -----
         All ranks of the domain call it.
         """
-        settings = Settings("cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve")
-        systems = math.prod(np.shape(b)[: -len(self.domain.shape)])
-        settings = settings._replace(with_x0=x0 is not None, batch=systems)
-        error = settings_error(settings, ("cg",), settings.batch)
+        call, systems = "linalg.Multigrid.solve", math.prod(np.shape(b)[: -len(self.domain.shape)])
+        settings = Settings(
+            "cg", rtol, atol, maxiter, self.domain.comm, callback, batch=systems, call=call, with_x0=x0 is not None
+        )
+        error = settings_error(settings, ("cg",), systems)
         try:
-            self._checked(b, settings.call)
-            if x0 is not None and self._checked(x0, settings.call).shape != b.shape:
-                raise ValueError(f"{settings.call}: x0 must have the shape of b, {b.shape}, but has {x0.shape}.")
-            require_together(settings.call, b=b, x0=0.0 if x0 is None else x0)
+            self._checked(b, call)
+            if x0 is not None and self._checked(x0, call).shape != b.shape:
+                raise ValueError(f"{call}: x0 must have the shape of b, {b.shape}, but has {x0.shape}.")
+            require_together(call, b=b, x0=0.0 if x0 is None else x0)
         except (TypeError, ValueError) as invalid:
             error = invalid
         with restoring_state(), suspended():
@@ -297,10 +298,9 @@ class Multigrid:
             rhs = self._without_mean(self._systems(b).astype(np.float64))
             start = None if x0 is None else self._without_mean(self._systems(x0).astype(np.float64))
             r = rhs if start is None else self._without_mean(rhs - self.matvec(start))
-            tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._slowness_reason)
             split = self._layout.split(r)
             whole_rhs, level = None if start is None else rhs, self._level_for(b)
-            x, self.history = preconditioned_cg(level, split, self._channel, tolerance, whole_rhs)
+            x, self.history = preconditioned_cg(level, split, self._channel, settings, self._slowness_reason, whole_rhs)
             u = self._without_mean(self._layout.join(x))
             return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
 

@@ -32,14 +32,12 @@ _TAG_UP, _TAG_DOWN = 32752, 32753
 
 
 class _Side(NamedTuple):
-    """One side of a block: the indices and parities of the sent layer (`own`) and the received layer (`ghost`)."""
+    """One side of a block: index and parity of the sent layer (`own`), and of the received layer (`ghost`)."""
 
     rank: Rank
     axis: int
-    own: int
-    own_parity: int
-    ghost: int
-    ghost_parity: int
+    own: tuple[int, int]
+    ghost: tuple[int, int]
     tag: int
     tag_back: int
 
@@ -60,8 +58,8 @@ class LevelHalo:
             rank = distribution.neighbor(position, axis, step)
             if rank is not None:
                 # In the arrays of colors, indices are shifted by one, because of the halo.
-                indices = [index // 2 - first + 1 for index in (own, ghost)]
-                sides.append(_Side(rank, axis, indices[0], own % 2, indices[1], ghost % 2, *tags))
+                sent, received = ((index // 2 - first + 1, index % 2) for index in (own, ghost))
+                sides.append(_Side(rank, axis, sent, received, *tags))
         return sides
 
     def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
@@ -81,21 +79,18 @@ class LevelHalo:
         own_sides = [side for side in sides if side.rank == self._rank]
         other_sides = [side for side in sides if side.rank != self._rank]
         for side in other_sides:
-            ghosts = _layers(whole, side.axis, side.ghost, side.ghost_parity)
+            ghosts = _layers(whole, side.axis, *side.ghost)
             if ghosts:
                 like = empty_like(ghosts[0], (sum(layer.size for layer in ghosts),))
                 pending.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
         for side in other_sides:
-            own = _layers(whole, side.axis, side.own, side.own_parity)
+            own = _layers(whole, side.axis, *side.own)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
         # If the rank is its own neighbor, the layer before the block is a copy of the block's last layer, and the layer
         # after the block is a copy of the first layer.
         for side, other in zip(own_sides, reversed(own_sides)):
-            for ghost, own in zip(
-                _layers(whole, side.axis, side.ghost, side.ghost_parity),
-                _layers(whole, other.axis, other.own, other.own_parity),
-            ):
+            for ghost, own in zip(_layers(whole, side.axis, *side.ghost), _layers(whole, other.axis, *other.own)):
                 ghost[...] = own
         for ghosts, request in pending:
             received, start = mpi_wait(request), 0

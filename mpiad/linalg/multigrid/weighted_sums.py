@@ -84,9 +84,8 @@ class Sums:
         return slice(inner.start + shift, inner.stop + shift)
 
     def _factors(self, term: Term) -> tuple[Any, LocalArray]:
-        weights = (
-            None if term.coefficient is None else self._coefficients[term.coefficient, self._at(term.coefficient_shift)]
-        )
+        entries = self._at(term.coefficient_shift)
+        weights = None if term.coefficient is None else self._coefficients[term.coefficient, entries]
         return weights, self.state[:, term.row, self._at(term.shift)]
 
     def _bind(self, item: WeightedSum) -> Step:
