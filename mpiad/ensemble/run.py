@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,10 @@ from mpiad.transport.devices.device_arrays import arrays_of
 # follows, or the next step begins at a state that an event has changed, this stage is computed separately.
 
 
+# For each visit of a sweep, tuples of arrays whose last axis counts the entries of a group.
+Groups: TypeAlias = dict[int, list[tuple[Array, ...]]]
+
+
 def starts_of_runs(*keys: Array) -> Array:
     """Return the first index of each group of adjacent entries that are equal in all keys."""
     first = np.ones(len(keys[0]), bool)
@@ -36,7 +40,7 @@ def starts_of_runs(*keys: Array) -> Array:
     return np.flatnonzero(first)
 
 
-def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
+def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> Groups:
     """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind.
 
     `visits` and `kinds` belong to the entries `rows`, by default all.
@@ -45,7 +49,7 @@ def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = No
     entries = order if rows is None else rows[order]
     v, chosen = visits[order], [np.take(array, entries, axis=-1) for array in arrays]
     cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
-    groups: dict[int, list[tuple[Array, ...]]] = {}
+    groups: Groups = {}
     for start, stop in zip(cuts, cuts[1:]):
         groups.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in chosen))
     return groups
@@ -74,36 +78,8 @@ class Entries(NamedTuple):
     x: Array  # the fraction of the step; 1 at its end
     h: Array  # the size of the step
 
-    def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
-        """Return the entries of the trajectories of a sweep, grouped by its visits."""
-        starts = np.searchsorted(self.ids, sweep.ids)
-        counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
-        column = np.repeat(np.arange(len(sweep.ids)), counts)
-        # The entries of a trajectory are adjacent.
-        chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        return Schedule(Entries(*(array[chosen] for array in self)), column, sweep, coefficients)
 
-
-class Schedule:
-    """The saved values of a block, grouped by the visits of a sweep; `column`: the column of each entry."""
-
-    def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
-        final, inside = sweep.is_last(column, entries.number), entries.x != 1
-        visit = sweep.visit_of(column, entries.number)
-        following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))
-        weights, own = coefficients.weights(entries.x), (entries.ids, entries.place, column)
-        step = entries.x, entries.h
-        self._at_end = _by_visits(~inside, visit, column, *own)
-        self._inside = _by_visits(inside, visit, column, *own, *step, weights, final)
-        self._handed_on = _by_visits(inside & ~final, following, column, *own, *step, weights[-1:])
-
-    def at_visit(self, visit: int) -> SavedInStep:
-        """Return the values saved in the step of a visit."""
-        parts = (groups.get(visit, ()) for groups in (self._at_end, self._inside, self._handed_on))
-        return SavedInStep._make([Saved(*own) for own in part] for part in parts)
-
-
-def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
+def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> Groups:
     """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column."""
     order = np.flatnonzero(chosen)
     order = order[np.argsort(visit[order], kind="stable")]
@@ -133,7 +109,6 @@ class Crossings(NamedTuple):
     """m events of trajectories; all arrays have shape (m,)."""
 
     ids: Array  # trajectories
-    order: Array  # index among the events of the trajectory
     event: Array  # index among the events of the solve
     number: Array  # the step, from 0
     x: Array  # the fraction of the step at the event
@@ -202,7 +177,7 @@ class SortedSweep(StepSweep):
     def _width(self, number: int) -> int:
         return int(np.count_nonzero(self.counts > number))
 
-    def is_last(self, column: Array, number: Array) -> Array:
+    def _is_last(self, column: Array, number: Array) -> Array:
         """Return a mask of the steps whose last stage isn't the first stage of a following step."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
@@ -211,28 +186,45 @@ class SortedSweep(StepSweep):
         return last
 
     @cached_property
-    def _schedule(self) -> Schedule:
-        return self._run.entries.scheduled(self, self._run.coefficients)
+    def _saved_values(self) -> tuple[Groups, Groups, Groups]:
+        """For each visit, the values saved at the end of the step, inside it, and inside the previous step."""
+        entries = self._run.entries
+        starts = np.searchsorted(entries.ids, self.ids)
+        counts = np.searchsorted(entries.ids, self.ids, side="right") - starts
+        column = np.repeat(np.arange(len(self.ids)), counts)
+        # The entries of a trajectory are adjacent.
+        chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        ids, place, number, x, h = (array[chosen] for array in entries)
+        final, inside = self._is_last(column, number), x != 1
+        visit, following = (self.visit_of(column, step) for step in (number, np.where(final, number, number + 1)))
+        weights, own = self._run.coefficients.weights(x), (ids, place, column)
+        return (
+            _by_visits(~inside, visit, column, *own),
+            _by_visits(inside, visit, column, *own, x, h, weights, final),
+            _by_visits(inside & ~final, following, column, *own, x, h, weights[-1:]),
+        )
 
     def saved(self, visit: Visit) -> SavedInStep:
         """Return the values saved in the step."""
-        return self._schedule.at_visit(visit.number)
-
-    def _by_visits(self, crossings: Crossings) -> dict[int, list[tuple[Array, Array]]]:
-        """Return for each visit the crossings and their columns, grouped by event."""
-        indices, columns = columns_of(self, crossings.ids)
-        return grouped(self.visit_of(columns, crossings.number[indices]), crossings.event[indices], indices, columns)
+        parts = (groups.get(visit.number, ()) for groups in self._saved_values)
+        return SavedInStep._make([Saved(*own) for own in part] for part in parts)
 
     @cached_property
-    def _crossings_at(self) -> dict[int, list[tuple[Array, Array]]]:
-        return self._by_visits(self._run.crossings)
+    def _crossings_at(self) -> list[Groups]:
+        """The indices and columns of `Run.crossings`, and those of `Run.stops`, for each visit, grouped by event."""
+        found = []
+        for crossings in (self._run.crossings, self._run.stops):
+            indices, columns = columns_of(self, crossings.ids)
+            visits = self.visit_of(columns, crossings.number[indices])
+            found.append(grouped(visits, crossings.event[indices], indices, columns))
+        return found
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
         if self._cut is None:
             return ()
         run, events = self._run, []
-        for crossings, visits, ends in ((run.crossings, self._crossings_at, False), (run.stops, self._stops_at, True)):
+        for crossings, visits, ends in zip((run.crossings, run.stops), self._crossings_at, (False, True)):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
                 # The index of the event's time in `crossed`, or, for a final time, the trajectory.
@@ -241,11 +233,7 @@ class SortedSweep(StepSweep):
         return events
 
     @cached_property
-    def _stops_at(self) -> dict[int, list[tuple[Array, Array]]]:
-        return self._by_visits(self._run.stops)
-
-    @cached_property
-    def _jumps_at(self) -> dict[int, list[tuple[Array, Array]]]:
+    def _jumps_at(self) -> Groups:
         """The jumps (state changes by events) after the step of each visit, at most one per column in each group."""
         jumps = self._run.jumps
         if jumps is None:
@@ -499,8 +487,7 @@ class Run:
 
     def _crossings(self, chosen: Array) -> Crossings:
         ids, event, number, x, time, _ = self._event_columns
-        order = np.arange(len(ids)) - np.searchsorted(ids, ids)
-        return Crossings(*(column[chosen] for column in (ids, order, event, number, x, time)))
+        return Crossings(*(column[chosen] for column in (ids, event, number, x, time)))
 
     @cached_property
     def acting_row(self) -> Array:
