@@ -178,7 +178,10 @@ class Outcome:
         saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
         save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record and n_saved is not None else None
         parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
-        return cls(batch.u0.copy(), batch.start.copy(), *parts, *counters(settings.acting))
+        outcome = cls(batch.u0.copy(), batch.start.copy(), *parts)
+        if settings.acting is not None:
+            outcome.slots, outcome.resumed = settings.acting.first.copy(), np.zeros_like(settings.acting.first)
+        return outcome
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
@@ -197,11 +200,6 @@ class Outcome:
             jumps=jumps,
             **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
         )
-
-
-def counters(acting: Acting | None) -> list[Array]:
-    """Return the initial `slots` and `resumed` of an outcome."""
-    return [np.empty(0, np.int64)] * 2 if acting is None else [acting.first.copy(), np.zeros_like(acting.first)]
 
 
 def _join(arrays: list[Any]) -> Any:

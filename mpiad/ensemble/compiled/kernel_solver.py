@@ -20,7 +20,7 @@ from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
-from mpiad.ensemble.outcome import NOWHERE, Outcome, ReturnCode, complete, counters
+from mpiad.ensemble.outcome import Outcome, complete
 from mpiad.ensemble.settings import Settings
 
 # Initial capacity of the record, in steps per trajectory.
@@ -125,7 +125,10 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
     """Run the forward kernel, `function`, over all trajectories."""
     batch, settings = solver.batch, solver.settings
     empty_span = batch.start == batch.end
-    outcome = _unwritten(batch, settings, empty_span)
+    outcome = Outcome.empty(batch, settings)
+    outcome.u_end = np.array(batch.u0.T, order="C").T  # the components of a trajectory are contiguous in memory
+    if outcome.saved is None:
+        outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
     if settings.progress is not None and empty_span.any():
         settings.progress(int(np.count_nonzero(empty_span)))
     run = _Launch(function, spec, solver, outcome)
@@ -145,21 +148,6 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
         complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
     if spec.directions:
         outcome.carried = run.carried(empty_span)
-    return outcome
-
-
-def _unwritten(batch: Batch, settings: Settings, empty_span: Array) -> Outcome:
-    """Return an outcome for the kernel's results; the results of trajectories with an empty tspan are set here."""
-    (d, n), dtype = batch.u0.shape, batch.u0.dtype
-    n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
-    # The components of a trajectory are contiguous in memory.
-    u_end, codes, counts = np.empty((n, d), dtype).T, np.empty(n, np.int8), (np.empty(n, np.int64), np.empty(n, np.int64))
-    saved = np.full((n, n_saved, d), np.nan, dtype)
-    save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record else None
-    outcome = Outcome(u_end, np.empty(n), codes, *counts, saved, save_step, *counters(settings.acting))
-    if empty_span.any():
-        outcome.u_end[:, empty_span], outcome.t_reached[empty_span] = batch.u0[:, empty_span], batch.start[empty_span]
-        outcome.codes[empty_span], outcome.naccept[empty_span], outcome.nreject[empty_span] = ReturnCode.Success.code, 0, 0
     return outcome
 
 
