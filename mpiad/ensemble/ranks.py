@@ -22,7 +22,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
-from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile, summary
+from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
@@ -117,7 +117,7 @@ class ShardedSolution(EnsembleSolution):
         """Return a text about the trajectories of all ranks; see `EnsembleSolution.summary`."""
         ends = mpi_allgather(self.u_end, axis=0, comm=self._present_comm)
         f = self.outcomes
-        return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
+        return EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf).summary()
 
 
 def sharded(
