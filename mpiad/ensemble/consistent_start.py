@@ -11,8 +11,6 @@ derivatives.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import autograd.numpy as anp
 import numpy as np
 
@@ -28,18 +26,14 @@ _MOST_STEPS, _TRACED_STEPS = 30, 2
 _CLOSE = 1e-3
 
 
-class ConsistentStart(NamedTuple):
-    """A batch with consistent initial states."""
+def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> tuple[Batch, Array]:
+    """Return a batch on the host, possibly traced, with initial states that satisfy the algebraic equations, and failures.
 
-    batch: Batch
-    failed: Array  # bool, shape (N,); whether no consistent state was found; the initial state is then NaN
-
-
-def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
-    """Return a batch on the host, possibly traced, with initial states that satisfy the algebraic equations."""
+    The latter is a mask, shape (N,), of the trajectories for which no such state was found; their initial states are NaN.
+    """
     free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
-        return ConsistentStart(given, np.zeros(given.size, bool))
+        return given, np.zeros(given.size, bool)
     equations = null_vectors(mass.T)
     plain = given.plain()
     ids = two_at_least(given.size)
@@ -49,7 +43,7 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     gain, shift = np.where(converged, gain, 0), np.where(converged, u - plain.u0[:, ids], 0)
     converged = converged[: given.size]
     u0 = anp.where(converged, _shifted(given, ids, shift, gain), np.nan)
-    return ConsistentStart(given._replace(u0=u0), ~converged)
+    return given._replace(u0=u0), ~converged
 
 
 def null_vectors(matrix: Array) -> Array:
@@ -69,11 +63,11 @@ def _newton(
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)
     derivative.check(locked(u), p, locked(t))
-    jacobian = jacobian_of(batch)
+    write_jacobian = jacobian_of(batch)
     matrices, gain = np.zeros((len(u), *u.shape), u.dtype), np.zeros((len(u), *u.shape), u.dtype)
     converged = np.zeros(len(ids), bool)
     for _ in range(_MOST_STEPS):
-        jacobian.write(matrices, u, p, t)
+        write_jacobian(matrices, u, p, t)
         derivative.write(k, u, p, t)
         new = gains(matrices, free, equations)
         # If all equations hold, the state is consistent for any index of the system.

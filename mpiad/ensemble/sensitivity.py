@@ -88,7 +88,7 @@ class SensitivitySolve:
             settings = self._settings
             if settings.mass is None:
                 return traced
-            consistent = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol).batch
+            consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
             return traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
 
     def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:

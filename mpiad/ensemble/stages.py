@@ -23,7 +23,7 @@ from mpiad.ensemble.coefficients import Weights, weighted_sum
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
-from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
+from mpiad.ensemble.field_jacobian import JacobianWriter, jacobian_of
 from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
 # These functions are called with `out` as a positional argument, which is faster than a keyword argument.
@@ -180,10 +180,10 @@ class RosenbrockStages(Stages):
     tableau: RosenbrockTableau
 
     def __init__(
-        self, tableau: RosenbrockTableau, derivative: Derivative, jacobian: Jacobian, mass: Mass, like: Array, many: bool
+        self, tableau: RosenbrockTableau, derivative: Derivative, write: JacobianWriter, mass: Mass, like: Array, many: bool
     ):
         super().__init__(tableau, derivative, like, many)
-        self._differentiate, self._mass, shape = jacobian.write, mass, (len(like), *like.shape)
+        self._differentiate, self._mass, shape = write, mass, (len(like), *like.shape)
         self._jacobian, self._matrix = np.zeros(shape, like.dtype), np.zeros(shape, like.dtype)
         self._slopes = [np.array(weight, self._real) for weight in tableau.slopes]
 

@@ -442,7 +442,7 @@ def _find(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ran
     traced = _batch(options, numbers)
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
-    started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
+    started, _ = consistent_start(batch, settings.mass, settings.rtol, settings.atol)
     outcome = compiler.run(started, settings, started)
     # NaN ends the search in trajectories whose solve failed.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
