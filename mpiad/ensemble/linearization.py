@@ -41,7 +41,8 @@ class Tracing:
 
         def called(variables: list[Array]) -> Sequence[Array]:
             variables = list(map(shortened, variables))
-            return self._field.rows(variables[0], self._filled(leaves, variables[1:]), variables[-1] if self._timed else t)
+            field = self._field.bound(self._filled(leaves, variables[1:]))
+            return field(variables[0], variables[-1] if self._timed else t)
 
         given = [u, *[leaves[place] for place in self._places]]
         values, places, recording = trace_list(called, given + [t] if self._timed else given)
@@ -150,12 +151,11 @@ class Field:
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
-    def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Array]:
-        """Return the derivative as a list of its components, or a list of one array with all of them."""
-        return self.bound(leaves)(u, t)
-
     def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Array]]:
-        """Return the function of u and t that computes `rows` with these leaves."""
+        """Return f with these leaves as a function of u and t.
+
+        It returns the derivative as a list of its components, or a list of one array with all of them.
+        """
         if self.one_by_one:
             return lambda u, t: [self._each(u, leaves, t)]
         f, p = self._f, self._build(leaves)
@@ -170,7 +170,7 @@ class Field:
 
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n)."""
-        rows = self.rows(u, leaves, t)
+        rows = self.bound(leaves)(u, t)
         if is_whole(rows, u.shape):
             return rows[0]
         # A component may be one number for all columns.
@@ -187,5 +187,5 @@ class Field:
 
 
 def is_whole(rows: Sequence[Array], shape: tuple[int, int]) -> bool:
-    """Return whether `Field.rows` has returned one array with all components."""
+    """Return whether the function of `Field.bound` has returned one array with all components."""
     return len(rows) == 1 and anp.shape(rows[0]) == shape

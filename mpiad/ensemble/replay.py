@@ -39,12 +39,9 @@ class StepReplay:
         self._run, self._leaves, self._u, self.t, self.h = run, leaves, u, t, h
         self._k: list[Array] = []
         for i in range(run.tableau.stages - 1):
-            self._evaluate(i)
+            self._k.append(self._stage(i))
 
-    def _evaluate(self, i: int) -> None:
-        self._k.append(self._rate(i))
-
-    def _rate(self, i: int) -> Array:
+    def _stage(self, i: int) -> Array:
         t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
         return self._run.field.array(self.argument(i), self._leaves, t)
 
@@ -58,7 +55,7 @@ class StepReplay:
     def inside(self, x: Array, columns: Columns) -> Array:
         """Return states inside the step; x: fractions of the step, shape (m,), or (s, m) for s fractions per column."""
         if len(self._k) < self._run.tableau.stages:
-            self._evaluate(len(self._k))
+            self._k.append(self._stage(len(self._k)))
         weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
         total = sum(k[:, columns] * weight for k, weight in zip(self._k, weights))
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
@@ -81,9 +78,9 @@ class StepReplay:
 class RosenbrockReplay(StepReplay):
     """One step of a Rosenbrock method (see `tableaus` for the notation)."""
 
-    def _evaluate(self, i: int) -> None:
+    def _stage(self, i: int) -> Array:
         table: Any = self._run.tableau
-        rate = self._rate(i) if i != 1 else self._k[0]
+        rate = super()._stage(i) if i != 1 else self._k[0]
         if i == 0:
             self._matrices, self._time_term = self._linearized(table.gamma)
         if 0 < i < table.stages - 1:
@@ -92,7 +89,7 @@ class RosenbrockReplay(StepReplay):
             coupled = coupled if self._mass is None or not before else anp.dot(self._mass, coupled)
             rate = rate + table.slopes[i - 1] * self._time_term + coupled
             rate = anp.transpose(anp.linalg.solve(self._matrices, anp.transpose(rate)[..., None])[..., 0])
-        self._k.append(rate)
+        return rate
 
     def _linearized(self, gamma: float) -> tuple[Array, Array]:
         """Return the matrices W, shape (n, d, d), and h ∂f/∂t, shape (d, n)."""
