@@ -149,7 +149,7 @@ class _BackwardSweep:
 
     def sweep(self, sweep: StepSweep) -> None:
         """Sweep over a block from the last step to the first, and store the cotangents."""
-        cotangents, ids, varies = self._cotangents, sweep.ids, self._run.batch.p.varies
+        cotangents, ids = self._cotangents, sweep.ids
         self._sweep, self._leaves = sweep, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in cotangents.leaves}
         # Cotangents of the start of the first processed step; a change of this time shifts all processed steps.
@@ -161,11 +161,7 @@ class _BackwardSweep:
         if self._timed:
             cotangents.start[ids] = self._start
             cotangents.end[ids] += self._end
-        for place, part in self._parts.items():
-            if varies[place]:
-                cotangents.leaves[place][..., ids] += part
-            else:
-                cotangents.leaves[place] = cotangents.leaves[place] + part
+        self._run.batch.p.add_cotangents(cotangents.leaves, self._parts, ids)
 
     def _pull(self, visit: Visit) -> None:
         width = len(visit.t)
@@ -179,7 +175,7 @@ class _BackwardSweep:
         # The copy of a duplicated column has a zero cotangent.
         cotangent = np.zeros_like(step.y[0])
         cotangent[:, :width] = self._u_bar[:, :width]
-        totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
+        totals = StepCotangents(step, self._parts, self._run.batch.p, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
         located = self._sweep.located(visit)
         crossed = self._seeds.crossed

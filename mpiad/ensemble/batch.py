@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,19 @@ class Parameters(NamedTuple):
     def of_columns(self, leaves: list[Any], one_by_one: bool) -> Tree:
         """Return the parameters of some trajectories as f takes them, given their leaves."""
         return Columns(leaves, self.varies, self.build) if one_by_one and any(self.varies) else self.build(leaves)
+
+    def add_cotangents(self, totals: dict[int, Any], parts: Mapping[int, Any], which: Any) -> None:
+        """Add cotangents of leaves, with those that vary of the trajectories `which`, to `totals`; None stands for zeros.
+
+        The keys are the indices of the leaves.
+        """
+        for place, part in parts.items():
+            if part is None:
+                continue
+            if self.varies[place]:
+                totals[place][..., which] += part
+            else:
+                totals[place] = totals[place] + part
 
 
 class Batch(NamedTuple):

@@ -106,14 +106,10 @@ class LinearJumps:
 
 def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: Array) -> None:
     """Add the contributions `parts` of the trajectories `ids`, in ascending order, to the cotangents of leaves."""
-    for place, part in parts.items():
-        if part is None:
-            continue
-        if run.batch.p.varies[place]:  # an event may occur more than once in a trajectory
-            first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
-            leaves[place][..., ids[first]] += np.add.reduceat(part, first, axis=-1)
-        else:
-            leaves[place] = leaves[place] + part
+    p, first = run.batch.p, np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    # An event may occur more than once in a trajectory.
+    sums = {k: np.add.reduceat(x, first, axis=-1) if p.varies[k] and x is not None else x for k, x in parts.items()}
+    p.add_cotangents(leaves, sums, ids[first])
 
 
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:

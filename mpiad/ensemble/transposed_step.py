@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.coefficients import Coefficients, stage_rates
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
@@ -227,8 +228,8 @@ class StepCotangents:
     - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 
-    def __init__(self, step: TransposedStep, parts: dict[int, Array], varies: Sequence[bool], width: int, timed: bool):
-        self.step, self.parts, self._varies, self._width, self.timed = step, parts, varies, width, timed
+    def __init__(self, step: TransposedStep, parts: dict[int, Array], p: Parameters, width: int, timed: bool):
+        self.step, self.parts, self._p, self._width, self.timed = step, parts, p, width, timed
         if timed:
             self.t_bar, self.h_bar = (np.zeros_like(step.h, dtype=float) for _ in range(2))
             self._divisor = np.where(step.h == 0, 1, step.h)  # columns without a step have zero increments
@@ -247,15 +248,9 @@ class StepCotangents:
 
     def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:
         """Add the cotangents of leaves for the trajectories `columns`; `count`: their number."""
-        for (place, total), part in zip(self.parts.items(), parts):
-            if part is None:
-                continue
-            if self._varies[place]:
-                total[..., columns] += part[..., :count]
-            elif np.ndim(total):  # scalars can't be updated in place
-                total += part
-            else:
-                self.parts[place] = total + part
+        varies = self._p.varies
+        found = {place: x[..., :count] if varies[place] and x is not None else x for place, x in zip(self.parts, parts)}
+        self._p.add_cotangents(self.parts, found, columns)
 
     def note_new(self, cotangent: Array) -> None:
         """Add the contribution of the new state to the cotangent of the step size."""

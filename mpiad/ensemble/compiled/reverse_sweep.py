@@ -98,7 +98,7 @@ def _pulled(
     step: Any = _step(run, rows[columns])
     found = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
     located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
-    totals = StepCotangents(step, found, varies, count, True)
+    totals = StepCotangents(step, found, run.batch.p, count, True)
     given = run.columns(run.batch.p.leaves, ids[columns])
     inside = pull_event(run, located, totals, given, end, time)
     add_leaves(run, leaves, found, ids)
@@ -311,11 +311,7 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
         if bars.due.size:
             found.due[: len(bars.due), rows] = bars.due
         found.u0[:, rows], found.start[rows], found.end[rows] = bars.u0, bars.start, bars.end
-        for place, leaf in bars.leaves.items():
-            if batch.p.varies[place]:
-                leaves[place][..., rows] = leaf
-            else:
-                leaves[place] += leaf
+        batch.p.add_cotangents(leaves, bars.leaves, rows)
     return found
 
 
