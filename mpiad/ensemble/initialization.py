@@ -64,13 +64,11 @@ class Initialization:
 
     def admit(self, count: int) -> Entrants:
         """Return the next trajectories of the queue, at most `count`."""
-        ids, self._queue = self._queue[:count], self._queue[count:]
-        if len(ids) == 1:  # f is always called with at least two columns: see `controller`
-            return Entrants(*(array[..., :1] for array in self._enter(np.repeat(ids, 2))))
-        return self._enter(ids)
-
-    def _enter(self, ids: Array) -> Entrants:
-        batch, settings, signs = self._batch, self._settings, self.signs[ids]
+        batch, settings, width = self._batch, self._settings, min(count, len(self._queue))
+        ids, self._queue = self._queue[:width], self._queue[width:]
+        if width == 1:  # f is always called with at least two columns: see `controller`
+            ids = np.repeat(ids, 2)
+        signs = self.signs[ids]
         u, t, end = batch.u0[:, ids], batch.start[ids] * signs, self.goal(ids)
         if settings.acting is not None:
             end = settings.acting.until(end, settings.acting.first, ids, signs)
@@ -79,7 +77,7 @@ class Initialization:
         p, sign = self.parameters(ids), self.sign(ids)
         rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
         h, k = started(rate, u, t, end, settings, self.rtol, self.atol)
-        return Entrants(ids, t, end, h, u, k)
+        return Entrants(*(array[..., :width] for array in (ids, t, end, h, u, k)))
 
 
 def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:

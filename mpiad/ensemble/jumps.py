@@ -117,14 +117,17 @@ class Jump(NamedTuple):
 
 
 class Jumps:
-    """Jumps of the trajectories in the mask `live`, sorted by trajectory and then by time, with the arrays of `Jump`."""
+    """Jumps of the trajectories in the mask `live`, sorted by trajectory and then by time, with the arrays of `Jump`.
+
+    Jumps of one trajectory after the same step must be given in the order of time.
+    """
 
     def __init__(self, jumps: Sequence[Jump], live: Array):
         parts = zip(*(jump._replace(event=0 * jump.ids + jump.event) for jump in jumps))
         joined = [part[0] if len(jumps) == 1 else np.concatenate(part, axis=-1) for part in map(list, parts)]
-        ids = joined[0]
-        if (ids[1:] < ids[:-1]).any() or not live.all():
-            order = np.argsort(ids, kind="stable")
+        ids, number = joined[:2]
+        if len(jumps) > 1 or (ids[1:] < ids[:-1]).any() or not live.all():
+            order = np.lexsort((number, ids))
             order = order[live[ids[order]]]
             joined = [x[..., order] for x in joined]
         self.ids, self.number, self.event, self.slot, self.time, self.before, self.after = joined

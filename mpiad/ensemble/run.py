@@ -325,11 +325,7 @@ class Run:
         """Return a copy with zeros for failed trajectories, which are columns of the last axis."""
         if self.xp is not None and self.live.all():
             return x.copy()
-        return np.where(self._survivors, x, 0)
-
-    @cached_property
-    def _survivors(self) -> Array:
-        return self.placed(self.live)
+        return np.where(self.placed(self.live), x, 0)
 
     def placed(self, mask: np.ndarray) -> Array:
         """Return a host array, copied to the device of the states."""
@@ -346,10 +342,6 @@ class Run:
     def on_host(self, x: Array) -> np.ndarray:
         """Return a host array, a copy if x is on a device."""
         return x if self.xp is None else self.xp.to_host(x)
-
-    def chosen(self, mask: np.ndarray) -> Array:
-        """Return the indices of the trajectories in a host mask, on the device of the states."""
-        return self.arange(len(mask)) if mask.all() else self.placed(np.flatnonzero(mask))
 
     def numbers(self, *shape: int) -> Array:
         """Return zeros in double precision on the device of the states."""

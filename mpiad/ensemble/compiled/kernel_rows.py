@@ -69,16 +69,12 @@ def jumps_of(
     states = from_parts(before.reshape(-1, before.shape[2])[rows], dtype).T
     kinds, times = (table[:slots].T.ravel()[rows] for table in (acting.kinds, acting.times))
     jumps = [Jump(ids, numbers[rows], kinds, slot, times, states, states)]
-    if outcome.event_table is not None:
+    if outcome.event_table is not None:  # jumps at roots of conditions come before those at given times of the same step
         acts = np.array([acting.events[e].acts for e in acting.found])[outcome.event_table[1].astype(int)]
         ids, event, number = outcome.event_table[:3, acts].astype(int)
         states = from_parts(at_conditions[acts], dtype).T
         slots, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
-        at_roots = Jump(ids, number + 1, np.array(acting.found)[event], slots, time, states, states)
-        # The jumps after the same step are sorted: those at roots of conditions come before those at given times.
-        joined = [np.concatenate(parts, axis=-1) for parts in zip(at_roots, jumps[0])]
-        order = np.lexsort((joined[1], joined[0]))
-        jumps = [Jump(*(part[..., order] for part in joined))]
+        jumps.insert(0, Jump(ids, number + 1, np.array(acting.found)[event], slots, time, states, states))
     return jumps
 
 
