@@ -6,7 +6,6 @@ system provides new memory page by page, which takes longer than the solve.
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -76,27 +75,3 @@ def jumps_of(
         slots, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
         jumps.insert(0, Jump(ids, number + 1, np.array(acting.found)[event], slots, time, states, states))
     return jumps
-
-
-# Maximum number of entries of all arrays that are stored for reuse: 128 MiB.
-_MOST = 1 << 24
-
-_lock = threading.Lock()
-_spare: list[Array] = []
-
-
-def allocate(size: int) -> Array:
-    """Return an uninitialized array of at least this size."""
-    with _lock:
-        for i, array in enumerate(_spare):
-            if size <= len(array) <= 2 * size:
-                return _spare.pop(i)
-    return np.empty(size)
-
-
-def release(arrays: list[Array]) -> None:
-    """Store arrays from `allocate` for reuse; no views of them may be in use."""
-    with _lock:
-        for array in arrays:
-            if sum(map(len, _spare)) + len(array) <= _MOST:
-                _spare.append(array)
