@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,17 +37,12 @@ def pull_event(
     - `time_bar`: shape (m,), or zero; the cotangents of the times of the event.
     """
     step, columns, x = totals.step, located.columns, located.x
-    h = step.h[columns]
-    stages = [k[:, columns] for k in step.k]
-    rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-    x_bar = time_bar * h  # the cotangent of x, from the time of the event and from the state after the step
+    condition = linearized_condition(run, step, located, tuple(totals.parts), leaves)
+    # The cotangent of x, from the time of the event and from the state after the step.
+    x_bar = time_bar * step.h[columns]
     if u_bar is not None:
-        x_bar = (u_bar * rate).real.sum(axis=0) + x_bar
-    states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
-    pull = transposed_condition(run, located, tuple(totals.parts), leaves, states)
-    g_u, *_, g_t = pull(np.ones_like(x))
-    slope = (g_u * rate).real.sum(axis=0) + g_t * h
-    value, *parts, t_bar = pull(-x_bar / slope)
+        x_bar = (u_bar * condition.rate).real.sum(axis=0) + x_bar
+    value, *parts, t_bar = condition.pull(-x_bar / condition.slope)
     totals.note_leaves(parts, columns, len(x))
     if u_bar is not None:
         value = u_bar + value
@@ -57,14 +52,30 @@ def pull_event(
     return Inside(columns, value.astype(step.y[0].dtype, copy=False), x, [weights[i] for i in range(len(weights))])
 
 
-def transposed_condition(
-    run: Run, located: LocatedEvent, places: Sequence[int], leaves: Sequence[Any], states: Array
-) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of an event's condition at its n roots: see `transposed_columns`."""
-    time, condition = located.time, run.settings.events[located.event].written
-    chosen, field = run.columns(leaves, located.columns), Field(run.batch._replace(f=condition))
-    pull = transposed_columns(field, places, True, np.empty_like(time)[None], states, chosen, time)
-    return lambda g: pull(g[None])
+class LinearizedCondition(NamedTuple):
+    """The derivatives of an event's condition g at its roots in n columns."""
+
+    pull: Callable[[Array], list[Any]]  # maps cotangents of g, (n,), to those of states, leaves and times
+    rate: Array  # shape (d, n); the derivative of the interpolated state with respect to the fraction x of the step
+    g_u: Array  # shape (d, n)
+    g_t: Array  # shape (n,)
+    slope: Array  # shape (n,); the derivative of g with respect to x
+
+
+def linearized_condition(
+    run: Run, step: TransposedStep, located: LocatedEvent, places: Sequence[int], leaves: Sequence[Any]
+) -> LinearizedCondition:
+    """Return the derivatives of a condition at its roots in a step; `places`: the differentiated leaves."""
+    x, columns, time = located.x, located.columns, located.time
+    h, stages = step.h[columns], [k[:, columns] for k in step.k]
+    rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
+    states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
+    field = Field(run.batch._replace(f=run.settings.events[located.event].written))
+    chosen = run.columns(leaves, columns)
+    transposed = transposed_columns(field, places, True, np.empty_like(time)[None], states, chosen, time)
+    g_u, *_, g_t = transposed(np.ones_like(x)[None])
+    slope = (g_u * rate).real.sum(axis=0) + g_t * h
+    return LinearizedCondition(lambda g: transposed(g[None]), rate, g_u, g_t, slope)
 
 
 @dataclasses.dataclass

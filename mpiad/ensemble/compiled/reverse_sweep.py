@@ -9,9 +9,9 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, note_ends, of_ends, pull_event, pull_run, to_start, transposed_condition
+from mpiad.ensemble.adjoint import Cotangents, linearized_condition, note_ends, of_ends, pull_event, pull_run, to_start
 from mpiad.ensemble.batch import two_at_least
-from mpiad.ensemble.coefficients import interpolate, stage_rates
+from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, Tape, U
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
@@ -149,13 +149,21 @@ class KernelStops:
     `pull_event`, g_u, g_t and g_p times -(h σ + λ·U') / (g_u·U' + g_t h) are added to the cotangents of the state, the time
     and the parameters. `bar`, shape (m,): cotangents of the root times, without contributions of later steps. `rows`, shape
     (m, 3 + 2 d): x, h / denominator, g_t, U' / denominator, g_u. `factors`, shape (m,): the factors above, from the kernel.
+    `time_bar`, shape (N,): the cotangents of the last root times.
     """
 
-    def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
-        self._run, self._places, self.bar, stops = run, places, bar, run.stops
+    def __init__(self, run: Run, seeds: Seeds, places: Sequence[int], time_bar: Array):
+        self._run, self._places, stops = run, tuple(places), run.stops
         count, d = len(stops.ids), len(run.batch.u0)
-        self.rows, self.factors = np.zeros((count, 3 + 2 * d)), np.zeros(count)
+        self.rows, self.factors, self.bar = np.zeros((count, 3 + 2 * d)), np.zeros(count), np.zeros(count)
+        acting = run.acting_row >= 0
+        if seeds.crossed is not None:
+            self.bar[acting] = seeds.crossed[run.acting_row[acting]]
         self.first = np.searchsorted(stops.ids, np.arange(run.batch.size + 1))
+        ids = np.flatnonzero(time_bar)
+        last = self.first[ids + 1] - 1
+        stopped = last >= self.first[ids]
+        self.bar[last[stopped]] += time_bar[ids[stopped]]
         self.number = stops.number.astype(np.int64)
         self._conditions: list[tuple[Array, Callable[[Array], list[Any]]]] = []
         with np.errstate(all="ignore"):
@@ -164,17 +172,12 @@ class KernelStops:
 
     def _linearize(self, event: int, indices: Array) -> None:
         run, stops, count = self._run, self._run.stops, len(indices)
-        table = run.outcome.crossings[run.stop_rows[indices]]
-        step = _step(run, table[two_at_least(count)])
-        h, stages, x = step.h[:count], [k[:, :count] for k in step.k], stops.x[indices]
-        located = LocatedEvent(event, True, np.arange(count), x, stops.time[indices], indices)
+        step: Any = _step(run, run.outcome.crossings[run.stop_rows[indices]][two_at_least(count)])
+        located = LocatedEvent(event, True, np.arange(count), stops.x[indices], stops.time[indices], indices)
         leaves = run.columns(run.batch.p.leaves, stops.ids[indices])
-        states = interpolate(run.coefficients, step.y[0][:, :count], h, stages, x)
-        pull = transposed_condition(run, located, self._places, leaves, states)
-        rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-        g_u, *_, g_t = pull(np.ones_like(x))
-        denominator = (g_u * rate).sum(axis=0) + g_t * h
-        self.rows[indices] = np.stack([x, h / denominator, g_t, *(rate / denominator), *g_u], axis=1)
+        pull, rate, g_u, g_t, slope = linearized_condition(run, step, located, self._places, leaves)
+        rows = [located.x, step.h[:count] / slope, g_t, *(rate / slope), *g_u]
+        self.rows[indices] = np.stack(rows, axis=1)
         self._conditions.append((indices, pull))
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
@@ -232,7 +235,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     jump_arguments = ()
     if run.jumps is not None:
         note_ends(run, seeds, found, timed)
-        jumps, stops = KernelJumps(run, run.jumps, found.start, real), _stops(run, seeds, places, found.start)
+        jumps, stops = KernelJumps(run, run.jumps, found.start, real), KernelStops(run, seeds, places, found.start)
         jump_arguments = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
     inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
     wanted = [j for part in chosen for j in part.scalars]
@@ -277,20 +280,6 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         if timed:
             jumps.add_due(found.due)
     return found
-
-
-def _stops(run: Run, seeds: Seeds, places: Sequence[int], time_bar: Array) -> KernelStops:
-    """Return the conditions that ended steps; `time_bar`, shape (N,): cotangents of the last root times."""
-    rows, bar = run.acting_row, np.zeros(len(run.stops.ids))
-    acting = rows >= 0
-    if seeds.crossed is not None:
-        bar[acting] = seeds.crossed[rows[acting]]
-    stops = KernelStops(run, tuple(places), bar)
-    ids = np.flatnonzero(time_bar)
-    last = stops.first[ids + 1] - 1
-    stopped = last >= stops.first[ids]
-    bar[last[stopped]] += time_bar[ids[stopped]]
-    return stops
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
