@@ -120,8 +120,8 @@ class Outcome:
     codes: Array  # int, shape (N,); numbers of return codes
     naccept: Array  # int, shape (N,)
     nreject: Array  # int, shape (N,)
-    saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
-    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved value (see INITIAL)
+    saved: Array | None = None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
+    save_step: Array | None = None  # int, shape (N, n_saved), or None; the step of each saved value (see INITIAL)
     # If events change states, shape (N,): the index of the next given time, and the number of continuations after events.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
@@ -193,17 +193,15 @@ class Outcome:
             steps += [(first + offset, found) for first, found in part.steps]
             jumps += [jump._replace(ids=jump.ids + offset) for jump in part.jumps]
             offset += len(part.codes)
+        names = [name for name in _BY_TRAJECTORY if getattr(parts[0], name) is not None]
+        arrays: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return Outcome(
             np.concatenate([part.u_end for part in parts], axis=1),
             event_table=np.concatenate(tables, axis=1) if tables else None,
             steps=steps,
             jumps=jumps,
-            **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
+            **arrays,
         )
-
-
-def _join(arrays: list[Any]) -> Any:
-    return None if arrays[0] is None else np.concatenate(arrays)
 
 
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:

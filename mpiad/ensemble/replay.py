@@ -17,6 +17,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function
 from mpiad.device.assembly import concatenate
+from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
@@ -24,7 +25,7 @@ from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.event import affect_field
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
+from mpiad.ensemble.step_sweep import Columns, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -151,11 +152,14 @@ class _Replay:
         if self._timed:
             # Traced zeros with the derivatives of the start of tspan and of its end. They are added to the constant times
             # and sizes of steps. After an event that ends a step, `_shift` has the derivatives of the time of the event.
-            self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
+            shifts = [x - getval(x) for x in (start, end)]
+            self._shift, self._lengthening = shifts if run.xp is None else (array_to_device(x, run.xp) for x in shifts)
         # The saved values as rows, and the number of rows. Row 0, of zeros, is used for times that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
-        self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
+        # Indices and times: of terminal events among the final times, and of other events among the times of all events.
+        self._ended: list[tuple[Array, Array]] = []
+        self._passed: list[tuple[Array, Array]] = []
 
     def through(self, sweep: StepSweep, states: Array) -> Array:
         """Return the states of all trajectories, shape (d, N), after the steps of a sweep."""
@@ -178,10 +182,13 @@ class _Replay:
         step = kind(run, run.columns(leaves, columns), u[:, columns], t, h)
         new = step.argument(run.tableau.stages - 1)[:, :width]
         for located in sweep.located(visit):
-            c = located.columns
-            x = step.root(run.settings.events[located.event].condition, located.x, c)
+            c, event = located.columns, run.settings.events[located.event]
+            x = step.root(event.condition, located.x, c)
             time = step.t[c] + x * step.h[c]
-            self._crossings.append((located, sweep.ids[c], time))
+            if located.terminal and not event.acts:
+                self._ended.append((sweep.ids[c], time))
+            else:
+                self._passed.append((located.row, time))
             if located.terminal:
                 new = self._put(new, c, step.inside(x, c))
                 if run.jumps and self._timed:
@@ -309,16 +316,13 @@ class _Replay:
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
         if self._timed and run.jumps:
             reached = reached + anp.where(run.live & run.terminated, self._shift, 0.0)
-        events = run.settings.events
-        ends = [located.terminal and not events[located.event].acts for located, *_ in self._crossings]
-        ended, passed = ([one for one, end in zip(self._crossings, ends) if end is wanted] for wanted in (True, False))
-        return (
-            reached if run.jumps else self._replaced(reached, [ids for _, ids, _ in ended], [time for *_, time in ended]),
-            self._replaced(run.crossed, [located.row for located, *_ in passed], [time for *_, time in passed]),
-        )
+        return reached if run.jumps else self._replaced(reached, self._ended), self._replaced(run.crossed, self._passed)
 
-    def _replaced(self, times: Array, places: list[Array], values: list[Array]) -> Array:
-        return self._put(times, np.concatenate(places), concatenate(values)) if places else times
+    def _replaced(self, times: Array, found: list[tuple[Array, Array]]) -> Array:
+        if not found:
+            return times
+        places, values = zip(*found)
+        return self._put(times, np.concatenate(places), concatenate(values))
 
 
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:

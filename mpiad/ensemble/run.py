@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
@@ -331,10 +330,6 @@ class Run:
         """Return a host array, copied to the device of the states."""
         return mask if self.xp is None else self.xp.to_device(np.ascontiguousarray(mask))
 
-    def moved(self, x: Array) -> Array:
-        """Return a host array, possibly traced, copied to the device of the states."""
-        return x if self.xp is None else array_to_device(x, self.xp)
-
     def arange(self, stop: int) -> Array:
         """Return the integers from 0 on, on the device of the states."""
         return np.arange(stop) if self.xp is None else self.xp.arange(stop)
@@ -392,13 +387,6 @@ class Run:
         stages.compute(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 
-    def due(self, ids: Array, place: Array) -> Array | None:
-        """Return the times of saved values by their indices `place`; None if every step is saved."""
-        times = self.settings.saveat
-        if times is None:
-            return None
-        return times[place] if times.ndim == 1 else times[ids, place]
-
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
         """Return the cotangents of the results, from arrays for saved states, (N, n_saved, d), final states and times."""
         if saved.size:
@@ -417,9 +405,10 @@ class Run:
         for first, steps in self.shares:
             in_share = (ids >= first) & (ids < first + len(steps.counts))
             t[in_share], h[in_share] = steps.times(ids[in_share] - first, number[in_share])
-        due = self.due(ids, place)
-        if due is None:
+        times = self.settings.saveat
+        if times is None:
             return Entries(ids, place, number, np.ones(len(ids)), h)
+        due = times[place] if times.ndim == 1 else times[ids, place]
         # The last step ends at the end of tspan, from which t + h may differ by rounding.
         last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
