@@ -188,7 +188,6 @@ class EnsembleMPI(EnsembleAlgorithm):
             )
         self.gather, self.comm = bool(gather), comm
         self._tries, self._entry, self._iteration = np.empty(0), _ENTRY, _ITERATION
-        self._bounds: Array | None = None
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -198,19 +197,13 @@ class EnsembleMPI(EnsembleAlgorithm):
         # If no costs are known yet, shares have equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
-        if self._bounds is None or len(self._bounds) != size + 1:
-            self._bounds = _LoadBalance(self._tries, self._entry, self._iteration, size).bounds()
-        return self._bounds
+        return _LoadBalance(self._tries, self._entry, self._iteration, size).bounds()
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
         """Store the numbers of tried steps, shape (N,), as costs; `components`: the number of components of a state."""
-        before = self._entry, self._iteration, self._tries
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
         self._iteration = _LANES if compiled else (_TRACED_ITERATION if traced else _ITERATION) / max(1, components)
-        # The shares are computed again only if the costs have changed.
-        if before[:2] != (self._entry, self._iteration) or not np.array_equal(before[2], tries):
-            self._bounds = None
 
 
 class _LoadBalance:
