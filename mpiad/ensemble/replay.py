@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import autograd.numpy as anp
 import numpy as np
@@ -26,6 +26,7 @@ from mpiad.ensemble.event import affect_field
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns, Saved, StepSweep, Visit
+from mpiad.ensemble.tableaus import RosenbrockTableau
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -57,8 +58,8 @@ class StepReplay:
         """Return states inside the step; x: fractions of the step, shape (m,), or (s, m) for s fractions per column."""
         if len(self._k) < self._run.tableau.stages:
             self._k.append(self._stage(len(self._k)))
-        weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
-        total = sum(k[:, columns] * weight for k, weight in zip(self._k, weights))
+        weights = _like(self._run.coefficients.weights(x), self._u)
+        total = sum(k[:, columns] * weights[i][..., None, :] for i, k in enumerate(self._k))
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
@@ -80,14 +81,14 @@ class RosenbrockReplay(StepReplay):
     """One step of a Rosenbrock method (see `tableaus` for the notation)."""
 
     def _stage(self, i: int) -> Array:
-        table: Any = self._run.tableau
+        table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
         rate = super()._stage(i) if i != 1 else self._k[0]
         if i == 0:
             self._matrices, self._time_term = self._linearized(table.gamma)
         if 0 < i < table.stages - 1:
             before = [weight * k for weight, k in zip(table.coupling[i - 1], self._k) if weight]
             coupled = sum(before[1:], before[0]) if before else 0.0
-            coupled = coupled if self._mass is None or not before else anp.dot(self._mass, coupled)
+            coupled = coupled if mass is None or not before else anp.dot(mass, coupled)
             rate = rate + table.slopes[i - 1] * self._time_term + coupled
             rate = anp.transpose(anp.linalg.solve(self._matrices, anp.transpose(rate)[..., None])[..., 0])
         return rate
@@ -104,15 +105,8 @@ class RosenbrockReplay(StepReplay):
         columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
         time_term = h * jvp(lambda t: field.array(u, leaves, t), t, ones)[1]
         jacobian = anp.transpose(anp.stack(columns), (2, 1, 0))
-        self._mass = self._run.settings.mass
-        return (units if self._mass is None else self._mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, time_term
-
-
-def _polynomial(row: Sequence[float], x: Array) -> Array:
-    total = row[-1] * x
-    for coefficient in row[-2::-1]:
-        total = (total + coefficient) * x
-    return total
+        mass = self._run.settings.mass
+        return (units if mass is None else mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, time_term
 
 
 def _like(x: Array, u: Array) -> Array:
