@@ -42,7 +42,13 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     # NaN of failed trajectories would otherwise enter the derivatives with respect to shared parameters.
     gain, shift = np.where(converged, gain, 0), np.where(converged, u - plain.u0[:, ids], 0)
     converged = converged[: given.size]
-    u0 = anp.where(converged, _shifted(given, ids, shift, gain), np.nan)
+    # The Newton steps in traced arithmetic.
+    real, field, leaves = plain.u0.real.dtype, Field(given), given.p.chosen(ids)
+    u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
+    with np.errstate(all="ignore"):
+        for _ in range(_TRACED_STEPS):
+            u = u - applied(gain, field.array(u, leaves, t))
+    u0 = anp.where(converged, u[:, : given.size], np.nan)
     return given._replace(u0=u0), ~converged
 
 
@@ -109,13 +115,3 @@ def applied(gain: Array, k: Array) -> Array:
     for j in range(1, len(gain)):
         total = total + gain[:, j] * k[j]
     return total
-
-
-def _shifted(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
-    """Return the shifted initial states after the Newton steps in traced arithmetic."""
-    real, field, leaves = given.plain().u0.real.dtype, Field(given), given.p.chosen(ids)
-    u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
-    with np.errstate(all="ignore"):
-        for _ in range(_TRACED_STEPS):
-            u = u - applied(gain, field.array(u, leaves, t))
-    return u[:, : given.size]

@@ -37,14 +37,6 @@ def mean_square(e: Array) -> Array:
     return total
 
 
-def tolerance(u: Array, rtol: float, atol: Array | float) -> Array:
-    """Return atol + rtol |u|."""
-    scale = np.abs(u)
-    scale *= rtol
-    scale += atol
-    return scale
-
-
 @dataclass(frozen=True)
 class PIController:
     """A proportional-integral controller, which gives smoother step sizes if the stability of the method limits them.

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.controller import mean_square, tolerance
+from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.settings import Settings
 
@@ -103,7 +103,7 @@ def started(
     k, order = rate(u, t), settings.alg.tableau.error_order
     if settings.dt is not None:
         return np.maximum(np.minimum(np.full_like(t, settings.dt), settings.dtmax), least_step(t)), k
-    span, scale = end - t, tolerance(u, rtol, atol)
+    span, scale = end - t, atol + rtol * np.abs(u)
     d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
     h0 = np.minimum(h0, span)

@@ -248,7 +248,7 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
     outcome.jumps = [*acting.started, *outcome.jumps]
     ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
-    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # `event_table` is a view of this
+    table = outcome.event_table  # after a kernel, a view of `crossings`
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
     steps, saved = outcome.save_step, outcome.saved
