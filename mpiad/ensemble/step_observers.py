@@ -101,7 +101,7 @@ class ActingEvents:
             return NONE
         columns = np.flatnonzero(done)
         ids = step.ids[columns]
-        due = self._acting.due(self._slots[ids], ids)
+        due = self._acting.times[self._slots[ids], ids]
         return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
 
     def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
