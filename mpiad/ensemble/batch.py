@@ -90,6 +90,10 @@ class Batch(NamedTuple):
         """Whether tspan was given once for all trajectories; `start` and `end` then have a stride of zero."""
         return self.size > 0 and self.start.strides == self.end.strides == (0,)
 
+    def parameters(self, ids: Array) -> Tree:
+        """Return the parameters of some trajectories as f takes them."""
+        return self.p.columns(ids, len(self.shape) > 1)
+
     def both_ends(self) -> Array:
         """Return start and end of tspan, shape (2,) if all trajectories have the same tspan, else (N, 2)."""
         start, end = self.start, self.end

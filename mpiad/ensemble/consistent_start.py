@@ -65,7 +65,7 @@ def _newton(
     batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
     """Return the states by Newton's method, N A⁻¹ Lᵀ, (d, d, n), and a mask of convergence; `free`, `equations`: N, L."""
-    u, p = batch.u0[:, ids].copy(), batch.p.columns(ids, len(batch.shape) > 1)
+    u, p = batch.u0[:, ids].copy(), batch.parameters(ids)
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)
     derivative.check(locked(u), p, locked(t))

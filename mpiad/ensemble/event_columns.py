@@ -50,7 +50,7 @@ class EventColumns:
         u, t = at or self.at(rows)
         if len(rows) == 1:
             u, t, rows = u[:, [0, 0]], t[[0, 0]], rows[[0, 0]]
-        return u, self._batch.p.columns(self.ids[rows]), t
+        return u, self._batch.parameters(self.ids[rows]), t
 
     def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
         """Return the values of a condition for some columns; `at`: states and times, by default the current ones."""

@@ -125,7 +125,7 @@ def _on_host(batch: Batch) -> Batch:
 
 def _check_differentiable(write: JacobianWriter, batch: Batch, untraced: str) -> None:
     d, ids = len(batch.u0), np.zeros(2, int)  # f is always called with at least two columns
-    p, t = batch.p.columns(ids, len(batch.shape) > 1), batch.start[ids].astype(batch.u0.dtype)
+    p, t = batch.parameters(ids), batch.start[ids].astype(batch.u0.dtype)
     try:
         with np.errstate(all="ignore"):
             write(np.zeros((d, d, 2), batch.u0.dtype), batch.u0[:, ids], p, t)

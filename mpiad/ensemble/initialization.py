@@ -54,10 +54,6 @@ class Initialization:
         """Return -1 for trajectories integrated backwards in time, else 1; None if the batch has no such trajectories."""
         return self.signs[ids] if self._backward else None
 
-    def parameters(self, ids: Array) -> Tree:
-        """Return the parameters of some trajectories as f takes them."""
-        return self._batch.p.columns(ids, len(self._batch.shape) > 1)
-
     def goal(self, ids: Array) -> Array:
         """Return the ends of tspan for some trajectories, in the direction of the solve."""
         return self._batch.end[ids] * self.signs[ids]
@@ -74,7 +70,7 @@ class Initialization:
             end = settings.acting.until(end, settings.acting.first, ids, signs)
         if not len(ids):
             return Entrants(ids, t, end, t, u, u)
-        p, sign = self.parameters(ids), self.sign(ids)
+        p, sign = batch.parameters(ids), self.sign(ids)
         rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
         h, k = started(rate, u, t, end, settings, self.rtol, self.atol)
         return Entrants(*(array[..., :width] for array in (ids, t, end, h, u, k)))

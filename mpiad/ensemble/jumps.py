@@ -151,11 +151,6 @@ class Jumps:
         """Per jump, whether no step ends at it, since it occurs at the start or directly after another jump."""
         return (self.turn > 0) | (self.number == 0)
 
-    @cached_property
-    def lengthens(self) -> Array:
-        """Per jump, whether it occurs at a given time at which a step ends; this time determines the size of the step."""
-        return ~self.still & (self.slot != FOUND)
-
     def bounds(self, count: int) -> Array:
         """Return the index of the first jump of each of `count` trajectories and, last, the number of jumps."""
         return np.searchsorted(self.ids, np.arange(count + 1))

@@ -93,7 +93,8 @@ class LinearJumps:
     def lengthened(self, rows: Array, by_size: Array) -> Array:
         """Add cotangents of step sizes to those of the given times at which these steps end; return the added numbers."""
         jumps = self._jumps
-        added = np.where(jumps.lengthens[rows], by_size, 0.0)
+        # A given time at which a step ends determines the size of this step.
+        added = np.where(~jumps.still[rows] & (jumps.slot[rows] != FOUND), by_size, 0.0)
         self.due[jumps.slot[rows], jumps.ids[rows]] += added
         return added
 
@@ -120,5 +121,5 @@ def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     if mass is not None:
         return mass_matrix_rhs(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]
     found = np.empty_like(u)
-    derivative_of(batch.f, batch.shape).write(found, u, batch.p.columns(ids[columns], run.field.one_by_one), t)
+    derivative_of(batch.f, batch.shape).write(found, u, batch.parameters(ids[columns]), t)
     return found[:, : len(ids)]

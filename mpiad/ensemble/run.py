@@ -381,7 +381,7 @@ class Run:
         """Return the stages of steps of some trajectories from states u, (d, n), and the states after them."""
         width, batch = len(t), self.batch
         columns = two_at_least(width)  # as in the solve
-        u, t, h, p = u[:, columns], t[columns], h[columns], batch.p.columns(ids[columns], self.field.one_by_one)
+        u, t, h, p = u[:, columns], t[columns], h[columns], batch.parameters(ids[columns])
         stages = self._new_stages(u, False)
         derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
         stages.compute(u, p, t, h, t + h, None)

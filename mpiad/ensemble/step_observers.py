@@ -262,7 +262,7 @@ class StepObservers:
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = self._acting = None
         if settings.events:
-            self._events = EventWatch(settings.events, coefficients, initialization.parameters)
+            self._events = EventWatch(settings.events, coefficients, batch.parameters)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, initialization.signs, batch.start, outcome, coefficients)
         if settings.acting is not None:
