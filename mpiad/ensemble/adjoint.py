@@ -96,7 +96,10 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     cotangents = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
     timed = timed or run.times_move
-    jumps = linear_jumps(run, seeds, cotangents, places, timed)
+    jumps = None
+    if run.jumps is not None:
+        note_ends(run, seeds, cotangents, timed)
+        jumps = LinearJumps(run, run.jumps, places, timed)
     step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
     backward = _BackwardSweep(run, step_of, seeds, cotangents, timed, jumps)
     with np.errstate(all="ignore"):
@@ -110,14 +113,6 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     if jumps is not None:
         to_start(cotangents, jumps)
     return cotangents
-
-
-def linear_jumps(run: Run, seeds: Seeds, cotangents: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
-    """Call `note_ends`, and return the linearized jumps of a run; return None if the run has no jumps."""
-    if run.jumps is None:
-        return None
-    note_ends(run, seeds, cotangents, timed)
-    return LinearJumps(run, run.jumps, places, timed)
 
 
 def note_ends(run: Run, seeds: Seeds, cotangents: Cotangents, timed: bool) -> None:

@@ -47,11 +47,8 @@ class Tracing:
         given = [u, *[leaves[place] for place in self._places]]
         values, places, recording = trace_list(called, given + [t] if self._timed else given)
         whole = is_whole(values, out.shape)
-        if whole:
-            np.copyto(out, values[0], casting="same_kind")
-        else:
-            for i, value in enumerate(values):
-                out[i] = value
+        for i, value in zip([slice(None)] if whole else range(len(out)), values):
+            np.copyto(out[i], value, casting="same_kind")
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
         # Release the memory of the values before the reverse pass, which needs only the specs.
         del values
@@ -80,18 +77,10 @@ class Tracing:
         def write(out: Array, u: Array, t: Array) -> None:
             gs = [u[j] for j in range(1, len(u))]
             rows = called(shortened(variable(u[0], gs)), t)
-            if is_whole(rows, u.shape[1:]):
-                value, found = parts(rows[0])
-                np.copyto(out[0], value, casting="same_kind")
+            for i, row in zip([slice(None)] if is_whole(rows, u.shape[1:]) else range(len(rows)), rows):
+                value, found = parts(row)
+                np.copyto(out[0, i], value, casting="same_kind")
                 for j, g in enumerate(found or [None] * len(gs), 1):
-                    out[j] = 0 if g is None else g
-                return
-            for i, row in enumerate(rows):
-                out[0, i], found = parts(row)
-                if found is None:
-                    out[1:, i] = 0
-                    continue
-                for j, g in enumerate(found, 1):
                     out[j, i] = 0 if g is None else g
 
         return write
