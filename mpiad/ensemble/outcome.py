@@ -162,9 +162,12 @@ class Outcome:
         times = np.full((count, most), np.nan)
         u = np.full((count, most, d), np.nan, self.u_end.dtype)
         for first, steps in self.recorded():
-            for i in range(len(steps.counts)):
-                t, _, states = steps.trajectory(i)
-                times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
+            ids = np.repeat(np.arange(len(steps.counts)), steps.counts)
+            numbers = np.arange(len(ids)) - np.repeat(np.cumsum(steps.counts) - steps.counts, steps.counts)
+            times[first + ids, numbers], u[first + ids, numbers] = (
+                steps.times(ids, numbers)[0],
+                steps.states(ids, numbers).T,
+            )
         # The record has only the states before each step.
         rows = np.arange(count)
         times[rows, self.naccept], u[rows, self.naccept] = self.t_reached, self.u_end.T
