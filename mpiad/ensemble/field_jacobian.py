@@ -100,7 +100,10 @@ def jacobian_of(batch: Batch) -> JacobianWriter:
 
 def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
     """Return `derivative` of the program of f, or the reason why f can't be traced; the result is cached."""
-    batch = _on_host(batch)
+    if is_on_device(batch):  # a few trajectories as host arrays
+        batch = batch.share(slice(0, _COMPARED_TRAJECTORIES))
+        u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
+        batch = batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
 
     def derive(_: bool) -> _Derived | str:
         try:
@@ -112,15 +115,6 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
 
     found: Any = remembered(derive, batch, (), derivative.__name__)
     return found
-
-
-def _on_host(batch: Batch) -> Batch:
-    """Return a batch on the host unchanged; for a batch on a device, return a few of its trajectories as host arrays."""
-    if not is_on_device(batch):
-        return batch
-    few = batch.share(slice(0, _COMPARED_TRAJECTORIES))
-    u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (few.u0, *few.p.leaves))
-    return few._replace(u0=u0, p=few.p._replace(leaves=leaves))
 
 
 def _check_differentiable(write: JacobianWriter, batch: Batch, untraced: str) -> None:

@@ -150,10 +150,6 @@ class Outcome:
             self.steps = [(tape.first, tape.steps(solved.last, solved.naccept, self.u_end.dtype)) for tape in solved.tapes]
         return self.steps
 
-    def recorded_jumps(self) -> list[Any]:
-        """Return the changes of states by events."""
-        return self.jumps if self.solver is None else self.solver.recorded(self).jumps
-
     def every_step(self) -> tuple[Array, Array]:
         """Return the times at the starts and ends of all steps, (N, n), and the states, (N, n, d), padded with NaN."""
         if self.saved_times is not None:

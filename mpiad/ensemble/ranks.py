@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -28,16 +28,19 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
 from mpiad.transport.devices.device_arrays import is_device_array
 
-InitialStates: TypeAlias = Callable[[], Array] | None
-
 
 def gathered(
-    used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: InitialStates, timed: bool, u: object = None
+    used: Channel,
+    share: EnsembleSolution,
+    outcomes: RankOutcomes,
+    start: Callable[[], Array] | None,
+    timed: bool,
+    u: object,
 ) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; collective.
 
     `start` returns the initial states of all trajectories, shape (d, N), or is None if a rank can't compute them. `timed`:
-    whether the final times have derivatives. `u`: the `u` of the solution if there is a reduction or output function.
+    whether the final times have derivatives. `u`: the outputs of a reduction or output function, or None.
     """
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}

@@ -493,8 +493,10 @@ class Run:
     @cached_property
     def jumps(self) -> Jumps | None:
         """The state changes by events in trajectories that didn't fail; None if there are none."""
-        changes = self.outcome.recorded_jumps() if self._any_acts else []
-        jumps = Jumps(changes, self.live) if changes else None
+        if not self._any_acts:
+            return None
+        outcome = self.outcome if self.outcome.solver is None else self.outcome.solver.recorded(self.outcome)
+        jumps = Jumps(outcome.jumps, self.live) if outcome.jumps else None
         return jumps if jumps is not None and len(jumps.ids) else None
 
     @property

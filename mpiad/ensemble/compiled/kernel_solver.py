@@ -191,7 +191,8 @@ class _Launch:
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
-        crossings = np.empty((_EVENT_ROWS + most_events, U + spec.event_state_size))
+        # If events act in a recorded solve, a row has two states: see `kernel_rows`.
+        crossings = np.empty((_EVENT_ROWS + most_events, U + spec.d * (2 if spec.record and spec.acting else 1)))
         ids, time_index = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
         lane = *fields_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter

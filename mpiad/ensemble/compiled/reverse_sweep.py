@@ -49,15 +49,14 @@ class _Step(NamedTuple):
 
 
 def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
-    """Return the kernel's seeds; `places`: indices of differentiated leaves; `times`: the saved times, in 1 or N rows."""
-    count = run.batch.size
-    save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
+    """Return the kernel's seeds; `places`: indices of differentiated leaves; `times`: the saved times, in 1 or N rows.
+
+    The cotangents of states at events are inserted among those of saved states.
+    """
+    save_step = np.empty((run.batch.size, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
-    return _with_events(run, seeds, tuple(places), plain) if run.outcome.crossings is not None else plain
-
-
-def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
-    """Return `plain` with the cotangents of states at events inserted among those of saved states."""
+    if run.outcome.crossings is None:
+        return plain
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
@@ -86,7 +85,7 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
 
 
 def _pulled(
-    run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
+    run: Run, places: Sequence[int], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
 ) -> tuple[Array, Array]:
     """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,); update `leaves`.
 
