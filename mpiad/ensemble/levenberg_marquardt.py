@@ -104,8 +104,8 @@ class _Problems:
         self._cost, self._factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
         self._gradient = _gradient(self._factor)
         self._codes[~np.isfinite(self._cost)] = ConvergenceCode.InitialFailure.code
-        self._inverse_scale = np.ones((count, m))
-        self._rescale(np.arange(count), first=True)
+        self._inverse_scale = np.zeros((count, m))
+        self._rescale(np.arange(count))
         norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._inverse_scale
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step to a point at which the residuals were undefined.
@@ -175,12 +175,12 @@ class _Problems:
     def _optimality(self, ids: Array) -> Array:
         return np.abs(np.where(self._fixed(ids), 0.0, self._gradient[ids])).max(axis=1, initial=0.0)
 
-    def _rescale(self, ids: Array, first: bool = False) -> None:
+    def _rescale(self, ids: Array) -> None:
         if self._given_scale is not None:
             self._inverse_scale[ids] = 1 / self._given_scale[ids]
             return
         norms = scaled_factor(self._factor[ids], np.ones_like(self._x[ids], bool))[1]
-        self._inverse_scale[ids] = norms if first else np.maximum(self._inverse_scale[ids], norms)
+        self._inverse_scale[ids] = np.maximum(self._inverse_scale[ids], norms)
 
     def _set_code(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
         """Set the code of the problems in the mask `done` that don't have a code yet."""

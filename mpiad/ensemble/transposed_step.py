@@ -48,12 +48,6 @@ class Arrival(NamedTuple):
     weights: dict[int, Array]
 
 
-def _add_arrivals(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
-    for arrival in arrivals:
-        if j in arrival.weights:
-            k_bar[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
-
-
 class TransposedStep:
     """The stages of one step, and the backward pass through them.
 
@@ -64,6 +58,7 @@ class TransposedStep:
     """
 
     by_size: Array | float = 0.0
+    _first = 0  # the index of the first stage whose cotangent `pull` propagates
 
     def __init__(self, coefficients: Coefficients, tracing: Tracing, visit: Visit, leaves: Sequence[Any]):
         self._coefficients, self._tracing, self._visit, self._leaves = coefficients, tracing, visit, leaves
@@ -103,11 +98,10 @@ class TransposedStep:
         total, last = cotangent, self.last
         bars, scratch = self._coefficients.bars(total), np.empty_like(total)
         # If the last stage was computed, its contribution to the cotangent of the new state is added first.
-        if len(self.k) == last:
+        if len(self._pulls) <= last:
             bars[last] = total * self.h
-        for j in range(len(self.k) - 1, -1, -1):
-            k_bar = self._coefficients.column(j, bars, scratch, self._term)
-            _add_arrivals(k_bar, j, arrivals)
+        for j in reversed(range(self._first, self._first + len(self._pulls))):
+            k_bar = self._propagated(j, self._coefficients.column(j, bars, scratch, self._term), arrivals)
             # `pop` frees the memory of the stage's trace.
             y_bar, *parts = self._pulls.pop()(k_bar)
             note_stage(j, parts, y_bar)
@@ -120,9 +114,18 @@ class TransposedStep:
                 bars[j] = y_bar * self.h
         return total
 
+    def _propagated(self, j: int, k_bar: Array, arrivals: Sequence[Arrival]) -> Array:
+        """Return the cotangent of f at the argument of stage j, given the contributions of the later arguments."""
+        for arrival in arrivals:
+            if j in arrival.weights:
+                k_bar[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
+        return k_bar
+
 
 class _TransposedRosenbrockStep(TransposedStep):
     """`TransposedStep` for Rosenbrock methods, which doesn't compute f at the ends of the step."""
+
+    _first = 1
 
     def __init__(self, run: Run, tracing: Tracing, systems: StageSystems, visit: Visit, leaves: Sequence[Any]):
         self._systems, self._table, real = systems, systems.table, run.coefficients.real
@@ -155,31 +158,24 @@ class _TransposedRosenbrockStep(TransposedStep):
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
         """Return the cotangent of the state before the step: see `TransposedStep.pull`."""
-        total, h, slopes = cotangent, self.h, self._table.slopes
-        bars, scratch = self._coefficients.bars(total), np.empty_like(total)
-        bars[self.last] = total * h
-        rights: dict[int, Array] = {}
-        for j in range(self.last - 1, 0, -1):
-            right = self._coefficients.column(j, bars, scratch, self._term).copy()
-            for i, later in rights.items():
-                if self._table.coupling[i - 1][j]:
-                    right += self._systems.mass.times(self._table.coupling[i - 1][j] * later, transposed=True)
-            _add_arrivals(right, j, arrivals)
-            self._lu.solve_transposed(right)
-            rights[j] = right
-            y_bar, *parts = self._pulls.pop()(right)
-            note_stage(j, parts, y_bar)
-            if y_bar is not None:
-                total += y_bar
-                bars[j] = y_bar * h
-        order = range(1, self.last)
-        right, du = (np.stack(rows, axis=1) for rows in ([rights[j] for j in order], [self.k[j] * h for j in order]))
-        dt = np.stack([h.dtype.type(slope) * h for slope in slopes])
+        self._rights: dict[int, Array] = {}  # the cotangents of the right-hand sides
+        total, h, order = super().pull(cotangent, arrivals, note_stage), self.h, range(1, self.last)
+        right, du = (np.stack(rows, axis=1) for rows in ([self._rights[j] for j in order], [self.k[j] * h for j in order]))
+        dt = np.stack([h.dtype.type(slope) * h for slope in self._table.slopes])
         by_u, *parts = self._systems.pull(self.y[0], self._leaves, self._time, right, du, dt)
         total += by_u
         note_stage(0, parts, by_u)
-        self.by_size = self._derivative_by_size(rights)
+        self.by_size = self._derivative_by_size(self._rights)
         return total
+
+    def _propagated(self, j: int, k_bar: Array, arrivals: Sequence[Arrival]) -> Array:
+        right = k_bar.copy()
+        for i, later in self._rights.items():
+            if self._table.coupling[i - 1][j]:
+                right += self._systems.mass.times(self._table.coupling[i - 1][j] * later, transposed=True)
+        self._rights[j] = super()._propagated(j, right, arrivals)
+        self._lu.solve_transposed(right)
+        return right
 
     def _derivative_by_size(self, rights: dict[int, Array]) -> Array:
         """Return the derivative of φ with respect to the size of the step."""
