@@ -68,16 +68,6 @@ class Seeds(NamedTuple):
         return Seeds(self.end[:, rows], *parts)
 
 
-class Entries(NamedTuple):
-    """The m values saved in steps, sorted by trajectory; all arrays have shape (m,)."""
-
-    ids: Array  # trajectories
-    place: Array  # index of the value among the saved values of its trajectory
-    number: Array  # the step that contains the value, from 0
-    x: Array  # the fraction of the step; 1 at its end
-    h: Array  # the size of the step
-
-
 def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> Groups:
     """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column."""
     order = np.flatnonzero(chosen)
@@ -188,8 +178,8 @@ class SortedSweep(StepSweep):
     def _saved_values(self) -> tuple[Groups, Groups, Groups]:
         """For each visit, the values saved at the end of the step, inside it, and inside the previous step."""
         entries = self._run.entries
-        starts = np.searchsorted(entries.ids, self.ids)
-        counts = np.searchsorted(entries.ids, self.ids, side="right") - starts
+        starts, stops = (np.searchsorted(entries[0], self.ids, side=side) for side in ("left", "right"))
+        counts = stops - starts
         column = np.repeat(np.arange(len(self.ids)), counts)
         # The entries of a trajectory are adjacent.
         chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -397,8 +387,12 @@ class Run:
         return Seeds(end.T, saved if saved.any() else None, reached, crossed)
 
     @cached_property
-    def entries(self) -> Entries:
-        """All saved values that lie in a step (not the initial or final states)."""
+    def entries(self) -> tuple[Array, Array, Array, Array, Array]:
+        """The m saved values that lie in a step (not the initial or final states), in arrays of shape (m,).
+
+        These are the trajectories, in ascending order; the indices of the values among the saved values of their
+        trajectories; the numbers of the steps, from 0; the fractions of the steps, 1 at their ends; and their sizes.
+        """
         ids, place = np.nonzero(self.save_step >= 0)
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
@@ -407,12 +401,12 @@ class Run:
             t[in_share], h[in_share] = steps.times(ids[in_share] - first, number[in_share])
         times = self.settings.saveat
         if times is None:
-            return Entries(ids, place, number, np.ones(len(ids)), h)
+            return ids, place, number, np.ones(len(ids)), h
         due = times[place] if times.ndim == 1 else times[ids, place]
         # The last step ends at the end of tspan, from which t + h may differ by rounding.
         last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
-        return Entries(ids, place, number, x, h)
+        return ids, place, number, x, h
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
         """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
@@ -85,15 +85,6 @@ class Equations:
         return out[0, :, :n], np.ascontiguousarray(out[1:, :, :n].transpose(2, 1, 0))
 
 
-class Roots(NamedTuple):
-    """Roots of f, one for each of N trajectories."""
-
-    u: Array  # shape (d, N); NaN if no root was found
-    jacobian: Array  # shape (N, d, d); at u
-    codes: Array  # int, shape (N,)
-    niter: Array  # numbers of accepted damped steps, int, shape (N,)
-
-
 def solved_each(matrices: Array, right: Array) -> Array:
     """Return the solutions of n small systems, (n, d); for singular systems, least-squares solutions of minimum norm."""
     # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
@@ -159,8 +150,12 @@ class _Search:
         self._codes[ids[self._rate[ids] > _LARGEST]] = ConvergenceCode.ConvergenceFailure.code
         self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
 
-    def roots(self, max_iters: int) -> Roots:
-        """Return the results of at most `max_iters` steps; searches that haven't ended get the code MaxIters."""
+    def roots(self, max_iters: int) -> tuple[Array, Array, Array, Array]:
+        """Return the results of at most `max_iters` steps; searches that haven't ended get the code MaxIters.
+
+        The results are the roots, (d, N), NaN if none was found; the Jacobians there, (N, d, d); the codes, (N,); and the
+        numbers of accepted damped steps, (N,).
+        """
         for _ in range(max_iters):
             if not self.active.size:
                 break
@@ -173,7 +168,7 @@ class _Search:
             codes[ids[_singular(jacobian[ids], self._weight(self._u[:, ids]))]] = ConvergenceCode.Singular.code
             ids = ids[codes[ids] == ConvergenceCode.Success.code]
         u[:, ids] = self._u[:, ids]
-        return Roots(u, jacobian, codes, self._niter)
+        return u, jacobian, codes, self._niter
 
     def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
         """Compute f and its Jacobian; take the undamped Newton step as the last step if it is short enough."""
@@ -219,8 +214,8 @@ class SteadyStates:
     `vector`, shape (N, d), are the steady states; NaN if none was found.
     """
 
-    def __init__(self, batch: Batch, roots: Roots):
-        self._batch, self._jacobian, self.vector = batch, roots.jacobian, np.ascontiguousarray(roots.u.T)
+    def __init__(self, batch: Batch, u: Array, jacobian: Array):
+        self._batch, self._jacobian, self.vector = batch, jacobian, np.ascontiguousarray(u.T)
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
@@ -432,13 +427,14 @@ def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, num
         check_traceable(Field(batch), batch.u0[:, columns], leaves, t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
-    roots = _Search(Equations(batch), start, max(options.rtol, least), settings.atol).roots(given.max_iters)
-    states = SteadyStates(batch, roots)
+    search = _Search(Equations(batch), start, max(options.rtol, least), settings.atol)
+    roots, jacobian, codes, niter = search.roots(given.max_iters)
+    states = SteadyStates(batch, roots, jacobian)
     leaves = traced.p.leaves
     u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
-    return SteadyStateSolution(u, ConvergenceCode.names_of(roots.codes), roots.niter, roots.jacobian, indices)
+    return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, jacobian, indices)
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,14 +39,6 @@ class KernelSeeds(NamedTuple):
     stop: Array  # shape (N,); end time of the last step, or of the full step if a terminal event cut it short
     leaves: dict[int, Array]  # cotangents from events, by index of the parameters' leaf
     start: Array | float = 0.0  # shape (N,), or a number; cotangents of the start of tspan from terminal events
-
-
-class _Step(NamedTuple):
-    """The stages of steps that contain events, with the attributes that `pull_event` uses."""
-
-    y: list[Array]
-    k: list[Array]
-    h: Array
 
 
 def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
@@ -94,7 +87,7 @@ def _pulled(
     """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
     columns = two_at_least(count)
-    step: Any = _step(run, rows[columns])
+    step = _step(run, rows[columns])
     found = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
     located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
     totals = StepCotangents(step, found, run.batch.p, count, True)
@@ -171,7 +164,7 @@ class KernelStops:
 
     def _linearize(self, event: int, indices: Array) -> None:
         run, stops, count = self._run, self._run.stops, len(indices)
-        step: Any = _step(run, run.outcome.crossings[run.stop_rows[indices]][two_at_least(count)])
+        step = _step(run, run.outcome.crossings[run.stop_rows[indices]][two_at_least(count)])
         located = LocatedEvent(event, True, np.arange(count), stops.x[indices], stops.time[indices], indices)
         leaves = run.columns(run.batch.p.leaves, stops.ids[indices])
         pull, rate, g_u, g_t, slope = linearized_condition(run, step, located, self._places, leaves)
@@ -186,12 +179,12 @@ class KernelStops:
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[indices])
 
 
-def _step(run: Run, rows: Array) -> _Step:
-    """Return the recomputed steps in rows of the table of events."""
+def _step(run: Run, rows: Array) -> Any:
+    """Return the recomputed steps in rows of the table of events, with the attributes that `linearized_condition` uses."""
     dtype = run.batch.u0.dtype
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
     k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
-    return _Step([u], k, rows[:, H].astype(u.real.dtype))
+    return SimpleNamespace(y=[u], k=k, h=rows[:, H].astype(u.real.dtype))
 
 
 def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
