@@ -285,10 +285,8 @@ class StepObservers:
         if self._log is not None:
             self._log.note(step)
         acting = self._acting
-        if acting is not None:
-            crossed = acting.crossed(step, p)
-        else:
-            crossed = [] if self._events is None else self._events.crossed(step, p)
+        watch = self._events if acting is None else acting
+        crossed = [] if watch is None else watch.crossed(step, p)
         terminated = at_roots = at_times = NONE
         if acting is not None:
             at_roots = acting.at_roots(crossed)
