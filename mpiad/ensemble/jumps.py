@@ -151,10 +151,6 @@ class Jumps:
         """Per jump, whether no step ends at it, since it occurs at the start or directly after another jump."""
         return (self.turn > 0) | (self.number == 0)
 
-    def bounds(self, count: int) -> Array:
-        """Return the index of the first jump of each of `count` trajectories and, last, the number of jumps."""
-        return np.searchsorted(self.ids, np.arange(count + 1))
-
     def before_steps(self) -> Jumps:
         """Return the jumps before the first step."""
         mask = self.number == 0

@@ -107,31 +107,25 @@ class KernelJumps:
     """
 
     def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
-        self._jumps, count = jumps, len(jumps.ids)
-        self._first = jumps.bounds(run.batch.size)
-        self.due = np.zeros(count)
+        self._jumps, self._due, integer = jumps, np.zeros(len(jumps.ids)), np.dtype(np.int64)
+        first = np.searchsorted(jumps.ids, np.arange(run.batch.size + 1))
         ids = np.flatnonzero(time_bar)
-        last = self._first[ids + 1] - 1
-        jumped = last >= self._first[ids]
+        last = first[ids + 1] - 1
+        jumped = last >= first[ids]
         number = jumps.number[last[jumped]]
         # `LinearJumps` handles the jumps before the first step.
         jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
-        self.due[last[jumped]] = time_bar[ids[jumped]]
+        self._due[last[jumped]] = time_bar[ids[jumped]]
         time_bar[ids[jumped]] = 0.0
-        self._state = argument(np.ascontiguousarray(jumps.before.T), dtype)
-
-    @property
-    def arguments(self) -> tuple[Array, ...]:
-        """The kernel's arguments; it updates the last one, `due`, the cotangents of the events' times."""
-        jumps, integer = self._jumps, np.dtype(np.int64)
         number, event, time = argument(jumps.number, integer), argument(jumps.event, integer), argument(jumps.time)
-        return self._first, number, event, time, self._state, self.due
+        # The kernel's arguments; it updates the last one, the cotangents of the events' times.
+        self.arguments = first, number, event, time, argument(np.ascontiguousarray(jumps.before.T), dtype), self._due
 
     def add_due(self, due: Array) -> None:
         """Add the cotangents of given times to an array of shape (slots, N)."""
         jumps = self._jumps
         given = jumps.slot != FOUND
-        due[jumps.slot[given], jumps.ids[given]] += self.due[given]
+        due[jumps.slot[given], jumps.ids[given]] += self._due[given]
 
 
 class KernelStops:
