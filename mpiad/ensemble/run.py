@@ -271,7 +271,6 @@ class Run:
         return np.where(self.live, self.outcome.naccept, 0)
 
     few = 2  # number of directions up to which tangents are at most as expensive as the adjoint
-    keeps_tangents = True  # whether tangents of saved states are stored instead of contracted during the sweep
 
     @property
     def n_saved(self) -> int:
