@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event import affect_field
 from mpiad.ensemble.jumps import FOUND, Jumps, mass_matrix_rhs
 from mpiad.ensemble.linearization import transposed_columns
@@ -115,11 +114,7 @@ def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: A
 
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     """Return u' of some trajectories at given states and times, shape (d, n)."""
-    batch, columns, mass = run.batch, run.doubled(len(ids)), run.settings.mass
+    batch, columns = run.batch, run.doubled(len(ids))
     # In C order NumPy sums over components row by row.
     u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
-    if mass is not None:
-        return mass_matrix_rhs(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]
-    found = np.empty_like(u)
-    derivative_of(batch.f, batch.shape).write(found, u, batch.parameters(ids[columns]), t)
-    return found[:, : len(ids)]
+    return mass_matrix_rhs(batch, run.settings.mass, u, batch.p.taken(ids[columns]), t)[:, : len(ids)]
