@@ -45,7 +45,7 @@ class EventColumns:
         """Return the states and times of the columns `rows`, in ascending order; they must not be modified."""
         return (self.u, self.t) if len(rows) == len(self.ids) else (self.u[:, rows], self.t[rows])
 
-    def _arguments(self, rows: Array, at: tuple[Array, Array] | None = None) -> tuple[Array, Tree, Array]:
+    def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
         """Return the arguments of the user's functions for the columns `rows`; a single column is duplicated."""
         u, t = at or self.at(rows)
         if len(rows) == 1:
@@ -56,16 +56,18 @@ class EventColumns:
         """Return the values of a condition for some columns; `at`: states and times, by default the current ones."""
         return event.value(*self._arguments(rows, at))[: len(rows)] if rows.size else np.empty(0)
 
-    def rate(self, rows: Array) -> Array:
-        """Return f in the direction of the solve for some columns, at their current states and times."""
+    def rate(self, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
+        """Return f in the direction of the solve for some columns; `at`: see `condition`."""
         if not rows.size:
             return np.empty_like(self.u[:, :0])
-        u, p, t = self._arguments(rows)
+        u, p, t = self._arguments(rows, at)
         sign = self.signs[rows[two_at_least(len(rows))]] if self._backward else None
         return derivative_at(self._derivative, u, p, t if sign is None else t * sign, sign)[:, : len(rows)]
 
     def moving(self, rows: Array, mass: Array | None, at: tuple[Array, Array]) -> Array:
         """Return u' in the direction of the solve for some columns, at the given states and times."""
+        if mass is None:
+            return self.rate(rows, at)
         twice, batch = two_at_least(len(rows)), self._batch
         leaves = batch.p.chosen(self.ids[rows[twice]])
         u, t = at[0][:, twice], at[1][twice].astype(at[0].real.dtype)
