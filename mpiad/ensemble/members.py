@@ -49,11 +49,11 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
     return columns_of([problem_of(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
 
 
-def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return a rank's batch; if the rank has no trajectories, trajectory 1 determines the shapes."""
+def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
+    """Return a rank's batch, and a batch for shapes and times: the same one, or trajectory 1 if the rank has none."""
     empty = not len(numbers) and count > 0
-    batch = members(ensemble, range(1, 2) if empty else numbers, repeat, seed, count)
-    return batch.share(slice(0, 0)) if empty else batch
+    template = members(ensemble, range(1, 2) if empty else numbers, repeat, seed, count)
+    return template.share(slice(0, 0)) if empty else template, template
 
 
 def columns_of(

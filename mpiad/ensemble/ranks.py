@@ -130,10 +130,11 @@ def sharded(
     sol = object.__new__(ShardedSolution)
     # A copy of `__dict__`, since passing the deferred attributes to the constructor would compute them.
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
-    sol.t = outcomes.t if outcomes.t.ndim == 1 else outcomes.t[indices]
-    if not has_outputs and not outcomes.ends:
+    if not has_outputs:
         # Statistics require the same number of saved times on all ranks.
-        sol.u = widened(share.u, outcomes.t.shape[-1])
+        if not outcomes.ends:
+            sol.u = widened(share.u, outcomes.t.shape[-1])
+        sol.t = outcomes.t if outcomes.t.ndim == 1 else outcomes.t[indices]
     return sol
 
 

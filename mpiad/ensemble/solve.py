@@ -269,8 +269,12 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         on_end = ended if progress and repeat == 1 else None
-        batch = own_members(problem, numbers, repeat, seed, options.trajectories)
-        return _solved(options, compiler, batch, on_end, numbers.start - 1)
+        batch, template = own_members(problem, numbers, repeat, seed, options.trajectories)
+        sol = _solved(options, compiler, batch, on_end, numbers.start - 1)
+        if template is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
+            # Saved times aren't communicated, so a rank without trajectories computes those of trajectory 1.
+            sol.t = save_times(options.saveat, template.plain())
+        return sol
 
     size = max(1, options.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]

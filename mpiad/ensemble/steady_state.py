@@ -444,7 +444,7 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
         batch = one if len(numbers) else one.share(slice(0, 0))
     else:
         seed = master_seed(problem.seed) if problem.prob_func else 0
-        batch = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
+        batch, _ = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, which isn't supported. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):
