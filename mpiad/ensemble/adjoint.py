@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,17 +37,12 @@ def pull_event(
     - `time_bar`: shape (m,), or zero; the cotangents of the times of the event.
     """
     step, columns, x = totals.step, located.columns, located.x
-    h = step.h[columns]
-    stages = [k[:, columns] for k in step.k]
-    rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-    x_bar = time_bar * h  # the cotangent of x, from the time of the event and from the state after the step
+    condition = linearized_condition(run, step, located, tuple(totals.parts), leaves)
+    # The cotangent of x, from the time of the event and from the state after the step.
+    x_bar = time_bar * step.h[columns]
     if u_bar is not None:
-        x_bar = (u_bar * rate).real.sum(axis=0) + x_bar
-    states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
-    pull = transposed_condition(run, located, tuple(totals.parts), leaves, states)
-    g_u, *_, g_t = pull(np.ones_like(x))
-    slope = (g_u * rate).real.sum(axis=0) + g_t * h
-    value, *parts, t_bar = pull(-x_bar / slope)
+        x_bar = (u_bar * condition.rate).real.sum(axis=0) + x_bar
+    value, *parts, t_bar = condition.pull(-x_bar / condition.slope)
     totals.note_leaves(parts, columns, len(x))
     if u_bar is not None:
         value = u_bar + value
@@ -57,14 +52,30 @@ def pull_event(
     return Inside(columns, value.astype(step.y[0].dtype, copy=False), x, [weights[i] for i in range(len(weights))])
 
 
-def transposed_condition(
-    run: Run, located: LocatedEvent, places: Sequence[int], leaves: Sequence[Any], states: Array
-) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of an event's condition at its n roots: see `transposed_columns`."""
-    time, condition = located.time, run.settings.events[located.event].written
-    chosen, field = run.columns(leaves, located.columns), Field(run.batch._replace(f=condition))
-    pull = transposed_columns(field, places, True, np.empty_like(time)[None], states, chosen, time)
-    return lambda g: pull(g[None])
+class LinearizedCondition(NamedTuple):
+    """The derivatives of an event's condition g at its roots in n columns."""
+
+    pull: Callable[[Array], list[Any]]  # maps cotangents of g, (n,), to those of states, leaves and times
+    rate: Array  # shape (d, n); the derivative of the interpolated state with respect to the fraction x of the step
+    g_u: Array  # shape (d, n)
+    g_t: Array  # shape (n,)
+    slope: Array  # shape (n,); the derivative of g with respect to x
+
+
+def linearized_condition(
+    run: Run, step: TransposedStep, located: LocatedEvent, places: Sequence[int], leaves: Sequence[Any]
+) -> LinearizedCondition:
+    """Return the derivatives of a condition at its roots in a step; `places`: the differentiated leaves."""
+    x, columns, time = located.x, located.columns, located.time
+    h, stages = step.h[columns], [k[:, columns] for k in step.k]
+    rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
+    states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
+    field = Field(run.batch._replace(f=run.settings.events[located.event].written))
+    chosen = run.columns(leaves, columns)
+    transposed = transposed_columns(field, places, True, np.empty_like(time)[None], states, chosen, time)
+    g_u, *_, g_t = transposed(np.ones_like(x)[None])
+    slope = (g_u * rate).real.sum(axis=0) + g_t * h
+    return LinearizedCondition(lambda g: transposed(g[None]), rate, g_u, g_t, slope)
 
 
 @dataclasses.dataclass
@@ -85,7 +96,10 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     cotangents = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
     timed = timed or run.times_move
-    jumps = linear_jumps(run, seeds, cotangents, places, timed)
+    jumps = None
+    if run.jumps is not None:
+        note_ends(run, seeds, cotangents, timed)
+        jumps = LinearJumps(run, run.jumps, places, timed)
     step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
     backward = _BackwardSweep(run, step_of, seeds, cotangents, timed, jumps)
     with np.errstate(all="ignore"):
@@ -99,14 +113,6 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     if jumps is not None:
         to_start(cotangents, jumps)
     return cotangents
-
-
-def linear_jumps(run: Run, seeds: Seeds, cotangents: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
-    """Call `note_ends`, and return the linearized jumps of a run; return None if the run has no jumps."""
-    if run.jumps is None:
-        return None
-    note_ends(run, seeds, cotangents, timed)
-    return LinearJumps(run, run.jumps, places, timed)
 
 
 def note_ends(run: Run, seeds: Seeds, cotangents: Cotangents, timed: bool) -> None:
@@ -149,7 +155,7 @@ class _BackwardSweep:
 
     def sweep(self, sweep: StepSweep) -> None:
         """Sweep over a block from the last step to the first, and store the cotangents."""
-        cotangents, ids, varies = self._cotangents, sweep.ids, self._run.batch.p.varies
+        cotangents, ids = self._cotangents, sweep.ids
         self._sweep, self._leaves = sweep, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in cotangents.leaves}
         # Cotangents of the start of the earliest step processed so far; a change of this time shifts all processed steps.
@@ -161,11 +167,7 @@ class _BackwardSweep:
         if self._timed:
             cotangents.start[ids] = self._start
             cotangents.end[ids] += self._end
-        for place, part in self._parts.items():
-            if varies[place]:
-                cotangents.leaves[place][..., ids] += part
-            else:
-                cotangents.leaves[place] = cotangents.leaves[place] + part
+        self._run.batch.p.add_cotangents(cotangents.leaves, self._parts, ids)
 
     def _pull(self, visit: Visit) -> None:
         width = len(visit.t)
@@ -179,7 +181,7 @@ class _BackwardSweep:
         # The copy of a duplicated column has a zero cotangent.
         cotangent = np.zeros_like(step.y[0])
         cotangent[:, :width] = self._u_bar[:, :width]
-        totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
+        totals = StepCotangents(step, self._parts, self._run.batch.p, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
         located = self._sweep.located(visit)
         crossed = self._seeds.crossed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +56,19 @@ class Parameters(NamedTuple):
         """Return the parameters of some trajectories as f takes them, given their leaves."""
         return Columns(leaves, self.varies, self.build) if one_by_one and any(self.varies) else self.build(leaves)
 
+    def add_cotangents(self, totals: dict[int, Any], parts: Mapping[int, Any], which: Any) -> None:
+        """Add cotangents of leaves, with those that vary of the trajectories `which`, to `totals`; None stands for zeros.
+
+        The keys are the indices of the leaves.
+        """
+        for place, part in parts.items():
+            if part is None:
+                continue
+            if self.varies[place]:
+                totals[place][..., which] += part
+            else:
+                totals[place] = totals[place] + part
+
 
 class Batch(NamedTuple):
     """N initial value problems with one f."""
@@ -76,6 +89,10 @@ class Batch(NamedTuple):
     def one_span(self) -> bool:
         """Whether tspan was given once for all trajectories; `start` and `end` then have a stride of zero."""
         return self.size > 0 and self.start.strides == self.end.strides == (0,)
+
+    def parameters(self, ids: Array) -> Tree:
+        """Return the parameters of some trajectories as f takes them."""
+        return self.p.columns(ids, len(self.shape) > 1)
 
     def both_ends(self) -> Array:
         """Return start and end of tspan, shape (2,) if all trajectories have the same tspan, else (N, 2)."""

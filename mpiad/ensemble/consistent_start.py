@@ -11,8 +11,6 @@ derivatives.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import autograd.numpy as anp
 import numpy as np
 
@@ -28,18 +26,14 @@ _MOST_STEPS, _TRACED_STEPS = 30, 2
 _CLOSE = 1e-3
 
 
-class ConsistentStart(NamedTuple):
-    """A batch with consistent initial states."""
+def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> tuple[Batch, Array]:
+    """Return a batch on the host, possibly traced, with initial states that satisfy the algebraic equations, and failures.
 
-    batch: Batch
-    failed: Array  # bool, shape (N,); whether no consistent state was found; the initial state is then NaN
-
-
-def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
-    """Return a batch on the host, possibly traced, with initial states that satisfy the algebraic equations."""
+    The latter is a mask, shape (N,), of the trajectories for which no such state was found; their initial states are NaN.
+    """
     free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
-        return ConsistentStart(given, np.zeros(given.size, bool))
+        return given, np.zeros(given.size, bool)
     equations = null_vectors(mass.T)
     plain = given.plain()
     ids = two_at_least(given.size)
@@ -48,8 +42,14 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     # NaN of failed trajectories would otherwise enter the derivatives with respect to shared parameters.
     gain, shift = np.where(converged, gain, 0), np.where(converged, u - plain.u0[:, ids], 0)
     converged = converged[: given.size]
-    u0 = anp.where(converged, _shifted(given, ids, shift, gain), np.nan)
-    return ConsistentStart(given._replace(u0=u0), ~converged)
+    # The Newton steps in traced arithmetic.
+    real, field, leaves = plain.u0.real.dtype, Field(given), given.p.chosen(ids)
+    u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
+    with np.errstate(all="ignore"):
+        for _ in range(_TRACED_STEPS):
+            u = u - applied(gain, field.array(u, leaves, t))
+    u0 = anp.where(converged, u[:, : given.size], np.nan)
+    return given._replace(u0=u0), ~converged
 
 
 def null_vectors(matrix: Array) -> Array:
@@ -65,15 +65,15 @@ def _newton(
     batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
     """Return the states by Newton's method, N A⁻¹ Lᵀ, (d, d, n), and a mask of convergence; `free`, `equations`: N, L."""
-    u, p = batch.u0[:, ids].copy(), batch.p.columns(ids, len(batch.shape) > 1)
+    u, p = batch.u0[:, ids].copy(), batch.parameters(ids)
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)
     derivative.check(locked(u), p, locked(t))
-    jacobian = jacobian_of(batch)
+    write_jacobian = jacobian_of(batch)
     matrices, gain = np.zeros((len(u), *u.shape), u.dtype), np.zeros((len(u), *u.shape), u.dtype)
     converged = np.zeros(len(ids), bool)
     for _ in range(_MOST_STEPS):
-        jacobian.write(matrices, u, p, t)
+        write_jacobian(matrices, u, p, t)
         derivative.write(k, u, p, t)
         new = gains(matrices, free, equations)
         # If all equations hold, the state is consistent for any index of the system.
@@ -115,13 +115,3 @@ def applied(gain: Array, k: Array) -> Array:
     for j in range(1, len(gain)):
         total = total + gain[:, j] * k[j]
     return total
-
-
-def _shifted(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
-    """Return the shifted initial states after the Newton steps in traced arithmetic."""
-    real, field, leaves = given.plain().u0.real.dtype, Field(given), given.p.chosen(ids)
-    u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
-    with np.errstate(all="ignore"):
-        for _ in range(_TRACED_STEPS):
-            u = u - applied(gain, field.array(u, leaves, t))
-    return u[:, : given.size]

@@ -19,8 +19,6 @@ from mpiad._typing import Array
 
 # The smallest q² that is stored, since an error of zero doesn't predict the next error.
 LEAST_ERROR = 1e-8
-# Up to this number of rows, a sum row by row is faster than a reduction.
-_FEW = 16
 
 
 @cache
@@ -34,24 +32,9 @@ def mean_square(e: Array) -> Array:
     if e.dtype.kind == "c":
         e = np.abs(e)
     np.multiply(e, e, out=e)
-    if len(e) > _FEW or type(e) is not np.ndarray:  # on a device the order of summation isn't fixed
-        total = np.sum(e, axis=0)
-    else:
-        first, *others = e
-        total = first.copy()
-        for row in others:
-            np.add(total, row, total)
-    total = total.astype(float, copy=False)
+    total = np.sum(e, axis=0).astype(float, copy=False)
     total /= len(e) if type(e) is not np.ndarray else _constant(len(e))
     return total
-
-
-def tolerance(u: Array, rtol: float, atol: Array | float) -> Array:
-    """Return atol + rtol |u|."""
-    scale = np.abs(u)
-    scale *= rtol
-    scale += atol
-    return scale
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ derivatives as states saved by `saveat`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from mpiad.ensemble.solution import solution_of
 from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
-from mpiad.transport.core.agreement import raising_together, require_same
+from mpiad.transport.core.agreement import fingerprint, raising_together, require_same
 
 # Maximum number of entries of one array in the interpolation.
 _BLOCK = 32_768
@@ -161,8 +160,7 @@ class GatheredOutput:
         """Return states, shape (N, n, …), or those of the trajectory `only`, shape (n, …)."""
         comm = present(self._comm.comm, "sol(t)", "Give these times as saveat to the solve, or pickle the array sol(t).")
         used = channel(comm, "ensemble.solve")
-        digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
-        require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
+        require_same(used, f"t of shape {times.shape}, with the fingerprint {fingerprint(times)}", "sol(t)")
         counts = used.data.allgather(self._count)
         first = sum(counts[: used.rank])
         with raising_together(used, Exception):

@@ -13,7 +13,6 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.run import Run, Seeds
-from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.transport.devices.device_arrays import arrays_of, is_device_array
 
@@ -68,19 +67,16 @@ def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Dir
 
 def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterator[tuple[Number, Array]]:
     """Yield each number, and per trajectory the sum of products of the cotangents and the tangents of all results."""
-    found, seeds = numbers_of(run, by_u0, places), seeds._replace(end=run.masked(seeds.end))
+    found, saved = numbers_of(run, by_u0, places), None if seeds.saved is None else seeds.saved[:, : run.n_saved]
+    seeds = seeds._replace(end=run.masked(seeds.end), saved=saved)
     for first in range(0, len(found), _GROUP):
         group = found[first : first + _GROUP]
         directions = _directions(run, group, places)
-        if seeds.saved is None or run.keeps_tangents:
-            tangents = None if seeds.saved is None else SavedTangents(run, directions)
-            end = push_run(run, directions, tangents)
-            saved = [None] * len(group) if tangents is None else tangents.saved
-            parts = [product_per_trajectory(seeds, end[j], saved[j]) for j in range(len(group))]
-        else:
-            products = _SavedProducts(run, seeds.saved, len(group))
-            parts = products.total + _sum_of_products(seeds.end, push_run(run, directions, products))
-        yield from ((number, parts[j]) for j, number in enumerate(group))
+        tangents = None if saved is None else SavedTangents(run, directions)
+        end = push_run(run, directions, tangents)
+        for j, number in enumerate(group):
+            saved_tangent = None if tangents is None else tangents.saved[j, :, : run.n_saved]
+            yield number, product_per_trajectory(seeds, end[j], saved_tangent)
 
 
 def contracted(
@@ -101,27 +97,6 @@ def contracted(
         else:
             leaves[place] = leaves[place] + value
     return u0, leaves
-
-
-class _SavedProducts(SavedTangents):
-    """Sums the products of the tangents and cotangents of saved states, without storing the tangents."""
-
-    def __init__(self, run: Run, saved: Array, count: int):
-        self._run, self._cotangents = run, saved
-        self.total = np.zeros_like(saved.real, shape=(count, len(saved)))
-
-    def take(self, part: Saved, states: Array) -> None:
-        """Add the products of one step, summed over the components and over the values saved in each column."""
-        self.total[:, part.ids] += np.sum(_sum_of_products(part.seeds(self._cotangents), states), axis=1)
-
-    add = take
-
-    def close(self, start: Array, end: Array) -> None:
-        """Add the products of saved values that are initial states (`start`) or final states (`end`)."""
-        for states, at_start in ((start, True), (end, False)):
-            bars = np.zeros_like(self._cotangents, shape=states.shape[1:])
-            self._run.add_saved(bars, self._cotangents, at_start)
-            self.total += _sum_of_products(bars, states)
 
 
 def product_per_trajectory(

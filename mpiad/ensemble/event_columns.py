@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cached_property
 
 import numpy as np
 
@@ -42,10 +41,6 @@ class EventColumns:
         self.left: defaultdict[int, Array] = defaultdict(lambda: np.zeros(len(ids)))
         self._derivative = derivative_of(batch.f, batch.shape)
 
-    @cached_property
-    def _all_parameters(self) -> Tree:
-        return self._batch.p.columns(self.ids)
-
     def at(self, rows: Array) -> tuple[Array, Array]:
         """Return the states and times of the columns `rows`, in ascending order; they must not be modified."""
         return (self.u, self.t) if len(rows) == len(self.ids) else (self.u[:, rows], self.t[rows])
@@ -53,10 +48,9 @@ class EventColumns:
     def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
         """Return the arguments of the user's functions for the columns `rows`; a single column is duplicated."""
         u, t = at or self.at(rows)
-        if len(rows) > 1:
-            return u, self._all_parameters if len(rows) == len(self.ids) else self._batch.p.columns(self.ids[rows]), t
-        twice = two_at_least(len(rows))
-        return u[:, twice], self._batch.p.columns(self.ids[rows[twice]]), t[twice]
+        if len(rows) == 1:
+            u, t, rows = u[:, [0, 0]], t[[0, 0]], rows[[0, 0]]
+        return u, self._batch.parameters(self.ids[rows]), t
 
     def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
         """Return the values of a condition for some columns; `at`: states and times, by default the current ones."""
@@ -108,7 +102,7 @@ class EventColumns:
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:
             ids = self.ids[rows]
-            rows = rows[(acting.due(self._slots[ids], ids) == self.t[rows]) & (self.codes[rows] == MOVING)]
+            rows = rows[(acting.times[self._slots[ids], ids] == self.t[rows]) & (self.codes[rows] == MOVING)]
             slot = self._slots[self.ids[rows]]
             which = acting.kinds[slot, self.ids[rows]]
             for e in np.flatnonzero(np.bincount(which)).tolist():

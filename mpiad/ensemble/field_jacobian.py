@@ -9,8 +9,8 @@ Tangents and adjoints of Rosenbrock methods need second derivatives of f; their 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -76,36 +76,33 @@ _Derived = TypeVar("_Derived")
 _COMPARED_TRAJECTORIES = 3
 
 
-class Jacobian(Protocol):
-    """The derivatives of f with respect to the state and time."""
-
-    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        """Write ∂f/∂u at n states into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n), or None if it is zero.
-
-        Entries that are structurally zero aren't written, so `out` must hold zeros at the first call.
-        """
-        ...
+# ``write(out, u, p, t)`` writes ∂f/∂u at n states into `out`, shape (d, d, n), and returns ∂f/∂t, shape (d, n), or None if
+# it is zero. Entries that are structurally zero aren't written, so `out` must hold zeros at the first call.
+JacobianWriter: TypeAlias = "Callable[[Array, Array, Tree, Array], Array | None]"
 
 
-def jacobian_of(batch: Batch) -> Jacobian:
-    """Return the Jacobian of a batch's f; raise a TypeError if f can be neither traced nor differentiated."""
+def jacobian_of(batch: Batch) -> JacobianWriter:
+    """Return a writer of the Jacobian of a batch's f; raise a TypeError if f can be neither traced nor differentiated."""
     found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
-        return _ProgramJacobian(found, packing_of(batch.p))
+        return _ProgramJacobian(found, packing_of(batch.p)).write
     if is_on_device(batch):
         raise TypeError(
             f"solve: on a device a Rosenbrock method needs the Jacobian of a traced f, but tracing failed ({found}). Write "
             "f with functions of autograd.numpy, without branches on values, or apply mpiad.device.to_host to u0 and p."
         )
-    jacobian = _TangentJacobian(Field(batch), len(batch.u0))
+    write = partial(_write_tangents, Field(batch))
     if batch.size:
-        _check_differentiable(jacobian, batch, str(found))
-    return jacobian
+        _check_differentiable(write, batch, str(found))
+    return write
 
 
 def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
     """Return `derivative` of the program of f, or the reason why f can't be traced; the result is cached."""
-    batch = _on_host(batch)
+    if is_on_device(batch):  # a few trajectories as host arrays
+        batch = batch.share(slice(0, _COMPARED_TRAJECTORIES))
+        u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (batch.u0, *batch.p.leaves))
+        batch = batch._replace(u0=u0, p=batch.p._replace(leaves=leaves))
 
     def derive(_: bool) -> _Derived | str:
         try:
@@ -119,21 +116,12 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
     return found
 
 
-def _on_host(batch: Batch) -> Batch:
-    """Return a batch on the host unchanged; for a batch on a device, return a few of its trajectories as host arrays."""
-    if not is_on_device(batch):
-        return batch
-    few = batch.share(slice(0, _COMPARED_TRAJECTORIES))
-    u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (few.u0, *few.p.leaves))
-    return few._replace(u0=u0, p=few.p._replace(leaves=leaves))
-
-
-def _check_differentiable(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
+def _check_differentiable(write: JacobianWriter, batch: Batch, untraced: str) -> None:
     d, ids = len(batch.u0), np.zeros(2, int)  # f is always called with at least two columns
-    p, t = batch.p.columns(ids, len(batch.shape) > 1), batch.start[ids].astype(batch.u0.dtype)
+    p, t = batch.parameters(ids), batch.start[ids].astype(batch.u0.dtype)
     try:
         with np.errstate(all="ignore"):
-            jacobian.write(np.zeros((d, d, 2), batch.u0.dtype), batch.u0[:, ids], p, t)
+            write(np.zeros((d, d, 2), batch.u0.dtype), batch.u0[:, ids], p, t)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise TypeError(
             f"solve: a Rosenbrock method needs the Jacobian of f, but f can't be traced ({untraced}) or differentiated "
@@ -162,28 +150,23 @@ class _ProgramJacobian:
         return slope
 
 
-class _TangentJacobian:
-    """The Jacobian computed by tangents of f, one per component of the state, and one for time."""
-
-    def __init__(self, field: Field, d: int):
-        self._field, self._d = field, d
-
-    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        d, slope = self._d, None
-        unit = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
-        with restoring_state(), Bundle() as bundle:
-            state = shortened(bundle.variable(u, [*unit, None]))
-            time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
-            rows = self._field.bound(_leaves(p))(state, time)
-            whole = is_whole(rows, u.shape)
-            for i, row in zip([slice(None)] if whole else range(d), rows):
-                found = bundle.parts(row)[1] or [None] * (d + 1)
-                for j in range(d):
-                    out[i, j] = 0 if found[j] is None else found[j]
-                if found[d] is not None:
-                    slope = np.zeros_like(u) if slope is None else slope
-                    slope[i] = found[d]
-        return slope
+def _write_tangents(field: Field, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
+    """Compute the Jacobian by tangents of f, one per component of the state, and one for time: see `JacobianWriter`."""
+    d, slope = len(u), None
+    unit = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
+    with restoring_state(), Bundle() as bundle:
+        state = shortened(bundle.variable(u, [*unit, None]))
+        time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
+        rows = field.bound(_leaves(p))(state, time)
+        whole = is_whole(rows, u.shape)
+        for i, row in zip([slice(None)] if whole else range(d), rows):
+            found = bundle.parts(row)[1] or [None] * (d + 1)
+            for j in range(d):
+                out[i, j] = 0 if found[j] is None else found[j]
+            if found[d] is not None:
+                slope = np.zeros_like(u) if slope is None else slope
+                slope[i] = found[d]
+    return slope
 
 
 def _leaves(p: Tree) -> list:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import isbox
@@ -231,10 +231,6 @@ def _rows(value: Array) -> Array:
 _SHORT = "alg ensemblealg ftol xtol gtol x_scale max_nfev rtol dt dtmax max_steps batch_size compile".split()
 
 
-# The arguments of `fit`, by name.
-FitArguments: TypeAlias = SimpleNamespace
-
-
 class FitPlan(NamedTuple):
     """The checked arguments; start, bounds and scale have one row per trajectory."""
 
@@ -246,7 +242,7 @@ class FitPlan(NamedTuple):
     stopping: Stopping
 
 
-def planned_together(used: Channel, given: FitArguments) -> FitPlan:
+def planned_together(used: Channel, given: SimpleNamespace) -> FitPlan:
     """Return the result of `planned`; errors, also about differences between ranks, are raised on all ranks."""
 
     def described(plan: FitPlan) -> list[Any]:
@@ -259,7 +255,7 @@ def planned_together(used: Channel, given: FitArguments) -> FitPlan:
     return alike_on_all(used, lambda: planned(given), described, "fit")
 
 
-def planned(given: FitArguments) -> FitPlan:
+def planned(given: SimpleNamespace) -> FitPlan:
     """Return the checked arguments; raise if one is invalid, traced, or on a device."""
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
@@ -446,47 +442,37 @@ def fit(
     >>> print(found.p.ravel().round(4), found.retcode)
     [0.5 1.  1.5] ['Success' 'Success' 'Success']
     """
-    given = FitArguments(**locals())  # first, while only the arguments are in scope
-    if not isinstance(ensemblealg, EnsembleMPI):
-        plan = planned(given)
-        compiler = _compiler(plan)
-        found = _share(given, plan, compiler, range(len(plan.start)))
-        report("fit", "fits", found.retcode)
-        return found
-    used = channel(ensemblealg.comm, "ensemble.fit")
-    return _over_ranks(given, ensemblealg, used)
-
-
-def _compiler(plan: FitPlan, together: bool = False) -> Compiler:
+    given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
+    mpi = ensemblealg if isinstance(ensemblealg, EnsembleMPI) else None
+    used = None if mpi is None else channel(mpi.comm, "ensemble.fit")
+    plan = planned(given) if used is None else planned_together(used, given)
     count, m = plan.start.shape
     # "auto" compiles if the number of states and of their tangents, m per trajectory, is large enough.
-    return Compiler(plan.options, count * (1 + m), together)
+    compiler = Compiler(plan.options, count * (1 + m), mpi is not None)
+    if mpi is None or used is None:
+        found = share = _share(given, plan, compiler, range(count))
+    else:
+        bounds = mpi.bounds(count, used.size)
+        with raising_together(used, Exception):
+            share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+        warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
+        compiler.log_warnings(warnings, used.rank)
+        found = joined_fits(parts)
+        # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
+        mpi.remember(found._tries, 1, bool(compiler.kernels), traced=True)
+    if used is None or used.rank == 0:
+        report("fit", "fits", found.retcode)
+    return found if mpi is None or mpi.gather else share
 
 
-def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResult:
-    plan = planned_together(used, given)
-    compiler, count = _compiler(plan, together=True), len(plan.start)
-    bounds = mpi.bounds(count, used.size)
-    with raising_together(used, Exception):
-        share = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-    warnings, parts = zip(*used.data.allgather((compiler.warnings, share)))
-    compiler.log_warnings(warnings, used.rank)
-    joined = joined_fits(parts)
-    # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
-    mpi.remember(joined._tries, 1, bool(compiler.kernels), traced=True)
-    if used.rank == 0:
-        report("fit", "fits", joined.retcode)
-    return joined if mpi.gather else share
-
-
-def _share(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
+def _share(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     """Fit the trajectories with the indices `numbers`, batch by batch."""
     size = max(1, given.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
     return joined_fits([_fitted(given, plan, compiler, numbers) for numbers in batches])
 
 
-def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
+def _fitted(given: SimpleNamespace, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
     ensemble, options, rows = plan.options.problem, plan.options, slice(numbers.start, numbers.stop)
     seed = master_seed(ensemble.seed) if ensemble.prob_func else 0
     batch = members(ensemble, range(numbers.start + 1, numbers.stop + 1), 1, seed, len(plan.start))

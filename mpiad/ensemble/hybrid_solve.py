@@ -63,16 +63,14 @@ class GivenTimes:
         found = []
         for e, event in self._events:
             for time in event.due(batch.p.build(batch.p.leaves)):
-                self._check(getval(time), batch.size)
+                plain = np.asarray(getval(time))
+                if plain.shape not in ((), (batch.size,)) or plain.dtype.kind not in "iuf" or np.isnan(plain).any():
+                    raise ValueError(
+                        f"Event: times(p) must return a list of times, each a number or of shape {(batch.size,)} here, one "
+                        f"for each column, but got {np.array2string(plain, threshold=6)} of shape {plain.shape}."
+                    )
                 found.append((e, time))
         return found
-
-    def _check(self, time: Array, count: int) -> None:
-        if np.shape(time) not in ((), (count,)) or np.asarray(time).dtype.kind not in "iuf" or np.isnan(time).any():
-            raise ValueError(
-                f"Event: times(p) must return a list of times, each a number or of shape {(count,)} here, one for each "
-                f"column, but got {np.array2string(np.asarray(time), threshold=6)} of shape {np.shape(time)}."
-            )
 
     def passed(self, stop: Array) -> Array:
         """Return the given times that have passed, one per column; `stop`, int, shape (N,): the indices of the next times.

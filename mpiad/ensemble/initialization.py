@@ -12,7 +12,7 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.controller import mean_square, tolerance
+from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.settings import Settings
 
@@ -54,32 +54,26 @@ class Initialization:
         """Return -1 for trajectories integrated backwards in time, else 1; None if the batch has no such trajectories."""
         return self.signs[ids] if self._backward else None
 
-    def parameters(self, ids: Array) -> Tree:
-        """Return the parameters of some trajectories as f takes them."""
-        return self._batch.p.columns(ids, len(self._batch.shape) > 1)
-
     def goal(self, ids: Array) -> Array:
         """Return the ends of tspan for some trajectories, in the direction of the solve."""
         return self._batch.end[ids] * self.signs[ids]
 
     def admit(self, count: int) -> Entrants:
         """Return the next trajectories of the queue, at most `count`."""
-        ids, self._queue = self._queue[:count], self._queue[count:]
-        if len(ids) == 1:  # f is always called with at least two columns: see `controller`
-            return Entrants(*(array[..., :1] for array in self._enter(np.repeat(ids, 2))))
-        return self._enter(ids)
-
-    def _enter(self, ids: Array) -> Entrants:
-        batch, settings, signs = self._batch, self._settings, self.signs[ids]
+        batch, settings, width = self._batch, self._settings, min(count, len(self._queue))
+        ids, self._queue = self._queue[:width], self._queue[width:]
+        if width == 1:  # f is always called with at least two columns: see `controller`
+            ids = np.repeat(ids, 2)
+        signs = self.signs[ids]
         u, t, end = batch.u0[:, ids], batch.start[ids] * signs, self.goal(ids)
         if settings.acting is not None:
             end = settings.acting.until(end, settings.acting.first, ids, signs)
         if not len(ids):
             return Entrants(ids, t, end, t, u, u)
-        p, sign = self.parameters(ids), self.sign(ids)
+        p, sign = batch.parameters(ids), self.sign(ids)
         rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
         h, k = started(rate, u, t, end, settings, self.rtol, self.atol)
-        return Entrants(ids, t, end, h, u, k)
+        return Entrants(*(array[..., :width] for array in (ids, t, end, h, u, k)))
 
 
 def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:
@@ -105,7 +99,7 @@ def started(
     k, order = rate(u, t), settings.alg.tableau.error_order
     if settings.dt is not None:
         return np.maximum(np.minimum(np.full_like(t, settings.dt), settings.dtmax), least_step(t)), k
-    span, scale = end - t, tolerance(u, rtol, atol)
+    span, scale = end - t, atol + rtol * np.abs(u)
     d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
     h0 = np.minimum(h0, span)

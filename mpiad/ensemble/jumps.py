@@ -40,14 +40,6 @@ LEAST = 1e-300  # absolute value assigned to a condition of which only the sign 
 SHORT, MOST_SHORT = 1e-6, 10
 
 
-class Departure(NamedTuple):
-    """The departure of a condition from its root, for several trajectories."""
-
-    side: Array  # shape (n,); the next sign of the condition; 0 if it isn't at its root
-    back: Array  # shape (n,); the time until the condition vanishes again in the event's direction, or infinity
-    endless: Array  # bool, shape (n,); whether the condition is expected to vanish again and again
-
-
 def distance_ahead(elapsed: Array, span: Array) -> Array:
     """Return the step of Euler's and Heun's methods for `departure`; `elapsed`: the time since the event last acted."""
     least = LEAST_AHEAD * span
@@ -55,9 +47,13 @@ def distance_ahead(elapsed: Array, span: Array) -> Array:
     return np.where(elapsed > UNRESOLVED * span, distance, least)
 
 
-def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed: Array, span: Array) -> Departure:
-    """Return the departure of a condition from its root.
+def departure(
+    values: tuple[Array, Array, Array, Array], direction: int, elapsed: Array, span: Array
+) -> tuple[Array, Array, Array]:
+    """Return how a condition of several trajectories departs from its root, in three arrays of shape (n,).
 
+    These are the next sign of the condition, or 0 if it isn't at its root; the time until the condition vanishes again in
+    the event's direction, or infinity; and whether the condition is expected to vanish again and again.
     `values`: the condition before and after the affect, and after steps of Euler's and Heun's methods, each shape (n,).
     """
     before, now, euler, heun = values
@@ -70,7 +66,7 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, elapsed
     back = np.where(returns, -ahead * change / curvature, np.inf)
     # For stiff systems the parabola predicts the return only if all times are short.
     endless = (back <= AT_ONCE * span) & ((change == 0) | (elapsed <= SHORT_PIECE * span))
-    return Departure(np.where(at_root, side, 0.0), back, endless)
+    return np.where(at_root, side, 0.0), back, endless
 
 
 # The derivative u' of solutions of M u' = f(u, p, t).
@@ -93,7 +89,7 @@ def mass_matrix_rhs(batch: Batch, mass: Array | None, u: Array, leaves: Sequence
         return rate
     plain, p = getval(u), batch.p.of_columns([getval(leaf) for leaf in leaves], len(batch.shape) > 1)
     jacobian = np.zeros_like(plain, shape=(len(plain), *plain.shape))
-    jacobian_of(batch).write(jacobian, plain, p, getval(t))
+    jacobian_of(batch)(jacobian, plain, p, getval(t))
     gain, zeros = gains(jacobian, free, null_vectors(mass.T)), np.zeros_like(getval(t))
     for _ in range(_STEPS):
         along = jvp(lambda s, rate=rate: field.array(u + s * rate, leaves, t + s), zeros, zeros + 1)[1]
@@ -121,14 +117,17 @@ class Jump(NamedTuple):
 
 
 class Jumps:
-    """Jumps of the trajectories in the mask `live`, sorted by trajectory and then by time, with the arrays of `Jump`."""
+    """Jumps of the trajectories in the mask `live`, sorted by trajectory and then by time, with the arrays of `Jump`.
+
+    Jumps of one trajectory after the same step must be given in the order of time.
+    """
 
     def __init__(self, jumps: Sequence[Jump], live: Array):
         parts = zip(*(jump._replace(event=0 * jump.ids + jump.event) for jump in jumps))
         joined = [part[0] if len(jumps) == 1 else np.concatenate(part, axis=-1) for part in map(list, parts)]
-        ids = joined[0]
-        if (ids[1:] < ids[:-1]).any() or not live.all():
-            order = np.argsort(ids, kind="stable")
+        ids, number = joined[:2]
+        if len(jumps) > 1 or (ids[1:] < ids[:-1]).any() or not live.all():
+            order = np.lexsort((number, ids))
             order = order[live[ids[order]]]
             joined = [x[..., order] for x in joined]
         self.ids, self.number, self.event, self.slot, self.time, self.before, self.after = joined
@@ -151,15 +150,6 @@ class Jumps:
     def still(self) -> Array:
         """Per jump, whether no step ends at it, since it occurs at the start or directly after another jump."""
         return (self.turn > 0) | (self.number == 0)
-
-    @cached_property
-    def lengthens(self) -> Array:
-        """Per jump, whether it occurs at a given time at which a step ends; this time determines the size of the step."""
-        return ~self.still & (self.slot != FOUND)
-
-    def bounds(self, count: int) -> Array:
-        """Return the index of the first jump of each of `count` trajectories and, last, the number of jumps."""
-        return np.searchsorted(self.ids, np.arange(count + 1))
 
     def before_steps(self) -> Jumps:
         """Return the jumps before the first step."""

@@ -44,10 +44,6 @@ class Evaluation(NamedTuple):
     cost: Array  # shape (n,); half the sums of squares; infinite if undefined
     factor: Array  # shape (n, m + 1, m + 1); the triangular R of [J r] = Q R
 
-    def rows(self, rows: Array) -> Evaluation:
-        """Return the evaluations of some of the problems."""
-        return Evaluation(self.cost[rows], self.factor[rows])
-
 
 class Stopping(NamedTuple):
     """Termination criteria, defined as in SciPy and MINPACK."""
@@ -108,8 +104,8 @@ class _Problems:
         self._cost, self._factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
         self._gradient = _gradient(self._factor)
         self._codes[~np.isfinite(self._cost)] = ConvergenceCode.InitialFailure.code
-        self._inverse_scale = np.ones((count, m))
-        self._rescale(np.arange(count), first=True)
+        self._inverse_scale = np.zeros((count, m))
+        self._rescale(np.arange(count))
         norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._inverse_scale
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step to a point at which the residuals were undefined.
@@ -138,7 +134,11 @@ class _Problems:
         failed = ~np.isfinite(found.cost)
         self._failed_damping[ids[failed]] = self._damping[ids[failed]]
         near_failure = self._damping[ids] >= _NEAR_FAILURE * self._failed_damping[ids]
-        self._accept(ids[better], trial[better], found.rows(better))
+        accepted = ids[better]
+        self._x[accepted], self._cost[accepted], self._factor[accepted] = trial[better], *(part[better] for part in found)
+        self._gradient[accepted] = _gradient(self._factor[accepted])
+        self._njev[accepted] += 1
+        self._rescale(accepted)
         shrinkage = np.maximum(_LEAST_SHRINKAGE, 1 - (2 * np.minimum(ratio, 1.0) - 1) ** 3)
         self._damping[ids] *= np.where(better, shrinkage, self._growth[ids])
         self._growth[ids] = np.where(better, 2.0, 2 * self._growth[ids])
@@ -175,18 +175,12 @@ class _Problems:
     def _optimality(self, ids: Array) -> Array:
         return np.abs(np.where(self._fixed(ids), 0.0, self._gradient[ids])).max(axis=1, initial=0.0)
 
-    def _accept(self, ids: Array, x: Array, found: Evaluation) -> None:
-        self._x[ids], self._cost[ids], self._factor[ids] = x, found.cost, found.factor
-        self._gradient[ids] = _gradient(found.factor)
-        self._njev[ids] += 1
-        self._rescale(ids)
-
-    def _rescale(self, ids: Array, first: bool = False) -> None:
+    def _rescale(self, ids: Array) -> None:
         if self._given_scale is not None:
             self._inverse_scale[ids] = 1 / self._given_scale[ids]
             return
         norms = scaled_factor(self._factor[ids], np.ones_like(self._x[ids], bool))[1]
-        self._inverse_scale[ids] = norms if first else np.maximum(self._inverse_scale[ids], norms)
+        self._inverse_scale[ids] = np.maximum(self._inverse_scale[ids], norms)
 
     def _set_code(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
         """Set the code of the problems in the mask `done` that don't have a code yet."""

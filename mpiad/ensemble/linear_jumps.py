@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event import affect_field
 from mpiad.ensemble.jumps import FOUND, Jumps, mass_matrix_rhs
 from mpiad.ensemble.linearization import transposed_columns
@@ -93,7 +92,8 @@ class LinearJumps:
     def lengthened(self, rows: Array, by_size: Array) -> Array:
         """Add cotangents of step sizes to those of the given times at which these steps end; return the added numbers."""
         jumps = self._jumps
-        added = np.where(jumps.lengthens[rows], by_size, 0.0)
+        # A given time at which a step ends determines the size of this step.
+        added = np.where(~jumps.still[rows] & (jumps.slot[rows] != FOUND), by_size, 0.0)
         self.due[jumps.slot[rows], jumps.ids[rows]] += added
         return added
 
@@ -106,23 +106,15 @@ class LinearJumps:
 
 def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: Array) -> None:
     """Add the contributions `parts` of the trajectories `ids`, in ascending order, to the cotangents of leaves."""
-    for place, part in parts.items():
-        if part is None:
-            continue
-        if run.batch.p.varies[place]:  # an event may occur more than once in a trajectory
-            first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
-            leaves[place][..., ids[first]] += np.add.reduceat(part, first, axis=-1)
-        else:
-            leaves[place] = leaves[place] + part
+    p, first = run.batch.p, np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    # An event may occur more than once in a trajectory.
+    sums = {k: np.add.reduceat(x, first, axis=-1) if p.varies[k] and x is not None else x for k, x in parts.items()}
+    p.add_cotangents(leaves, sums, ids[first])
 
 
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     """Return u' of some trajectories at given states and times, shape (d, n)."""
-    batch, columns, mass = run.batch, run.doubled(len(ids)), run.settings.mass
+    batch, columns = run.batch, run.doubled(len(ids))
     # In C order NumPy sums over components row by row.
     u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
-    if mass is not None:
-        return mass_matrix_rhs(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]
-    found = np.empty_like(u)
-    derivative_of(batch.f, batch.shape).write(found, u, batch.p.columns(ids[columns], run.field.one_by_one), t)
-    return found[:, : len(ids)]
+    return mass_matrix_rhs(batch, run.settings.mass, u, batch.p.taken(ids[columns]), t)[:, : len(ids)]

@@ -41,16 +41,14 @@ class Tracing:
 
         def called(variables: list[Array]) -> Sequence[Array]:
             variables = list(map(shortened, variables))
-            return self._field.rows(variables[0], self._filled(leaves, variables[1:]), variables[-1] if self._timed else t)
+            field = self._field.bound(self._filled(leaves, variables[1:]))
+            return field(variables[0], variables[-1] if self._timed else t)
 
         given = [u, *[leaves[place] for place in self._places]]
         values, places, recording = trace_list(called, given + [t] if self._timed else given)
         whole = is_whole(values, out.shape)
-        if whole:
-            np.copyto(out, values[0], casting="same_kind")
-        else:
-            for i, value in enumerate(values):
-                out[i] = value
+        for i, value in zip([slice(None)] if whole else range(len(out)), values):
+            np.copyto(out[i], value, casting="same_kind")
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
         # Release the memory of the values before the reverse pass, which needs only the specs.
         del values
@@ -79,18 +77,10 @@ class Tracing:
         def write(out: Array, u: Array, t: Array) -> None:
             gs = [u[j] for j in range(1, len(u))]
             rows = called(shortened(variable(u[0], gs)), t)
-            if is_whole(rows, u.shape[1:]):
-                value, found = parts(rows[0])
-                np.copyto(out[0], value, casting="same_kind")
+            for i, row in zip([slice(None)] if is_whole(rows, u.shape[1:]) else range(len(rows)), rows):
+                value, found = parts(row)
+                np.copyto(out[0, i], value, casting="same_kind")
                 for j, g in enumerate(found or [None] * len(gs), 1):
-                    out[j] = 0 if g is None else g
-                return
-            for i, row in enumerate(rows):
-                out[0, i], found = parts(row)
-                if found is None:
-                    out[1:, i] = 0
-                    continue
-                for j, g in enumerate(found, 1):
                     out[j, i] = 0 if g is None else g
 
         return write
@@ -150,12 +140,11 @@ class Field:
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
-    def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Array]:
-        """Return the derivative as a list of its components, or a list of one array with all of them."""
-        return self.bound(leaves)(u, t)
-
     def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Array]]:
-        """Return the function of u and t that computes `rows` with these leaves."""
+        """Return f with these leaves as a function of u and t.
+
+        It returns the derivative as a list of its components, or a list of one array with all of them.
+        """
         if self.one_by_one:
             return lambda u, t: [self._each(u, leaves, t)]
         f, p = self._f, self._build(leaves)
@@ -170,7 +159,7 @@ class Field:
 
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n)."""
-        rows = self.rows(u, leaves, t)
+        rows = self.bound(leaves)(u, t)
         if is_whole(rows, u.shape):
             return rows[0]
         # A component may be one number for all columns.
@@ -187,5 +176,5 @@ class Field:
 
 
 def is_whole(rows: Sequence[Array], shape: tuple[int, int]) -> bool:
-    """Return whether `Field.rows` has returned one array with all components."""
+    """Return whether the function of `Field.bound` has returned one array with all components."""
     return len(rows) == 1 and anp.shape(rows[0]) == shape

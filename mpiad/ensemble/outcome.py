@@ -120,8 +120,8 @@ class Outcome:
     codes: Array  # int, shape (N,); numbers of return codes
     naccept: Array  # int, shape (N,)
     nreject: Array  # int, shape (N,)
-    saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
-    save_step: Array | None  # int, shape (N, n_saved), or None; the step of each saved value (see INITIAL)
+    saved: Array | None = None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
+    save_step: Array | None = None  # int, shape (N, n_saved), or None; the step of each saved value (see INITIAL)
     # If events change states, shape (N,): the index of the next given time, and the number of continuations after events.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
@@ -150,10 +150,6 @@ class Outcome:
             self.steps = [(tape.first, tape.steps(solved.last, solved.naccept, self.u_end.dtype)) for tape in solved.tapes]
         return self.steps
 
-    def recorded_jumps(self) -> list[Any]:
-        """Return the changes of states by events."""
-        return self.jumps if self.solver is None else self.solver.recorded(self).jumps
-
     def every_step(self) -> tuple[Array, Array]:
         """Return the times at the starts and ends of all steps, (N, n), and the states, (N, n, d), padded with NaN."""
         if self.saved_times is not None:
@@ -162,9 +158,12 @@ class Outcome:
         times = np.full((count, most), np.nan)
         u = np.full((count, most, d), np.nan, self.u_end.dtype)
         for first, steps in self.recorded():
-            for i in range(len(steps.counts)):
-                t, _, states = steps.trajectory(i)
-                times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
+            ids = np.repeat(np.arange(len(steps.counts)), steps.counts)
+            numbers = np.arange(len(ids)) - np.repeat(np.cumsum(steps.counts) - steps.counts, steps.counts)
+            times[first + ids, numbers], u[first + ids, numbers] = (
+                steps.times(ids, numbers)[0],
+                steps.states(ids, numbers).T,
+            )
         # The record has only the states before each step.
         rows = np.arange(count)
         times[rows, self.naccept], u[rows, self.naccept] = self.t_reached, self.u_end.T
@@ -178,7 +177,10 @@ class Outcome:
         saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
         save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record and n_saved is not None else None
         parts = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
-        return cls(batch.u0.copy(), batch.start.copy(), *parts, *counters(settings.acting))
+        outcome = cls(batch.u0.copy(), batch.start.copy(), *parts)
+        if settings.acting is not None:
+            outcome.slots, outcome.resumed = settings.acting.first.copy(), np.zeros_like(settings.acting.first)
+        return outcome
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
@@ -190,22 +192,15 @@ class Outcome:
             steps += [(first + offset, found) for first, found in part.steps]
             jumps += [jump._replace(ids=jump.ids + offset) for jump in part.jumps]
             offset += len(part.codes)
+        names = [name for name in _BY_TRAJECTORY if getattr(parts[0], name) is not None]
+        arrays: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return Outcome(
             np.concatenate([part.u_end for part in parts], axis=1),
             event_table=np.concatenate(tables, axis=1) if tables else None,
             steps=steps,
             jumps=jumps,
-            **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
+            **arrays,
         )
-
-
-def counters(acting: Acting | None) -> list[Array]:
-    """Return the initial `slots` and `resumed` of an outcome."""
-    return [np.empty(0, np.int64)] * 2 if acting is None else [acting.first.copy(), np.zeros_like(acting.first)]
-
-
-def _join(arrays: list[Any]) -> Any:
-    return None if arrays[0] is None else np.concatenate(arrays)
 
 
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
@@ -252,7 +247,7 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
     outcome.jumps = [*acting.started, *outcome.jumps]
     ended, empty_span = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
     outcome.codes[ended] = acting.codes[ended]
-    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # `event_table` is a view of this
+    table = outcome.event_table  # after a kernel, a view of `crossings`
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
     steps, saved = outcome.save_step, outcome.saved

@@ -20,8 +20,6 @@ from mpiad.pytrees import flatten
 from mpiad.transport.core.agreement import fingerprint
 from mpiad.transport.devices.device_arrays import is_device_array
 
-_NO_NUMBER = np.empty(1)
-
 
 class KernelSources:
     """Base class of problems; the problem of a solution contains the sources of the compiled kernels."""
@@ -266,9 +264,9 @@ def check_order(what: str, fun: Function | None) -> None:
 
 def _is_number(part: object) -> bool:
     plain = getval(part)
-    if not is_device_array(plain):
-        plain = np.asarray(plain) if type(part) is not list else _NO_NUMBER
-    return plain.ndim == 0 and plain.dtype.kind in "biufc"
+    if type(part) is list or np.ndim(plain):
+        return False
+    return (plain if is_device_array(plain) else np.asarray(plain)).dtype.kind in "biufc"
 
 
 def _required(fun: Function) -> tuple[str, ...] | None:

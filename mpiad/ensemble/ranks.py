@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -22,22 +22,25 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
-from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile, summary
+from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
 from mpiad.transport.devices.device_arrays import is_device_array
 
-InitialStates: TypeAlias = Callable[[], Array] | None
-
 
 def gathered(
-    used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: InitialStates, timed: bool, u: object = None
+    used: Channel,
+    share: EnsembleSolution,
+    outcomes: RankOutcomes,
+    start: Callable[[], Array] | None,
+    timed: bool,
+    u: object,
 ) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; collective.
 
     `start` returns the initial states of all trajectories, shape (d, N), or is None if a rank can't compute them. `timed`:
-    whether the final times have derivatives. `u`: the `u` of the solution if there is a reduction or output function.
+    whether the final times have derivatives. `u`: the outputs of a reduction or output function, or None.
     """
     deferred = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     fields: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
@@ -117,7 +120,7 @@ class ShardedSolution(EnsembleSolution):
         """Return a text about the trajectories of all ranks; see `EnsembleSolution.summary`."""
         ends = mpi_allgather(self.u_end, axis=0, comm=self._present_comm)
         f = self.outcomes
-        return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
+        return EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf).summary()
 
 
 def sharded(
@@ -188,7 +191,6 @@ class EnsembleMPI(EnsembleAlgorithm):
             )
         self.gather, self.comm = bool(gather), comm
         self._tries, self._entry, self._iteration = np.empty(0), _ENTRY, _ITERATION
-        self._bounds: Array | None = None
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -198,19 +200,13 @@ class EnsembleMPI(EnsembleAlgorithm):
         # If no costs are known yet, shares have equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
-        if self._bounds is None or len(self._bounds) != size + 1:
-            self._bounds = _LoadBalance(self._tries, self._entry, self._iteration, size).bounds()
-        return self._bounds
+        return _LoadBalance(self._tries, self._entry, self._iteration, size).bounds()
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
         """Store the numbers of tried steps, shape (N,), as costs; `components`: the number of components of a state."""
-        before = self._entry, self._iteration, self._tries
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
         self._iteration = _LANES if compiled else (_TRACED_ITERATION if traced else _ITERATION) / max(1, components)
-        # The shares are computed again only if the costs have changed.
-        if before[:2] != (self._entry, self._iteration) or not np.array_equal(before[2], tries):
-            self._bounds = None
 
 
 class _LoadBalance:

@@ -94,12 +94,6 @@ class Steps:
         u = self._u[self.d * start : self.d * stop].reshape(self.d, stop - start)
         return Sweep(self.order[: stop - start], self._t[start:stop], self._h[start:stop], u)
 
-    def trajectory(self, i: int) -> tuple[Array, Array, Array]:
-        """Return times (n,), signed sizes (n,) and states (d, n) before the n steps of a trajectory, first to last."""
-        numbers = np.arange(self.counts[i])
-        ids = np.full(len(numbers), i)
-        return *self.times(ids, numbers), self.states(ids, numbers)
-
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
         """Return the times before steps of the trajectories `ids`, and their signed sizes; `numbers`: the steps, from 0."""
         position = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import autograd.numpy as anp
 import numpy as np
@@ -17,6 +17,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function
 from mpiad.device.assembly import concatenate
+from mpiad.device.transfer import array_to_device
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
@@ -24,7 +25,8 @@ from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.event import affect_field
 from mpiad.ensemble.jumps import FOUND, mass_matrix_rhs
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
+from mpiad.ensemble.step_sweep import Columns, Saved, StepSweep, Visit
+from mpiad.ensemble.tableaus import RosenbrockTableau
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.devices.device_arrays import is_device_array
 
@@ -39,12 +41,9 @@ class StepReplay:
         self._run, self._leaves, self._u, self.t, self.h = run, leaves, u, t, h
         self._k: list[Array] = []
         for i in range(run.tableau.stages - 1):
-            self._evaluate(i)
+            self._k.append(self._stage(i))
 
-    def _evaluate(self, i: int) -> None:
-        self._k.append(self._rate(i))
-
-    def _rate(self, i: int) -> Array:
+    def _stage(self, i: int) -> Array:
         t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
         return self._run.field.array(self.argument(i), self._leaves, t)
 
@@ -58,9 +57,9 @@ class StepReplay:
     def inside(self, x: Array, columns: Columns) -> Array:
         """Return states inside the step; x: fractions of the step, shape (m,), or (s, m) for s fractions per column."""
         if len(self._k) < self._run.tableau.stages:
-            self._evaluate(len(self._k))
-        weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
-        total = sum(k[:, columns] * weight for k, weight in zip(self._k, weights))
+            self._k.append(self._stage(len(self._k)))
+        weights = _like(self._run.coefficients.weights(x), self._u)
+        total = sum(k[:, columns] * weights[i][..., None, :] for i, k in enumerate(self._k))
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
@@ -81,18 +80,18 @@ class StepReplay:
 class RosenbrockReplay(StepReplay):
     """One step of a Rosenbrock method (see `tableaus` for the notation)."""
 
-    def _evaluate(self, i: int) -> None:
-        table: Any = self._run.tableau
-        rate = self._rate(i) if i != 1 else self._k[0]
+    def _stage(self, i: int) -> Array:
+        table, mass = cast(RosenbrockTableau, self._run.tableau), self._run.settings.mass
+        rate = super()._stage(i) if i != 1 else self._k[0]
         if i == 0:
             self._matrices, self._time_term = self._linearized(table.gamma)
         if 0 < i < table.stages - 1:
             before = [weight * k for weight, k in zip(table.coupling[i - 1], self._k) if weight]
             coupled = sum(before[1:], before[0]) if before else 0.0
-            coupled = coupled if self._mass is None or not before else anp.dot(self._mass, coupled)
+            coupled = coupled if mass is None or not before else anp.dot(mass, coupled)
             rate = rate + table.slopes[i - 1] * self._time_term + coupled
             rate = anp.transpose(anp.linalg.solve(self._matrices, anp.transpose(rate)[..., None])[..., 0])
-        self._k.append(rate)
+        return rate
 
     def _linearized(self, gamma: float) -> tuple[Array, Array]:
         """Return the matrices W, shape (n, d, d), and h ∂f/∂t, shape (d, n)."""
@@ -106,15 +105,8 @@ class RosenbrockReplay(StepReplay):
         columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
         time_term = h * jvp(lambda t: field.array(u, leaves, t), t, ones)[1]
         jacobian = anp.transpose(anp.stack(columns), (2, 1, 0))
-        self._mass = self._run.settings.mass
-        return (units if self._mass is None else self._mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, time_term
-
-
-def _polynomial(row: Sequence[float], x: Array) -> Array:
-    total = row[-1] * x
-    for coefficient in row[-2::-1]:
-        total = (total + coefficient) * x
-    return total
+        mass = self._run.settings.mass
+        return (units if mass is None else mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, time_term
 
 
 def _like(x: Array, u: Array) -> Array:
@@ -154,11 +146,14 @@ class _Replay:
         if self._timed:
             # Traced zeros with the derivatives of the start of tspan and of its end. They are added to the constant times
             # and sizes of steps. After an event that ends a step, `_shift` has the derivatives of the time of the event.
-            self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
+            shifts = [x - getval(x) for x in (start, end)]
+            self._shift, self._lengthening = shifts if run.xp is None else (array_to_device(x, run.xp) for x in shifts)
         # The saved values as rows, and the number of rows. Row 0, of zeros, is used for times that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
-        self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
+        # Indices and times: of terminal events among the final times, and of other events among the times of all events.
+        self._ended: list[tuple[Array, Array]] = []
+        self._passed: list[tuple[Array, Array]] = []
 
     def through(self, sweep: StepSweep, states: Array) -> Array:
         """Return the states of all trajectories, shape (d, N), after the steps of a sweep."""
@@ -181,10 +176,13 @@ class _Replay:
         step = kind(run, run.columns(leaves, columns), u[:, columns], t, h)
         new = step.argument(run.tableau.stages - 1)[:, :width]
         for located in sweep.located(visit):
-            c = located.columns
-            x = step.root(run.settings.events[located.event].condition, located.x, c)
+            c, event = located.columns, run.settings.events[located.event]
+            x = step.root(event.condition, located.x, c)
             time = step.t[c] + x * step.h[c]
-            self._crossings.append((located, sweep.ids[c], time))
+            if located.terminal and not event.acts:
+                self._ended.append((sweep.ids[c], time))
+            else:
+                self._passed.append((located.row, time))
             if located.terminal:
                 new = self._put(new, c, step.inside(x, c))
                 if run.jumps and self._timed:
@@ -312,16 +310,13 @@ class _Replay:
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
         if self._timed and run.jumps:
             reached = reached + anp.where(run.live & run.terminated, self._shift, 0.0)
-        events = run.settings.events
-        ends = [located.terminal and not events[located.event].acts for located, *_ in self._crossings]
-        ended, passed = ([one for one, end in zip(self._crossings, ends) if end is wanted] for wanted in (True, False))
-        return (
-            reached if run.jumps else self._replaced(reached, [ids for _, ids, _ in ended], [time for *_, time in ended]),
-            self._replaced(run.crossed, [located.row for located, *_ in passed], [time for *_, time in passed]),
-        )
+        return reached if run.jumps else self._replaced(reached, self._ended), self._replaced(run.crossed, self._passed)
 
-    def _replaced(self, times: Array, places: list[Array], values: list[Array]) -> Array:
-        return self._put(times, np.concatenate(places), concatenate(values)) if places else times
+    def _replaced(self, times: Array, found: list[tuple[Array, Array]]) -> Array:
+        if not found:
+            return times
+        places, values = zip(*found)
+        return self._put(times, np.concatenate(places), concatenate(values))
 
 
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:

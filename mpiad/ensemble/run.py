@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
@@ -29,6 +28,10 @@ from mpiad.transport.devices.device_arrays import arrays_of
 # follows, or the next step begins at a state that an event has changed, this stage is computed separately.
 
 
+# For each visit of a sweep, tuples of arrays whose last axis counts the entries of a group.
+Groups: TypeAlias = dict[int, list[tuple[Array, ...]]]
+
+
 def starts_of_runs(*keys: Array) -> Array:
     """Return the first index of each group of adjacent entries that are equal in all keys."""
     first = np.ones(len(keys[0]), bool)
@@ -36,7 +39,7 @@ def starts_of_runs(*keys: Array) -> Array:
     return np.flatnonzero(first)
 
 
-def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
+def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> Groups:
     """Return for each visit of a sweep (see `step_sweep`) its entries along the last axis of arrays, grouped by kind.
 
     `visits` and `kinds` belong to the entries `rows`, by default all.
@@ -45,7 +48,7 @@ def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = No
     entries = order if rows is None else rows[order]
     v, chosen = visits[order], [np.take(array, entries, axis=-1) for array in arrays]
     cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
-    groups: dict[int, list[tuple[Array, ...]]] = {}
+    groups: Groups = {}
     for start, stop in zip(cuts, cuts[1:]):
         groups.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in chosen))
     return groups
@@ -65,45 +68,7 @@ class Seeds(NamedTuple):
         return Seeds(self.end[:, rows], *parts)
 
 
-class Entries(NamedTuple):
-    """The m values saved in steps, sorted by trajectory; all arrays have shape (m,)."""
-
-    ids: Array  # trajectories
-    place: Array  # index of the value among the saved values of its trajectory
-    number: Array  # the step that contains the value, from 0
-    x: Array  # the fraction of the step; 1 at its end
-    h: Array  # the size of the step
-
-    def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
-        """Return the entries of the trajectories of a sweep, grouped by its visits."""
-        starts = np.searchsorted(self.ids, sweep.ids)
-        counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
-        column = np.repeat(np.arange(len(sweep.ids)), counts)
-        # The entries of a trajectory are adjacent.
-        chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        return Schedule(Entries(*(array[chosen] for array in self)), column, sweep, coefficients)
-
-
-class Schedule:
-    """The saved values of a block, grouped by the visits of a sweep; `column`: the column of each entry."""
-
-    def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
-        final, inside = sweep.is_last(column, entries.number), entries.x != 1
-        visit = sweep.visit_of(column, entries.number)
-        following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))
-        weights, own = coefficients.weights(entries.x), (entries.ids, entries.place, column)
-        step = entries.x, entries.h
-        self._at_end = _by_visits(~inside, visit, column, *own)
-        self._inside = _by_visits(inside, visit, column, *own, *step, weights, final)
-        self._handed_on = _by_visits(inside & ~final, following, column, *own, *step, weights[-1:])
-
-    def at_visit(self, visit: int) -> SavedInStep:
-        """Return the values saved in the step of a visit."""
-        parts = (groups.get(visit, ()) for groups in (self._at_end, self._inside, self._handed_on))
-        return SavedInStep._make([Saved(*own) for own in part] for part in parts)
-
-
-def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
+def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> Groups:
     """Return for each visit the chosen entries, sorted by column, in groups with at most one entry per column."""
     order = np.flatnonzero(chosen)
     order = order[np.argsort(visit[order], kind="stable")]
@@ -133,7 +98,6 @@ class Crossings(NamedTuple):
     """m events of trajectories; all arrays have shape (m,)."""
 
     ids: Array  # trajectories
-    order: Array  # index among the events of the trajectory
     event: Array  # index among the events of the solve
     number: Array  # the step, from 0
     x: Array  # the fraction of the step at the event
@@ -202,7 +166,7 @@ class SortedSweep(StepSweep):
     def _width(self, number: int) -> int:
         return int(np.count_nonzero(self.counts > number))
 
-    def is_last(self, column: Array, number: Array) -> Array:
+    def _is_last(self, column: Array, number: Array) -> Array:
         """Return a mask of the steps whose last stage isn't the first stage of a following step."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
@@ -211,28 +175,45 @@ class SortedSweep(StepSweep):
         return last
 
     @cached_property
-    def _schedule(self) -> Schedule:
-        return self._run.entries.scheduled(self, self._run.coefficients)
+    def _saved_values(self) -> tuple[Groups, Groups, Groups]:
+        """For each visit, the values saved at the end of the step, inside it, and inside the previous step."""
+        entries = self._run.entries
+        starts, stops = (np.searchsorted(entries[0], self.ids, side=side) for side in ("left", "right"))
+        counts = stops - starts
+        column = np.repeat(np.arange(len(self.ids)), counts)
+        # The entries of a trajectory are adjacent.
+        chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        ids, place, number, x, h = (array[chosen] for array in entries)
+        final, inside = self._is_last(column, number), x != 1
+        visit, following = (self.visit_of(column, step) for step in (number, np.where(final, number, number + 1)))
+        weights, own = self._run.coefficients.weights(x), (ids, place, column)
+        return (
+            _by_visits(~inside, visit, column, *own),
+            _by_visits(inside, visit, column, *own, x, h, weights, final),
+            _by_visits(inside & ~final, following, column, *own, x, h, weights[-1:]),
+        )
 
     def saved(self, visit: Visit) -> SavedInStep:
         """Return the values saved in the step."""
-        return self._schedule.at_visit(visit.number)
-
-    def _by_visits(self, crossings: Crossings) -> dict[int, list[tuple[Array, Array]]]:
-        """Return for each visit the crossings and their columns, grouped by event."""
-        indices, columns = columns_of(self, crossings.ids)
-        return grouped(self.visit_of(columns, crossings.number[indices]), crossings.event[indices], indices, columns)
+        parts = (groups.get(visit.number, ()) for groups in self._saved_values)
+        return SavedInStep._make([Saved(*own) for own in part] for part in parts)
 
     @cached_property
-    def _crossings_at(self) -> dict[int, list[tuple[Array, Array]]]:
-        return self._by_visits(self._run.crossings)
+    def _crossings_at(self) -> list[Groups]:
+        """The indices and columns of `Run.crossings`, and those of `Run.stops`, for each visit, grouped by event."""
+        found = []
+        for crossings in (self._run.crossings, self._run.stops):
+            indices, columns = columns_of(self, crossings.ids)
+            visits = self.visit_of(columns, crossings.number[indices])
+            found.append(grouped(visits, crossings.event[indices], indices, columns))
+        return found
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
         if self._cut is None:
             return ()
         run, events = self._run, []
-        for crossings, visits, ends in ((run.crossings, self._crossings_at, False), (run.stops, self._stops_at, True)):
+        for crossings, visits, ends in zip((run.crossings, run.stops), self._crossings_at, (False, True)):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
                 # The index of the event's time in `crossed`, or, for a final time, the trajectory.
@@ -241,11 +222,7 @@ class SortedSweep(StepSweep):
         return events
 
     @cached_property
-    def _stops_at(self) -> dict[int, list[tuple[Array, Array]]]:
-        return self._by_visits(self._run.stops)
-
-    @cached_property
-    def _jumps_at(self) -> dict[int, list[tuple[Array, Array]]]:
+    def _jumps_at(self) -> Groups:
         """The jumps (state changes by events) after the step of each visit, at most one per column in each group."""
         jumps = self._run.jumps
         if jumps is None:
@@ -294,7 +271,6 @@ class Run:
         return np.where(self.live, self.outcome.naccept, 0)
 
     few = 2  # number of directions up to which tangents are at most as expensive as the adjoint
-    keeps_tangents = True  # whether tangents of saved states are stored instead of contracted during the sweep
 
     @property
     def n_saved(self) -> int:
@@ -337,19 +313,11 @@ class Run:
         """Return a copy with zeros for failed trajectories, which are columns of the last axis."""
         if self.xp is not None and self.live.all():
             return x.copy()
-        return np.where(self._survivors, x, 0)
-
-    @cached_property
-    def _survivors(self) -> Array:
-        return self.placed(self.live)
+        return np.where(self.placed(self.live), x, 0)
 
     def placed(self, mask: np.ndarray) -> Array:
         """Return a host array, copied to the device of the states."""
         return mask if self.xp is None else self.xp.to_device(np.ascontiguousarray(mask))
-
-    def moved(self, x: Array) -> Array:
-        """Return a host array, possibly traced, copied to the device of the states."""
-        return x if self.xp is None else array_to_device(x, self.xp)
 
     def arange(self, stop: int) -> Array:
         """Return the integers from 0 on, on the device of the states."""
@@ -358,10 +326,6 @@ class Run:
     def on_host(self, x: Array) -> np.ndarray:
         """Return a host array, a copy if x is on a device."""
         return x if self.xp is None else self.xp.to_host(x)
-
-    def chosen(self, mask: np.ndarray) -> Array:
-        """Return the indices of the trajectories in a host mask, on the device of the states."""
-        return self.arange(len(mask)) if mask.all() else self.placed(np.flatnonzero(mask))
 
     def numbers(self, *shape: int) -> Array:
         """Return zeros in double precision on the device of the states."""
@@ -406,18 +370,11 @@ class Run:
         """Return the stages of steps of some trajectories from states u, (d, n), and the states after them."""
         width, batch = len(t), self.batch
         columns = two_at_least(width)  # as in the solve
-        u, t, h, p = u[:, columns], t[columns], h[columns], batch.p.columns(ids[columns], self.field.one_by_one)
+        u, t, h, p = u[:, columns], t[columns], h[columns], batch.parameters(ids[columns])
         stages = self._new_stages(u, False)
         derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
         stages.compute(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
-
-    def due(self, ids: Array, place: Array) -> Array | None:
-        """Return the times of saved values by their indices `place`; None if every step is saved."""
-        times = self.settings.saveat
-        if times is None:
-            return None
-        return times[place] if times.ndim == 1 else times[ids, place]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
         """Return the cotangents of the results, from arrays for saved states, (N, n_saved, d), final states and times."""
@@ -429,21 +386,26 @@ class Run:
         return Seeds(end.T, saved if saved.any() else None, reached, crossed)
 
     @cached_property
-    def entries(self) -> Entries:
-        """All saved values that lie in a step (not the initial or final states)."""
+    def entries(self) -> tuple[Array, Array, Array, Array, Array]:
+        """The m saved values that lie in a step (not the initial or final states), in arrays of shape (m,).
+
+        These are the trajectories, in ascending order; the indices of the values among the saved values of their
+        trajectories; the numbers of the steps, from 0; the fractions of the steps, 1 at their ends; and their sizes.
+        """
         ids, place = np.nonzero(self.save_step >= 0)
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
         for first, steps in self.shares:
             in_share = (ids >= first) & (ids < first + len(steps.counts))
             t[in_share], h[in_share] = steps.times(ids[in_share] - first, number[in_share])
-        due = self.due(ids, place)
-        if due is None:
-            return Entries(ids, place, number, np.ones(len(ids)), h)
+        times = self.settings.saveat
+        if times is None:
+            return ids, place, number, np.ones(len(ids)), h
+        due = times[place] if times.ndim == 1 else times[ids, place]
         # The last step ends at the end of tspan, from which t + h may differ by rounding.
         last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
-        return Entries(ids, place, number, x, h)
+        return ids, place, number, x, h
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
         """Return a mask of the saved values that are initial (or final) states, shape (N, n_saved), on the host."""
@@ -499,8 +461,7 @@ class Run:
 
     def _crossings(self, chosen: Array) -> Crossings:
         ids, event, number, x, time, _ = self._event_columns
-        order = np.arange(len(ids)) - np.searchsorted(ids, ids)
-        return Crossings(*(column[chosen] for column in (ids, order, event, number, x, time)))
+        return Crossings(*(column[chosen] for column in (ids, event, number, x, time)))
 
     @cached_property
     def acting_row(self) -> Array:
@@ -525,8 +486,10 @@ class Run:
     @cached_property
     def jumps(self) -> Jumps | None:
         """The state changes by events in trajectories that didn't fail; None if there are none."""
-        changes = self.outcome.recorded_jumps() if self._any_acts else []
-        jumps = Jumps(changes, self.live) if changes else None
+        if not self._any_acts:
+            return None
+        outcome = self.outcome if self.outcome.solver is None else self.outcome.solver.recorded(self.outcome)
+        jumps = Jumps(outcome.jumps, self.live) if outcome.jumps else None
         return jumps if jumps is not None and len(jumps.ids) else None
 
     @property

@@ -79,9 +79,17 @@ class SavePoints:
 
     def save_inside(self, step: Step, rows: Array, columns: Array) -> None:
         """Save states inside a step, in its columns `rows`; `columns`: the indices of `rows` in the working set."""
-        inside = self.next[columns] < step.t_new[rows]
-        if np.count_nonzero(inside):
-            self._interpolate(rows[inside], columns[inside], step)
+        # Several saved times may lie in one step of a column. One call interpolates the states at all of them.
+        found = []
+        while np.count_nonzero(inside := self.next[columns] < step.t_new[rows]):
+            rows, columns = rows[inside], columns[inside]
+            found.append((rows, self._time_index[columns], self.next[columns]))
+            self._to_next_time(columns, step.ids[rows])
+        if found:
+            rows, time_index, due = (np.concatenate(parts) for parts in zip(*found))
+            step = step.at(rows)
+            values = interpolate(self._coefficients, step.u, step.h, step.k, (due - step.t) / step.h)
+            self._write(step.ids, time_index, values, step.number)
 
     def save_at_end(self, step: Step, rows: Array, columns: Array, number: Array) -> None:
         """Save states at the end of a step, in its columns `rows`; `columns`: see `save_inside`; `number`: step numbers."""
@@ -89,19 +97,6 @@ class SavePoints:
             rows, columns = rows[at_end], columns[at_end]
             self._write(step.ids[rows], self._time_index[columns], step.new[:, rows], number[rows])
             self._to_next_time(columns, step.ids[rows])
-
-    def _interpolate(self, rows: Array, columns: Array, step: Step) -> None:
-        # Several saved times may lie in one step of a column. One call interpolates the states at all of them.
-        found = []
-        while rows.size:
-            found.append((rows, self._time_index[columns], self.next[columns]))
-            self._to_next_time(columns, step.ids[rows])
-            more = self.next[columns] < step.t_new[rows]
-            rows, columns = rows[more], columns[more]
-        rows, time_index, due = (np.concatenate(parts) for parts in zip(*found))
-        step = step.at(rows)
-        values = interpolate(self._coefficients, step.u, step.h, step.k, (due - step.t) / step.h)
-        self._write(step.ids, time_index, values, step.number)
 
     def _to_next_time(self, columns: Array, ids: Array) -> None:
         self._time_index[columns] += 1

@@ -5,7 +5,7 @@ The tangents are propagated by the kernel of the solve or, without a kernel, by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +88,7 @@ class SensitivitySolve:
             settings = self._settings
             if settings.mass is None:
                 return traced
-            consistent = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol).batch
+            consistent, _ = consistent_start(traced.batch, settings.mass, settings.rtol, settings.atol)
             return traced._replace(batch=consistent, u0=bundle.parts(consistent.u0)[1])
 
     def _tangents(self, run: Run, traced: _TracedBatch, m: int) -> Array:
@@ -164,7 +164,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
                 f"It is called with columns, x of shape {x.shape}: write sums as np.sum(x, axis=0)."
             )
     found = [bundle.parts(part) for part in parts]
-    along = {place: gs for place, (_, gs) in enumerate(found) if gs is not None and _any(gs)}
+    along = {place: gs for place, (_, gs) in enumerate(found) if gs is not None and any(g is not None for g in gs)}
     given = [part if place in along else plain for place, (part, (plain, _)) in enumerate(zip(parts, found))]
     traced = bundle.variable(u0, u0_along) if u0_along else u0
     return _TracedBatch(batch._replace(u0=traced, p=Parameters(given, [*map(isbox, parts)], build)), u0_along, along)
@@ -182,13 +182,9 @@ def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangent
             "since it is called with columns of variables."
         )
     flat = u0.reshape(-1, batch.size)
-    if tangents is None or not _any(tangents):
+    if tangents is None or all(g is None for g in tangents):
         return flat, None
     return flat, [None if g is None else np.reshape(g, flat.shape) for g in tangents]
-
-
-def _any(tangents: Sequence[Any]) -> bool:
-    return any(g is not None for g in tangents)
 
 
 def _chosen(batch: Batch, ids: Array) -> Batch:

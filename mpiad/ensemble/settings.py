@@ -33,16 +33,12 @@ class Acting(NamedTuple):
         """The indices of the events with conditions."""
         return tuple(e for e, event in enumerate(self.events) if event.times is None)
 
-    def due(self, slot: Array, ids: Array) -> Array:
-        """Return one given time per trajectory of `ids`; `slot`: the indices of these times."""
-        return self.times[slot, ids]
-
     def until(self, end: Array, slots: Array, ids: Array, signs: Array) -> Array:
         """Return upper bounds on the ends of the next steps of the trajectories `ids`: next given times or ends of tspan.
 
         Bounds and `end` are in the direction of the solve (see `initialization`); `slots` has shape (N,).
         """
-        return np.minimum(end, self.due(slots[ids], ids) * signs)
+        return np.minimum(end, self.times[slots[ids], ids] * signs)
 
     def share(self, rows: slice) -> Acting:
         """Return the data of some of the trajectories."""

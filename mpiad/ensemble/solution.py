@@ -67,52 +67,6 @@ def quantile(u: Array, q: float | list[float]) -> Array:
     return anp.reshape(stack(quantiles), (*fractions.shape, *values.shape[1:]))
 
 
-def summary(sol: EnsembleSolution) -> str:
-    """Return a text about a solution; see `EnsembleSolution.summary`."""
-    alive = sol.survivors
-    names, counts = np.unique(sol.retcode, return_counts=True)
-    codes = ", ".join(f"{count} {name}" for name, count in zip(names, counts))
-    lines = [f"{len(sol)} trajectories: {codes}" if codes else "0 trajectories"]
-    if len(sol):
-        lines.append(
-            f"accepted steps {sol.naccept.min()} to {sol.naccept.max()}, in the mean {sol.naccept.mean():.1f}; "
-            f"rejected in the mean {sol.nreject.mean():.1f}"
-        )
-    if alive.any():
-        ends = to_host(getval(sol.u_end))[alive]
-        lines.append(f"final state over {len(ends)}: mean {_numbers(ends.mean(axis=0))}, std {_numbers(ends.std(axis=0))}")
-    return "\n".join(lines)
-
-
-def _numbers(values: Array) -> str:
-    return np.array2string(np.asarray(values), precision=6, threshold=8)
-
-
-def draw(sol: EnsembleSolution, ax: Any, component: int, band: tuple[float, float], lines: int) -> Any:
-    """Draw mean, band and single trajectories; see `EnsembleSolution.plot`."""
-    if sol.t.ndim != 1:
-        raise ValueError(
-            "EnsembleSolution.plot: all trajectories must have the same saved times, but sol.t has shape "
-            f"{sol.t.shape}. Solve with one saveat for all."
-        )
-    if ax is None:
-        import matplotlib.pyplot as plt
-
-        ax = plt.gca()
-    single = sol.u.ndim == 2  # the state is one number
-    statistics = (*to_host(sol.quantile(list(band))), to_host(sol.mean()))
-    low, high, mean = (x[:, None] if single else x for x in statistics)
-    drawn = to_host(sol.u[: min(lines, len(sol))])
-    filled = ax.fill_between(sol.t, low[:, component], high[:, component], alpha=0.25, label=f"{band[0]:g} to {band[1]:g}")
-    for u in drawn:
-        ax.plot(sol.t, u if single else u[:, component], color="0.6", linewidth=0.6, zorder=1)
-    color = filled.get_facecolor()[0][:3]
-    ax.plot(sol.t, mean[:, component], color=color, label=f"mean of {int(sol.survivors.sum())}")
-    ax.set_xlabel("t")
-    ax.legend()
-    return ax
-
-
 @dataclass
 class ODESolution(FactorizationCounts):
     """The solution of one problem.
@@ -355,7 +309,22 @@ class EnsembleSolution(FactorizationCounts):
 
     def summary(self) -> str:
         """Return a text with the return codes, the numbers of steps, and statistics of the final states."""
-        return summary(self)
+        alive = self.survivors
+        names, counts = np.unique(self.retcode, return_counts=True)
+        codes = ", ".join(f"{count} {name}" for name, count in zip(names, counts))
+        lines = [f"{len(self)} trajectories: {codes}" if codes else "0 trajectories"]
+        if len(self):
+            lines.append(
+                f"accepted steps {self.naccept.min()} to {self.naccept.max()}, in the mean {self.naccept.mean():.1f}; "
+                f"rejected in the mean {self.nreject.mean():.1f}"
+            )
+        if alive.any():
+            ends = to_host(getval(self.u_end))[alive]
+            mean, std = (
+                np.array2string(np.asarray(x), precision=6, threshold=8) for x in (ends.mean(axis=0), ends.std(axis=0))
+            )
+            lines.append(f"final state over {len(ends)}: mean {mean}, std {std}")
+        return "\n".join(lines)
 
     def plot(self, ax: Any = None, *, component: int = 0, band: tuple[float, float] = (0.05, 0.95), lines: int = 10) -> Any:
         """Draw the mean, a band of quantiles and the first trajectories of a component over time, with matplotlib.
@@ -378,7 +347,27 @@ class EnsembleSolution(FactorizationCounts):
         ValueError
             If trajectories have different saved times.
         """
-        return draw(self, ax, component, band, lines)
+        if self.t.ndim != 1:
+            raise ValueError(
+                "EnsembleSolution.plot: all trajectories must have the same saved times, but sol.t has shape "
+                f"{self.t.shape}. Solve with one saveat for all."
+            )
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            ax = plt.gca()
+        u = self.u[..., None] if self.u.ndim == 2 else self.u  # the state may be one number
+        low, high, mean = (
+            x.reshape(u.shape[1:])[:, component] for x in (*to_host(self.quantile(list(band))), to_host(self.mean()))
+        )
+        filled = ax.fill_between(self.t, low, high, alpha=0.25, label=f"{band[0]:g} to {band[1]:g}")
+        for one in to_host(u[:lines]):
+            ax.plot(self.t, one[:, component], color="0.6", linewidth=0.6, zorder=1)
+        color = filled.get_facecolor()[0][:3]
+        ax.plot(self.t, mean, color=color, label=f"mean of {int(self.survivors.sum())}")
+        ax.set_xlabel("t")
+        ax.legend()
+        return ax
 
 
 def _interpolants(dense: object) -> Any:

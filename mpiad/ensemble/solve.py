@@ -44,20 +44,6 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.core.agreement import raise_first, raising_together
 
 
-def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
-    # `skeleton`, a pytree with placeholders for numbers, is pickled first, so that all ranks can raise an error.
-    try:
-        pickled, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
-    except Exception as found:  # noqa: BLE001 raised on all ranks together
-        text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
-        advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
-        pickled, error = b"", TypeError(f"solve: {text}. {advice}")
-    pickles = used.data.allgather(pickled)
-    if not all(pickles):
-        raise_first(used, error)
-    return [pickle.loads(text) for text in pickles]
-
-
 class _Placeholder:
     """Placeholder for a numeric leaf; the numbers of all leaves are sent in one array."""
 
@@ -71,8 +57,17 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
     places = [_Placeholder(leaf) if is_variable(leaf) else leaf for leaf in leaves]
-    skeletons = _skeletons(used, build(places))
-    flat = [flatten(skeleton) for skeleton in skeletons]
+    # The pytree with placeholders is pickled first, so that all ranks can raise an error.
+    try:
+        pickled, error = pickle.dumps(build(places), pickle.HIGHEST_PROTOCOL), None
+    except Exception as found:  # noqa: BLE001 raised on all ranks together
+        text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
+        advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
+        pickled, error = b"", TypeError(f"solve: {text}. {advice}")
+    pickles = used.data.allgather(pickled)
+    if not all(pickles):
+        raise_first(used, error)
+    flat = [flatten(pickle.loads(text)) for text in pickles]
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Placeholder)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     flat_numbers = [conform(anp.ravel(number), (np.size(getval(number)),), dtype) for number in numbers]

@@ -25,6 +25,8 @@ from mpiad.transport import Channel
 from mpiad.transport.core.agreement import alike_on_all
 from mpiad.transport.devices.device_arrays import is_device_array, named
 
+# Arguments that ranks compare by their texts.
+_COMPARED = "alg ensemblealg rtol atol save_everystep dense_output dt dtmax max_steps compile progress throw".split()
 _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
 
@@ -142,12 +144,8 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
     """Return the result of `checked_options`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[Any]:
-        scalars = (
-            f"trajectories={options.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
-            f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, "
-            f"dtmax={given.dtmax}, max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, "
-            f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
-        )
+        scalars = ", ".join(f"{name}={getattr(given, name)}" for name in _COMPARED)
+        scalars += f", trajectories={options.trajectories}, {len(options.events)} events, {_kind(given.problem)}"
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
         # Arrays are also compared, since their texts contain few digits and abbreviate long arrays.
         return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,14 +21,6 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
 
-class System(NamedTuple):
-    """The linear systems of one step of several columns (trajectories)."""
-
-    jacobian: Array  # shape (d, d, n)
-    time_derivative: Array | None  # ∂f/∂t, shape (d, n), or None if it is zero
-    lu: ColumnLU  # LU factors of W
-
-
 class StageSystems:
     """The linear systems of a run's steps, with derivatives; `places`: the indices of the differentiated leaves."""
 
@@ -36,7 +28,7 @@ class StageSystems:
         self._batch, self._places, self._layout = run.batch, places, packing_of(run.batch.p)
         self.table: RosenbrockTableau = run.tableau  # type: ignore[assignment]
         self.mass = Mass(run.settings.mass, self.table.gamma)
-        self._write = jacobian_of(run.batch).write
+        self._write_jacobian = jacobian_of(run.batch)
 
     @cached_property
     def _second_adjoint(self) -> Program:
@@ -55,17 +47,16 @@ class StageSystems:
             f"({result}). Write f with the functions of autograd.numpy, and without branches on values."
         )
 
-    def jacobian(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Array | None:
-        """Write ∂f/∂u into an array of zeros, and return ∂f/∂t: see `field_jacobian`."""
-        return self._write(out, u, self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1), t)
+    def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> tuple[Array, Array | None, ColumnLU]:
+        """Return the linear systems of steps of sizes h from states u, one per column.
 
-    def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> System:
-        """Return the systems of steps of sizes h from states u."""
-        jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
-        time_derivative = self.jacobian(jacobian, u, leaves, t)
+        These are ∂f/∂u, shape (d, d, n); ∂f/∂t, shape (d, n), or None if it is zero; and the LU factors of W.
+        """
+        jacobian, p = np.zeros_like(u, shape=(len(u), *u.shape)), self._batch.p.of_columns(list(leaves), False)
+        time_derivative = self._write_jacobian(jacobian, u, p, t)
         matrices = jacobian * -h
         self.mass.add_to(matrices)
-        return System(jacobian, time_derivative, ColumnLU(matrices))
+        return jacobian, time_derivative, ColumnLU(matrices)
 
     def add_stages(self, right: Array, i: int, stages: Sequence[Array]) -> None:
         """Add the coupling terms of the earlier stages to the right-hand side of stage i."""

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import groupby
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
@@ -23,7 +22,7 @@ from mpiad.ensemble.coefficients import Weights, weighted_sum
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
-from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
+from mpiad.ensemble.field_jacobian import JacobianWriter, jacobian_of
 from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
 # These functions are called with `out` as a positional argument, which is faster than a keyword argument.
@@ -45,7 +44,11 @@ class Stages:
         # Weights are arrays without axes, which ufuncs process fastest, and without promoting float32. Zero weights are
         # omitted, since zero times a stage that isn't finite would be NaN.
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
-        self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
+        self.k: list[Array] = [np.empty(shape, dtype) for _ in range(tableau.stages)]
+        self._sums: _StageSums | None = None
+        if many and shape[0] * shape[1] <= _FEW:
+            block = np.empty((tableau.stages, *shape), dtype)
+            self.k, self._sums = list(block), _StageSums(block, self._rows)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._locked_new, self._locked_argument = locked(self.new), locked(self._argument)
         self._h = np.empty(shape, self._real)
@@ -65,8 +68,7 @@ class Stages:
         Times are in the direction of the solve (see `initialization`), so h isn't negative. `sign`: 1, or -1 for columns
         integrated backwards in time; None if there are no such columns.
         """
-        self._h[:] = h
-        self._set_times(t, h, t_new, sign)
+        self._begin(t, h, t_new, sign)
         last = len(self.k) - 1
         for i in range(1, last + 1):
             self._evaluate(self.k[i], i, u, p, sign, i == last)
@@ -109,29 +111,18 @@ class Stages:
 
     def _sum(self, row: int, out: Array) -> Array:
         """Return the sum of stages weighted by a row of the table, in `out` or in another buffer."""
-        if self._sums is not None:
-            total = self._sums.sum(row)
-            if total is not None:
-                return total
-        return weighted_sum(self._rows[row], self.k, out, self._term)
+        total = None if self._sums is None else self._sums.sum(row)
+        return weighted_sum(self._rows[row], self.k, out, self._term) if total is None else total
 
-    def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+    def _begin(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+        """Set the sizes of the steps and the times of their stages."""
+        self._h[:] = h
         _multiply(self._c, h, self._elapsed)
         _add(self._elapsed, t, self._before_end, casting="same_kind")
         # t + h may differ from the end of the step by rounding.
         self._at_end[:] = t_new
         if sign is not None:
             np.multiply(self._time, sign, out=self._time)
-
-
-def _stages(
-    count: int, shape: tuple[int, int], dtype: DTypeLike, rows: list[Weights] | None
-) -> tuple[list[Array], _StageSums | None]:
-    """Return the arrays of stages, and an object for sums over the stages if there are few columns and `rows` are given."""
-    if rows is None or shape[0] * shape[1] > _FEW:
-        return [np.empty(shape, dtype) for _ in range(count)], None
-    block = np.empty((count, *shape), dtype)
-    return list(block), _StageSums(block, rows)
 
 
 class _StageSums:
@@ -180,20 +171,22 @@ class RosenbrockStages(Stages):
     tableau: RosenbrockTableau
 
     def __init__(
-        self, tableau: RosenbrockTableau, derivative: Derivative, jacobian: Jacobian, mass: Mass, like: Array, many: bool
+        self, tableau: RosenbrockTableau, derivative: Derivative, write: JacobianWriter, mass: Mass, like: Array, many: bool
     ):
         super().__init__(tableau, derivative, like, many)
-        self._differentiate, self._mass, shape = jacobian.write, mass, (len(like), *like.shape)
+        self._differentiate, self._mass, shape = write, mass, (len(like), *like.shape)
         self._jacobian, self._matrix = np.zeros(shape, like.dtype), np.zeros(shape, like.dtype)
         self._slopes = [np.array(weight, self._real) for weight in tableau.slopes]
 
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state: see `Stages.compute`."""
         tableau, k = self.tableau, self.k
-        self._h[:] = h
-        self._set_times(t, h, t_new, sign)
+        self._begin(t, h, t_new, sign)
         time_derivative = self._differentiate(self._jacobian, u, p, self._locked_time[1])
-        self._factor(sign)
+        # Backwards in time f changes its sign, but ∂f/∂t doesn't.
+        np.multiply(self._jacobian, -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real), self._matrix)
+        self._mass.add_to(self._matrix)
+        lu = ColumnLU(self._matrix)
         if time_derivative is not None:
             time_derivative *= self._h
         count = len(tableau.coupling)
@@ -208,14 +201,7 @@ class RosenbrockStages(Stages):
                 k[i] += self._mass.times(self._sum(count + i, self._argument))
             if time_derivative is not None and tableau.slopes[i - 1]:
                 k[i] += time_derivative * self._slopes[i - 1]
-            self._lu.solve(k[i])
+            lu.solve(k[i])
         if tableau.ends_at_new_state:
             return
         self._evaluate(k[-1], count + 1, u, p, sign, True)
-
-    def _factor(self, sign: Array | None) -> None:
-        # Backwards in time f changes its sign, but ∂f/∂t doesn't.
-        scale = -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real)
-        np.multiply(self._jacobian, scale, self._matrix)
-        self._mass.add_to(self._matrix)
-        self._lu = ColumnLU(self._matrix)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
@@ -19,7 +19,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.differentiable import solve_operator
-from mpiad.ensemble.linearization import Field, Tracing, check_traceable
+from mpiad.ensemble.linearization import Field, Tracing, check_traceable, transposed_columns
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
@@ -85,29 +85,6 @@ class Equations:
         return out[0, :, :n], np.ascontiguousarray(out[1:, :, :n].transpose(2, 1, 0))
 
 
-class Roots(NamedTuple):
-    """Roots of f, one for each of N trajectories."""
-
-    u: Array  # shape (d, N); NaN if no root was found
-    jacobian: Array  # shape (N, d, d); at u
-    codes: Array  # int, shape (N,)
-    niter: Array  # numbers of accepted damped steps, int, shape (N,)
-
-
-def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
-    """Find a root of f for each trajectory by Newton's method from u0, shape (d, N).
-
-    A search succeeds if a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component, and the Jacobian
-    at the root is nonsingular.
-    """
-    search = _Search(equations, u0, rtol, atol)
-    for _ in range(max_iters):
-        if not search.active.size:
-            break
-        search.try_step()
-    return search.roots()
-
-
 def solved_each(matrices: Array, right: Array) -> Array:
     """Return the solutions of n small systems, (n, d); for singular systems, least-squares solutions of minimum norm."""
     # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
@@ -129,7 +106,11 @@ def _solved_best(matrix: Array, right: Array) -> Array:
 
 
 class _Search:
-    """The searches for the roots of all trajectories."""
+    """The searches for a root of f for each trajectory by Newton's method from u0, shape (d, N).
+
+    A search succeeds if a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component, and the Jacobian
+    at the root is nonsingular.
+    """
 
     def __init__(self, equations: Equations, u0: Array, rtol: float, atol: Array | float):
         (d, count), self._equations = u0.shape, equations
@@ -169,8 +150,16 @@ class _Search:
         self._codes[ids[self._rate[ids] > _LARGEST]] = ConvergenceCode.ConvergenceFailure.code
         self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
 
-    def roots(self) -> Roots:
-        """Return the results; searches that haven't ended get the code MaxIters."""
+    def roots(self, max_iters: int) -> tuple[Array, Array, Array, Array]:
+        """Return the results of at most `max_iters` steps; searches that haven't ended get the code MaxIters.
+
+        The results are the roots, (d, N), NaN if none was found; the Jacobians there, (N, d, d); the codes, (N,); and the
+        numbers of accepted damped steps, (N,).
+        """
+        for _ in range(max_iters):
+            if not self.active.size:
+                break
+            self.try_step()
         codes = np.where(self._codes == _ACTIVE, ConvergenceCode.MaxIters.code, self._codes)
         ids = np.flatnonzero(codes == ConvergenceCode.Success.code)
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
@@ -179,7 +168,7 @@ class _Search:
             codes[ids[_singular(jacobian[ids], self._weight(self._u[:, ids]))]] = ConvergenceCode.Singular.code
             ids = ids[codes[ids] == ConvergenceCode.Success.code]
         u[:, ids] = self._u[:, ids]
-        return Roots(u, jacobian, codes, self._niter)
+        return u, jacobian, codes, self._niter
 
     def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
         """Compute f and its Jacobian; take the undamped Newton step as the last step if it is short enough."""
@@ -225,31 +214,21 @@ class SteadyStates:
     `vector`, shape (N, d), are the steady states; NaN if none was found.
     """
 
-    def __init__(self, batch: Batch, roots: Roots):
-        self._batch, self._jacobian, self.vector = batch, roots.jacobian, np.ascontiguousarray(roots.u.T)
+    def __init__(self, batch: Batch, u: Array, jacobian: Array):
+        self._batch, self._jacobian, self.vector = batch, jacobian, np.ascontiguousarray(u.T)
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
-        self._columns = two_at_least(len(self._ids))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
         """Return the cotangents of leaves of the parameters, given the cotangents g of the states, shape (N, d)."""
-        varies, ids = self._batch.p.varies, self._ids
+        p, ids = self._batch.p, self._ids
         cotangents = {place: np.zeros_like(args[place]) for place in argnums}
         if not ids.size:
             return cotangents
         # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
-        # The cotangent of a duplicated column is zero.
-        seeds = np.zeros((g.shape[1], len(self._columns)), g.dtype)
-        seeds[:, : len(ids)] = bars
-        u, leaves, t = self._at_steady_states()
-        pull = Tracing(Field(self._batch), argnums, False).transposed(np.empty_like(u), u, leaves, t)
-        for place, bar in zip(argnums, pull(seeds)[1:]):
-            if bar is None:
-                continue
-            if varies[place]:
-                cotangents[place][..., ids] = bar[..., : len(ids)]
-            else:
-                cotangents[place] = cotangents[place] + bar
+        u, leaves, t = self._at_steady_states(ids)
+        _, *parts, _ = transposed_columns(Field(self._batch), argnums, False, np.empty_like(u), u, leaves, t)(bars)
+        p.add_cotangents(cotangents, dict(zip(argnums, parts)), ids)
         return cotangents
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
@@ -257,8 +236,8 @@ class SteadyStates:
         result, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
         if not ids.size:
             return result
-        u, leaves, t = self._at_steady_states()
-        columns = ids[self._columns]
+        columns = ids[two_at_least(len(ids))]
+        u, leaves, t = self._at_steady_states(columns)
         along = [[np.take(g, columns, axis=-1) if varies[place] else g] for place, g in tangents.items()]
         given = np.stack([u, np.zeros_like(u)])
         out = np.empty_like(given)
@@ -267,9 +246,8 @@ class SteadyStates:
         result[ids] = -solved_each(self._jacobian[ids], out[1].T[: len(ids)])
         return result
 
-    def _at_steady_states(self) -> tuple[Array, list[Any], Array]:
-        """Return the steady states, and the leaves and times of their trajectories, as columns."""
-        ids = self._ids[self._columns]
+    def _at_steady_states(self, ids: Array) -> tuple[Array, list[Any], Array]:
+        """Return the steady states of some trajectories, and their leaves and times, as columns."""
         return np.ascontiguousarray(self.vector[ids].T), *Equations(self._batch).columns(ids)
 
     def pull_traced(self, *_: Any) -> NoReturn:
@@ -333,10 +311,6 @@ class SteadyStateSolution:
         values = np.full(self.jacobian.shape[:-1], np.nan, complex)
         values[self.success] = np.linalg.eigvals(self.jacobian[self.success])
         return values
-
-
-# The arguments of `steady_state`, by name.
-_Given: TypeAlias = SimpleNamespace
 
 
 def steady_state(
@@ -404,17 +378,19 @@ def steady_state(
     >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
-    given = _Given(**locals())  # first, while only the arguments are in scope
-    if not isinstance(ensemblealg, EnsembleMPI):
+    given = SimpleNamespace(**locals())  # first, while only the arguments are in scope
+    if isinstance(ensemblealg, EnsembleMPI):
+        solution = _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
+    else:
         options = _checked(given)
-        compiler = Compiler(options, options.trajectories)
-        solution = _find(given, options, compiler, range(options.trajectories))
+        solution = _find(given, options, Compiler(options, options.trajectories), range(options.trajectories))
         report("steady_state", "trajectories", solution.retcode)
-        return _first(solution) if isinstance(problem, ODEProblem) else solution
-    return _over_ranks(given, ensemblealg, channel(ensemblealg.comm, "ensemble.steady_state"))
+    if not isinstance(problem, ODEProblem):
+        return solution
+    return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
 
 
-def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSolution:
+def _over_ranks(given: SimpleNamespace, mpi: EnsembleMPI, used: Channel) -> SteadyStateSolution:
     options = _checked_together(used, given)
     compiler = Compiler(options, options.trajectories, together=True)
     bounds = mpi.bounds(options.trajectories, used.size)
@@ -429,20 +405,18 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     retcodes = np.concatenate(retcode)
     if used.rank == 0:
         report("steady_state", "trajectories", retcodes)
-    single = isinstance(given.problem, ODEProblem)
-    if not mpi.gather and not single:
+    if not mpi.gather and not isinstance(given.problem, ODEProblem):
         return share
     u = gather_pieces(share.u, 0, np.diff(bounds).tolist(), used)
-    solution = SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
-    return _first(solution) if single else solution
+    return SteadyStateSolution(u, retcodes, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(retcodes)))
 
 
-def _find(given: _Given, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
+def _find(given: SimpleNamespace, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
     """Search for the steady states of some trajectories, numbered from 0."""
     traced = _batch(options, numbers)
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
-    started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
+    started, _ = consistent_start(batch, settings.mass, settings.rtol, settings.atol)
     outcome = compiler.run(started, settings, started)
     # NaN ends the search in trajectories whose solve failed.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
@@ -453,13 +427,14 @@ def _find(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ran
         check_traceable(Field(batch), batch.u0[:, columns], leaves, t)
     # If the tolerance were smaller, a step of this size would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
-    roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
-    states = SteadyStates(batch, roots)
+    search = _Search(Equations(batch), start, max(options.rtol, least), settings.atol)
+    roots, jacobian, codes, niter = search.roots(given.max_iters)
+    states = SteadyStates(batch, roots, jacobian)
     leaves = traced.p.leaves
     u = solve_operator(*leaves, solved=states) if any(map(isbox, leaves)) else states.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
-    return SteadyStateSolution(u, ConvergenceCode.names_of(roots.codes), roots.niter, roots.jacobian, indices)
+    return SteadyStateSolution(u, ConvergenceCode.names_of(codes), niter, jacobian, indices)
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:
@@ -484,18 +459,14 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
     return batch
 
 
-def _first(solution: SteadyStateSolution) -> SteadyStateSolution:
-    return replace(solution, **{field.name: getattr(solution, field.name)[0] for field in fields(solution)})
-
-
-def _checked(given: _Given) -> SolveOptions:
+def _checked(given: SimpleNamespace) -> SolveOptions:
     options = options_of_states("steady_state", given)
     if not isinstance(given.max_iters, Integral) or given.max_iters < 1:
         raise ValueError(f"steady_state: max_iters must be an integer above zero, but got {given.max_iters!r}.")
     return options
 
 
-def _checked_together(used: Channel, given: _Given) -> SolveOptions:
+def _checked_together(used: Channel, given: SimpleNamespace) -> SolveOptions:
     """Return the result of `_checked`; raise errors, also about differences between ranks, on all ranks."""
 
     def described(options: SolveOptions) -> list[Any]:

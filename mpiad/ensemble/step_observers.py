@@ -45,14 +45,6 @@ class Resumed(NamedTuple):
     k: Array  # f at u, shape (d, n)
 
 
-class _Suspended(NamedTuple):
-    """Steps of n columns that end at events."""
-
-    columns: Array
-    h: Array  # sizes of the next steps
-    kept: CrossedSteps
-
-
 class ActingEvents:
     """The events that act on the columns of a working set; `watch` evaluates conditions; None if no event has one."""
 
@@ -64,8 +56,9 @@ class ActingEvents:
         self._jumps = outcome.jumps if settings.record else None
         self._slots, self._resumed = outcome.slots, outcome.resumed
         self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
-        # The columns suspended at given times (False) and at roots of conditions (True).
-        self._suspended: dict[bool, list[_Suspended]] = {False: [], True: []}
+        # The columns suspended at given times (False) and at roots of conditions (True), the sizes of their next steps, and
+        # their steps.
+        self._suspended: dict[bool, list[tuple[Array, Array, CrossedSteps]]] = {False: [], True: []}
         # Per column: for each event, the time at which it last acted, or the start; the time of the last root of any
         # condition; the number of successive short intervals between roots.
         self._last_acted = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
@@ -108,7 +101,7 @@ class ActingEvents:
             return NONE
         columns = np.flatnonzero(done)
         ids = step.ids[columns]
-        due = self._acting.due(self._slots[ids], ids)
+        due = self._acting.times[self._slots[ids], ids]
         return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
 
     def suspend(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
@@ -121,7 +114,7 @@ class ActingEvents:
             kept = CrossedSteps(empty, empty, empty, step.at_end(columns))
         else:
             kept = self._watch.extracted(step, columns, crossed, not at_roots)
-        self._suspended[at_roots].append(_Suspended(columns, h[columns], kept))
+        self._suspended[at_roots].append((columns, h[columns], kept))
 
     def resume(self) -> Iterator[tuple[Resumed, Step]]:
         """Apply events at the ends of suspended steps; yield the columns, and their steps with the changed states."""
@@ -225,14 +218,14 @@ class ActingEvents:
         euler, later = u + ahead * rate, t + at_event.signs[rows] * ahead
         heun = u + 0.5 * ahead * (rate + at_event.moving(rows, mass, (euler, later)))
         values = [at_event.condition(event, rows, at) for at in ((u, t), (euler, later), (heun, later))]
-        found = departure((before, *values), event.direction, elapsed, span)
+        side, back, endless = departure((before, *values), event.direction, elapsed, span)
         if self._adaptive:  # otherwise the step size is fixed
             # A step that contains both the departure and the return wouldn't change the sign.
             limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
-            self._limit[own] = np.minimum(limit, now + 0.25 * found.back)
+            self._limit[own] = np.minimum(limit, now + 0.25 * back)
         if e in self.sides:
-            at_event.left[e][rows] = found.side
-        at_event.codes[rows[found.endless]] = ReturnCode.Zeno.code
+            at_event.left[e][rows] = side
+        at_event.codes[rows[endless]] = ReturnCode.Zeno.code
 
     def _continue_from(self, at_event: EventColumns, columns: Array, rows: Array, reached: Array, assigned: Array) -> None:
         """Store the values and signs of conditions at the states from which some rows continue.
@@ -269,7 +262,7 @@ class StepObservers:
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = self._acting = None
         if settings.events:
-            self._events = EventWatch(settings.events, coefficients, initialization.parameters)
+            self._events = EventWatch(settings.events, coefficients, batch.parameters)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, initialization.signs, batch.start, outcome, coefficients)
         if settings.acting is not None:
@@ -292,10 +285,8 @@ class StepObservers:
         if self._log is not None:
             self._log.note(step)
         acting = self._acting
-        if acting is not None:
-            crossed = acting.crossed(step, p)
-        else:
-            crossed = [] if self._events is None else self._events.crossed(step, p)
+        watch = self._events if acting is None else acting
+        crossed = [] if watch is None else watch.crossed(step, p)
         terminated = at_roots = at_times = NONE
         if acting is not None:
             at_roots = acting.at_roots(crossed)

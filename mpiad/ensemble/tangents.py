@@ -16,7 +16,7 @@ from mpiad.differentiation.forward import Bundle
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.stage_systems import StageSystems, System
+from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 from mpiad.transport.core.tracing import restoring_state
 
@@ -78,13 +78,12 @@ class TangentRosenbrockStep(TangentStep):
         super().__init__(*of_step)
         self._systems, self._leaves = systems, leaves
         self._rows = systems.tangent_rows(leaves, along, self.u[0])
-        self._system: System
 
     def compute(self, visit: Visit, tangents: Array) -> None:
         """Compute the stages of a visit."""
         real = self._coefficients.real
         self._size, self._time = (x.astype(real, copy=False) for x in (visit.h, visit.t))
-        self._system = self._systems.at(visit.u, self._leaves, self._time, self._size)
+        _, self._time_derivative, self._lu = self._systems.at(visit.u, self._leaves, self._time, self._size)
         super().compute(visit, tangents)
 
     def _sum(self, i: int, y: Array) -> Array:
@@ -99,16 +98,16 @@ class TangentRosenbrockStep(TangentStep):
             return
         self._write(k, y, self._times[i])
         self._systems.add_stages(k, i, self.k)
-        slope, system = self._systems.table.slopes[i - 1], self._system
-        if system.time_derivative is not None and slope:
-            k[0] += slope * self._size * system.time_derivative
-        system.lu.solve(k[0])
+        slope = self._systems.table.slopes[i - 1]
+        if self._time_derivative is not None and slope:
+            k[0] += slope * self._size * self._time_derivative
+        self._lu.solve(k[0])
         moved = self._systems.push(
             self.u[0], self._leaves, self._time, k[0] * self._size, slope * self._size, self.u[1:], self._rows
         )
         for j in range(1, len(k)):
             k[j] += moved[:, j - 1]
-            system.lu.solve(k[j])
+            self._lu.solve(k[j])
 
 
 class Directions(NamedTuple):

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.coefficients import Coefficients, stage_rates
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
@@ -47,12 +48,6 @@ class Arrival(NamedTuple):
     weights: dict[int, Array]
 
 
-def _add_arrivals(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
-    for arrival in arrivals:
-        if j in arrival.weights:
-            k_bar[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
-
-
 class TransposedStep:
     """The stages of one step, and the backward pass through them.
 
@@ -63,6 +58,7 @@ class TransposedStep:
     """
 
     by_size: Array | float = 0.0
+    _first = 0  # the index of the first stage whose cotangent `pull` propagates
 
     def __init__(self, coefficients: Coefficients, tracing: Tracing, visit: Visit, leaves: Sequence[Any]):
         self._coefficients, self._tracing, self._visit, self._leaves = coefficients, tracing, visit, leaves
@@ -102,11 +98,10 @@ class TransposedStep:
         total, last = cotangent, self.last
         bars, scratch = self._coefficients.bars(total), np.empty_like(total)
         # If the last stage was computed, its contribution to the cotangent of the new state is added first.
-        if len(self.k) == last:
+        if len(self._pulls) <= last:
             bars[last] = total * self.h
-        for j in range(len(self.k) - 1, -1, -1):
-            k_bar = self._coefficients.column(j, bars, scratch, self._term)
-            _add_arrivals(k_bar, j, arrivals)
+        for j in reversed(range(self._first, self._first + len(self._pulls))):
+            k_bar = self._propagated(j, self._coefficients.column(j, bars, scratch, self._term), arrivals)
             # `pop` frees the memory of the stage's trace.
             y_bar, *parts = self._pulls.pop()(k_bar)
             note_stage(j, parts, y_bar)
@@ -119,9 +114,18 @@ class TransposedStep:
                 bars[j] = y_bar * self.h
         return total
 
+    def _propagated(self, j: int, k_bar: Array, arrivals: Sequence[Arrival]) -> Array:
+        """Return the cotangent of f at the argument of stage j, given the contributions of the later arguments."""
+        for arrival in arrivals:
+            if j in arrival.weights:
+                k_bar[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
+        return k_bar
+
 
 class _TransposedRosenbrockStep(TransposedStep):
     """`TransposedStep` for Rosenbrock methods, which doesn't compute f at the ends of the step."""
+
+    _first = 1
 
     def __init__(self, run: Run, tracing: Tracing, systems: StageSystems, visit: Visit, leaves: Sequence[Any]):
         self._systems, self._table, real = systems, systems.table, run.coefficients.real
@@ -154,31 +158,24 @@ class _TransposedRosenbrockStep(TransposedStep):
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], note_stage: Callable) -> Array:
         """Return the cotangent of the state before the step: see `TransposedStep.pull`."""
-        total, h, slopes = cotangent, self.h, self._table.slopes
-        bars, scratch = self._coefficients.bars(total), np.empty_like(total)
-        bars[self.last] = total * h
-        rights: dict[int, Array] = {}
-        for j in range(self.last - 1, 0, -1):
-            right = self._coefficients.column(j, bars, scratch, self._term).copy()
-            for i, later in rights.items():
-                if self._table.coupling[i - 1][j]:
-                    right += self._systems.mass.times(self._table.coupling[i - 1][j] * later, transposed=True)
-            _add_arrivals(right, j, arrivals)
-            self._lu.solve_transposed(right)
-            rights[j] = right
-            y_bar, *parts = self._pulls.pop()(right)
-            note_stage(j, parts, y_bar)
-            if y_bar is not None:
-                total += y_bar
-                bars[j] = y_bar * h
-        order = range(1, self.last)
-        right, du = (np.stack(rows, axis=1) for rows in ([rights[j] for j in order], [self.k[j] * h for j in order]))
-        dt = np.stack([h.dtype.type(slope) * h for slope in slopes])
+        self._rights: dict[int, Array] = {}  # the cotangents of the right-hand sides
+        total, h, order = super().pull(cotangent, arrivals, note_stage), self.h, range(1, self.last)
+        right, du = (np.stack(rows, axis=1) for rows in ([self._rights[j] for j in order], [self.k[j] * h for j in order]))
+        dt = np.stack([h.dtype.type(slope) * h for slope in self._table.slopes])
         by_u, *parts = self._systems.pull(self.y[0], self._leaves, self._time, right, du, dt)
         total += by_u
         note_stage(0, parts, by_u)
-        self.by_size = self._derivative_by_size(rights)
+        self.by_size = self._derivative_by_size(self._rights)
         return total
+
+    def _propagated(self, j: int, k_bar: Array, arrivals: Sequence[Arrival]) -> Array:
+        right = k_bar.copy()
+        for i, later in self._rights.items():
+            if self._table.coupling[i - 1][j]:
+                right += self._systems.mass.times(self._table.coupling[i - 1][j] * later, transposed=True)
+        self._rights[j] = super()._propagated(j, right, arrivals)
+        self._lu.solve_transposed(right)
+        return right
 
     def _derivative_by_size(self, rights: dict[int, Array]) -> Array:
         """Return the derivative of φ with respect to the size of the step."""
@@ -227,8 +224,8 @@ class StepCotangents:
     - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 
-    def __init__(self, step: TransposedStep, parts: dict[int, Array], varies: Sequence[bool], width: int, timed: bool):
-        self.step, self.parts, self._varies, self._width, self.timed = step, parts, varies, width, timed
+    def __init__(self, step: TransposedStep, parts: dict[int, Array], p: Parameters, width: int, timed: bool):
+        self.step, self.parts, self._p, self._width, self.timed = step, parts, p, width, timed
         if timed:
             self.t_bar, self.h_bar = (np.zeros_like(step.h, dtype=float) for _ in range(2))
             self._divisor = np.where(step.h == 0, 1, step.h)  # columns without a step have zero increments
@@ -247,15 +244,9 @@ class StepCotangents:
 
     def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:
         """Add the cotangents of leaves for the trajectories `columns`; `count`: their number."""
-        for (place, total), part in zip(self.parts.items(), parts):
-            if part is None:
-                continue
-            if self._varies[place]:
-                total[..., columns] += part[..., :count]
-            elif np.ndim(total):  # scalars can't be updated in place
-                total += part
-            else:
-                self.parts[place] = total + part
+        varies = self._p.varies
+        found = {place: x[..., :count] if varies[place] and x is not None else x for place, x in zip(self.parts, parts)}
+        self._p.add_cotangents(self.parts, found, columns)
 
     def note_new(self, cotangent: Array) -> None:
         """Add the contribution of the new state to the cotangent of the step size."""

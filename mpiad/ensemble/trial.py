@@ -67,7 +67,7 @@ def _widths(batch: Batch) -> list[int]:
 def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
     u, real = batch.u0[:, ids], np.zeros(0, batch.u0.dtype).real.dtype
     t = on_device_of(batch.start, batch.u0)[ids].astype(real)
-    return locked(u), batch.p.columns(ids, len(batch.shape) > 1), locked(t)
+    return locked(u), batch.parameters(ids), locked(t)
 
 
 def _perturbed_columns(batch: Batch, numbers: Array, p_and_t: bool) -> tuple[Array, Any, Array]:

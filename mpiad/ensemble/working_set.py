@@ -153,7 +153,7 @@ class WorkingSet(Turns):
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(settings)
-        self._outcome, self._initialization = outcome, Initialization(batch, settings)
+        self._batch, self._outcome, self._initialization = batch, outcome, Initialization(batch, settings)
         self._new_stages = stages_for(self._tableau, batch, settings.mass)
         self._rtol, self._atol = self._initialization.rtol, self._initialization.atol
         observed = settings.record or settings.events or (outcome.saved is not None and outcome.saved.shape[1])
@@ -207,7 +207,7 @@ class WorkingSet(Turns):
         if self._stages is None or self._stages.new.shape != self.u.shape:
             self._stages = self._new_stages(self.u, True)
         self._stages.k[0][...] = k0
-        self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
+        self._sign, self._p = self._initialization.sign(self.ids), self._batch.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         # Limits for inexpensive checks: no trajectory reaches max_steps before this turn; steps of this size are allowed.

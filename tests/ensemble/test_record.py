@@ -21,6 +21,13 @@ def recorded(ensemble, count, saveat=None, backend=None, **changes):
     return batch, outcome
 
 
+def trajectory(steps, i):
+    """Return times, signed sizes and states before the steps of a trajectory, first to last."""
+    numbers = np.arange(steps.counts[i])
+    ids = np.full(len(numbers), i)
+    return *steps.times(ids, numbers), steps.states(ids, numbers)
+
+
 def test_each_trajectory_is_there_step_by_step():
     p = np.linspace(0.5, 21, 40)[:, None]
     ensemble = EnsembleProblem(ODEProblem(lorenz, [1.0, 0, 0], (0.0, 1.0)), p=p)
@@ -28,7 +35,7 @@ def test_each_trajectory_is_there_step_by_step():
     ((first, steps),) = outcome.steps
     sol = solve(ensemble, rtol=1e-6, atol=1e-9, save_everystep=True)
     for i in range(40):
-        t, h, u = steps.trajectory(i)
+        t, h, u = trajectory(steps, i)
         n = outcome.naccept[i]
         assert len(t) == n == sol.naccept[i] and t[0] == 0
         np.testing.assert_array_equal(t, sol.t[i, :n])
@@ -47,7 +54,7 @@ def test_sweeps_are_aligned_by_the_end():
         assert sweep.u.flags.c_contiguous and sweep.u.shape[1] == len(sweep.ids) == steps.widths[s]
         assert set(sweep.ids) == set(np.flatnonzero(outcome.naccept > s))
         for j, i in enumerate(sweep.ids):
-            t, h, u = (array[..., outcome.naccept[i] - 1 - s] for array in steps.trajectory(i))
+            t, h, u = (array[..., outcome.naccept[i] - 1 - s] for array in trajectory(steps, i))
             assert sweep.t[j] == t and sweep.h[j] == h < 0
             np.testing.assert_array_equal(sweep.u[:, j], u)
 
@@ -58,7 +65,7 @@ def test_in_which_step_a_saved_time_lies():
     _, outcome = recorded(EnsembleProblem(ODEProblem(forced_pendulum, [0.5, 1.0], (0.0, 3.0)), p=p), 9, times)
     ((_, steps),) = outcome.steps
     for i in range(9):
-        t, h, _ = steps.trajectory(i)
+        t, h, _ = trajectory(steps, i)
         np.testing.assert_array_equal(outcome.save_step[i], np.append(-1, np.searchsorted(t, times[1:]) - 1))
         assert outcome.save_step[i, -1] == outcome.naccept[i] - 1
 
@@ -71,5 +78,5 @@ def test_shares_keep_their_own():
     assert [first for first, _ in shares.steps] == [0, 3, 6]
     for first, steps in shares.steps:
         for i in range(len(steps.counts)):
-            for a, b in zip(steps.trajectory(i), whole.steps[0][1].trajectory(first + i)):
+            for a, b in zip(trajectory(steps, i), trajectory(whole.steps[0][1], first + i)):
                 np.testing.assert_array_equal(a, b)

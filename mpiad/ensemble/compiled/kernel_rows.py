@@ -6,7 +6,6 @@ system provides new memory page by page, which takes longer than the solve.
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -69,38 +68,10 @@ def jumps_of(
     states = from_parts(before.reshape(-1, before.shape[2])[rows], dtype).T
     kinds, times = (table[:slots].T.ravel()[rows] for table in (acting.kinds, acting.times))
     jumps = [Jump(ids, numbers[rows], kinds, slot, times, states, states)]
-    if outcome.event_table is not None:
+    if outcome.event_table is not None:  # jumps at roots of conditions come before those at given times of the same step
         acts = np.array([acting.events[e].acts for e in acting.found])[outcome.event_table[1].astype(int)]
         ids, event, number = outcome.event_table[:3, acts].astype(int)
         states = from_parts(at_conditions[acts], dtype).T
         slots, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
-        at_roots = Jump(ids, number + 1, np.array(acting.found)[event], slots, time, states, states)
-        # The jumps after the same step are sorted: those at roots of conditions come before those at given times.
-        joined = [np.concatenate(parts, axis=-1) for parts in zip(at_roots, jumps[0])]
-        order = np.lexsort((joined[1], joined[0]))
-        jumps = [Jump(*(part[..., order] for part in joined))]
+        jumps.insert(0, Jump(ids, number + 1, np.array(acting.found)[event], slots, time, states, states))
     return jumps
-
-
-# Maximum number of entries of all arrays that are stored for reuse: 128 MiB.
-_MOST = 1 << 24
-
-_lock = threading.Lock()
-_spare: list[Array] = []
-
-
-def allocate(size: int) -> Array:
-    """Return an uninitialized array of at least this size."""
-    with _lock:
-        for i, array in enumerate(_spare):
-            if size <= len(array) <= 2 * size:
-                return _spare.pop(i)
-    return np.empty(size)
-
-
-def release(arrays: list[Array]) -> None:
-    """Store arrays from `allocate` for reuse; no views of them may be in use."""
-    with _lock:
-        for array in arrays:
-            if sum(map(len, _spare)) + len(array) <= _MOST:
-                _spare.append(array)

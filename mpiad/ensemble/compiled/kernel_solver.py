@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,12 +14,12 @@ from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_pa
 from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
-from mpiad.ensemble.compiled.kernel_rows import Tape, U, allocate, jumps_of, note_crossings, release
+from mpiad.ensemble.compiled.kernel_rows import Tape, U, jumps_of, note_crossings
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
-from mpiad.ensemble.outcome import NOWHERE, Outcome, ReturnCode, complete, counters
+from mpiad.ensemble.outcome import Outcome, complete
 from mpiad.ensemble.settings import Settings
 
 # Initial capacity of the record, in steps per trajectory.
@@ -58,7 +57,27 @@ class Solver:
         return outcome
 
     def _run(self, spec: KernelSpec) -> Outcome:
-        return launch(self._function("forward", forward_text(self.traced, spec)), spec, self)
+        """Run the forward kernel over all trajectories."""
+        batch, settings = self.batch, self.settings
+        empty_span = batch.start == batch.end
+        outcome = Outcome.empty(batch, settings)
+        outcome.u_end = np.array(batch.u0.T, order="C").T  # the components of a trajectory are contiguous in memory
+        if outcome.saved is None:
+            outcome.saved = np.empty((batch.size, 0, len(batch.u0)), batch.u0.dtype)
+        if settings.progress is not None and empty_span.any():
+            settings.progress(int(np.count_nonzero(empty_span)))
+        run = _Launch(self._function("forward", forward_text(self.traced, spec)), spec, self, outcome)
+        tapes = run.run_all()
+        if spec.record:
+            outcome.tapes, outcome.last = tapes, run.last
+        at_conditions = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
+        if settings.acting is not None:
+            if spec.record:
+                outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
+            complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
+        if spec.directions:
+            outcome.carried = run.carried(empty_span)
+        return outcome
 
     def _function(self, name: str, text: str) -> Callable[..., None]:
         self._kernels[name] = text
@@ -121,55 +140,12 @@ class Solver:
         return self._function("reverse", reverse_text(self.traced, spec, (*varying, *shared))), spec
 
 
-def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> Outcome:
-    """Run the forward kernel, `function`, over all trajectories."""
-    batch, settings = solver.batch, solver.settings
-    empty_span = batch.start == batch.end
-    outcome = _unwritten(batch, settings, empty_span)
-    if settings.progress is not None and empty_span.any():
-        settings.progress(int(np.count_nonzero(empty_span)))
-    run = _Launch(function, spec, solver, outcome)
-    try:
-        tapes = run.run_all()
-    except BaseException:
-        release(run.allocated)  # no thread uses this memory any more
-        raise
-    if spec.record:
-        outcome.tapes, outcome.last = tapes, run.last
-        # Only the outcome refers to the tapes.
-        weakref.finalize(outcome, release, run.allocated)
-    at_conditions = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
-    if settings.acting is not None:
-        if spec.record:
-            outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, at_conditions, batch.u0.dtype)
-        complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
-    if spec.directions:
-        outcome.carried = run.carried(empty_span)
-    return outcome
-
-
-def _unwritten(batch: Batch, settings: Settings, empty_span: Array) -> Outcome:
-    """Return an outcome for the kernel's results; the results of trajectories with an empty tspan are set here."""
-    (d, n), dtype = batch.u0.shape, batch.u0.dtype
-    n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
-    # The components of a trajectory are contiguous in memory.
-    u_end, codes, counts = np.empty((n, d), dtype).T, np.empty(n, np.int8), (np.empty(n, np.int64), np.empty(n, np.int64))
-    saved = np.full((n, n_saved, d), np.nan, dtype)
-    save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record else None
-    outcome = Outcome(u_end, np.empty(n), codes, *counts, saved, save_step, *counters(settings.acting))
-    if empty_span.any():
-        outcome.u_end[:, empty_span], outcome.t_reached[empty_span] = batch.u0[:, empty_span], batch.start[empty_span]
-        outcome.codes[empty_span], outcome.naccept[empty_span], outcome.nreject[empty_span] = ReturnCode.Success.code, 0, 0
-    return outcome
-
-
 class _Launch:
     def __init__(self, function: Callable[..., None], spec: KernelSpec, solver: Solver, outcome: Outcome):
         self._function, self._spec, self._solver, self._outcome = function, spec, solver, outcome
         batch, settings = solver.batch, solver.settings
         d, count = spec.d, batch.size
         m, n_saved = len(spec.directions), solver.times.shape[1]
-        self.allocated: list[Array] = []
         self.crossings: list[Array] = []
         # The counter that threads share: the number of trajectories that have been started, the total, and the block size.
         self.counter = np.array([0, 0, _BLOCK])
@@ -213,9 +189,10 @@ class _Launch:
         """Solve a share's trajectories, or those of the shared counter if `bounds` are empty; return the recorded steps."""
         (first, stop), spec = bounds, self._spec
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
-        rows, previous = self._rows(size)
+        rows, previous = np.empty((size, spec.d + 2)), np.empty(size, np.int64)
         state, most_events = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)  # events per turn
-        crossings = np.empty((_EVENT_ROWS + most_events, U + spec.event_state_size))
+        # If events act in a recorded solve, a row has two states: see `kernel_rows`.
+        crossings = np.empty((_EVENT_ROWS + most_events, U + spec.d * (2 if spec.record and spec.acting else 1)))
         ids, time_index = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
         lane = *fields_of(spec).buffers(spec.dtype), ids, time_index, state, self.counter
@@ -230,11 +207,9 @@ class _Launch:
             pause()
             # Enlarge arrays that may be too small for the events or the steps of another turn.
             if event_count + most_events > len(crossings):
-                crossings = np.concatenate([crossings, np.empty((len(crossings) + most_events, crossings.shape[1]))])
-            elif spec.record and row + lanes > size:
-                longer = self._rows(2 * size + 1024)
-                longer[0][:size], longer[1][:size] = rows, previous
-                (rows, previous), size = longer, 2 * size + 1024
+                crossings = _enlarged(crossings, most_events)
+            elif spec.record and row + lanes > len(rows):
+                rows, previous = _enlarged(rows, 1024), _enlarged(previous, 1024)
         self.crossings.append(crossings[:event_count])
         return Tape(first, stop, rows[:row], previous[:row])
 
@@ -246,14 +221,6 @@ class _Launch:
         ended = int(np.count_nonzero(batch.start[first:next_id] != batch.end[first:next_id])) - busy
         progress(ended - reported)
         return ended
-
-    def _rows(self, size: int) -> tuple[Array, Array]:
-        if not size:
-            return np.empty((0, self._spec.d + 2)), np.empty(0, np.int64)
-        width = self._spec.d + 2
-        rows, previous = allocate(size * width), allocate(size)
-        self.allocated += [rows, previous]
-        return rows[: size * width].reshape(size, width), previous[:size].view(np.int64)
 
     def carried(self, empty_span: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; those of failed trajectories are zero."""
@@ -267,3 +234,10 @@ class _Launch:
         du[:, :, failed] = 0
         dsaved[:, failed] = 0
         return from_row_parts(du, dtype), from_parts(dsaved, dtype)
+
+
+def _enlarged(rows: Array, more: int) -> Array:
+    """Return an array with the given rows, and at least as many uninitialized rows and `more`."""
+    longer = np.empty((2 * len(rows) + more, *rows.shape[1:]), rows.dtype)
+    longer[: len(rows)] = rows
+    return longer

@@ -85,11 +85,6 @@ class KernelSpec(NamedTuple):
         return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
 
     @property
-    def event_state_size(self) -> int:
-        """The number of state components per row of the table of events: see `kernel_rows`."""
-        return self.d * (2 if self.record and self.acting else 1)
-
-    @property
     def stages(self) -> int:
         """The number of stages of a step, without the last, which is the first stage of the next step."""
         return len(self.tableau.a)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, note_ends, of_ends, pull_event, pull_run, to_start, transposed_condition
+from mpiad.ensemble.adjoint import Cotangents, linearized_condition, note_ends, of_ends, pull_event, pull_run, to_start
 from mpiad.ensemble.batch import two_at_least
-from mpiad.ensemble.coefficients import interpolate, stage_rates
+from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, Tape, U
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
@@ -40,24 +41,15 @@ class KernelSeeds(NamedTuple):
     start: Array | float = 0.0  # shape (N,), or a number; cotangents of the start of tspan from terminal events
 
 
-class _Step(NamedTuple):
-    """The stages of steps that contain events, with the attributes that `pull_event` uses."""
-
-    y: list[Array]
-    k: list[Array]
-    h: Array
-
-
 def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
-    """Return the kernel's seeds; `places`: indices of differentiated leaves; `times`: the saved times, in 1 or N rows."""
-    count = run.batch.size
-    save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
+    """Return the kernel's seeds; `places`: indices of differentiated leaves; `times`: the saved times, in 1 or N rows.
+
+    The cotangents of states at events are inserted among those of saved states.
+    """
+    save_step = np.empty((run.batch.size, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
-    return _with_events(run, seeds, tuple(places), plain) if run.outcome.crossings is not None else plain
-
-
-def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
-    """Return `plain` with the cotangents of states at events inserted among those of saved states."""
+    if run.outcome.crossings is None:
+        return plain
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
@@ -86,7 +78,7 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
 
 
 def _pulled(
-    run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
+    run: Run, places: Sequence[int], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
 ) -> tuple[Array, Array]:
     """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,); update `leaves`.
 
@@ -95,10 +87,10 @@ def _pulled(
     """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
     columns = two_at_least(count)
-    step: Any = _step(run, rows[columns])
+    step = _step(run, rows[columns])
     found = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
     located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
-    totals = StepCotangents(step, found, varies, count, True)
+    totals = StepCotangents(step, found, run.batch.p, count, True)
     given = run.columns(run.batch.p.leaves, ids[columns])
     inside = pull_event(run, located, totals, given, end, time)
     add_leaves(run, leaves, found, ids)
@@ -115,31 +107,25 @@ class KernelJumps:
     """
 
     def __init__(self, run: Run, jumps: Jumps, time_bar: Array, dtype: np.dtype):
-        self._jumps, count = jumps, len(jumps.ids)
-        self._first = jumps.bounds(run.batch.size)
-        self.due = np.zeros(count)
+        self._jumps, self._due, integer = jumps, np.zeros(len(jumps.ids)), np.dtype(np.int64)
+        first = np.searchsorted(jumps.ids, np.arange(run.batch.size + 1))
         ids = np.flatnonzero(time_bar)
-        last = self._first[ids + 1] - 1
-        jumped = last >= self._first[ids]
+        last = first[ids + 1] - 1
+        jumped = last >= first[ids]
         number = jumps.number[last[jumped]]
         # `LinearJumps` handles the jumps before the first step.
         jumped[jumped] = (jumps.slot[last[jumped]] != FOUND) & (number == run.counts[ids[jumped]]) & (number > 0)
-        self.due[last[jumped]] = time_bar[ids[jumped]]
+        self._due[last[jumped]] = time_bar[ids[jumped]]
         time_bar[ids[jumped]] = 0.0
-        self._state = argument(np.ascontiguousarray(jumps.before.T), dtype)
-
-    @property
-    def arguments(self) -> tuple[Array, ...]:
-        """The kernel's arguments; it updates the last one, `due`, the cotangents of the events' times."""
-        jumps, integer = self._jumps, np.dtype(np.int64)
         number, event, time = argument(jumps.number, integer), argument(jumps.event, integer), argument(jumps.time)
-        return self._first, number, event, time, self._state, self.due
+        # The kernel's arguments; it updates the last one, the cotangents of the events' times.
+        self.arguments = first, number, event, time, argument(np.ascontiguousarray(jumps.before.T), dtype), self._due
 
     def add_due(self, due: Array) -> None:
         """Add the cotangents of given times to an array of shape (slots, N)."""
         jumps = self._jumps
         given = jumps.slot != FOUND
-        due[jumps.slot[given], jumps.ids[given]] += self.due[given]
+        due[jumps.slot[given], jumps.ids[given]] += self._due[given]
 
 
 class KernelStops:
@@ -149,13 +135,21 @@ class KernelStops:
     `pull_event`, g_u, g_t and g_p times -(h σ + λ·U') / (g_u·U' + g_t h) are added to the cotangents of the state, the time
     and the parameters. `bar`, shape (m,): cotangents of the root times, without contributions of later steps. `rows`, shape
     (m, 3 + 2 d): x, h / denominator, g_t, U' / denominator, g_u. `factors`, shape (m,): the factors above, from the kernel.
+    `time_bar`, shape (N,): the cotangents of the last root times.
     """
 
-    def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
-        self._run, self._places, self.bar, stops = run, places, bar, run.stops
+    def __init__(self, run: Run, seeds: Seeds, places: Sequence[int], time_bar: Array):
+        self._run, self._places, stops = run, tuple(places), run.stops
         count, d = len(stops.ids), len(run.batch.u0)
-        self.rows, self.factors = np.zeros((count, 3 + 2 * d)), np.zeros(count)
+        self.rows, self.factors, self.bar = np.zeros((count, 3 + 2 * d)), np.zeros(count), np.zeros(count)
+        acting = run.acting_row >= 0
+        if seeds.crossed is not None:
+            self.bar[acting] = seeds.crossed[run.acting_row[acting]]
         self.first = np.searchsorted(stops.ids, np.arange(run.batch.size + 1))
+        ids = np.flatnonzero(time_bar)
+        last = self.first[ids + 1] - 1
+        stopped = last >= self.first[ids]
+        self.bar[last[stopped]] += time_bar[ids[stopped]]
         self.number = stops.number.astype(np.int64)
         self._conditions: list[tuple[Array, Callable[[Array], list[Any]]]] = []
         with np.errstate(all="ignore"):
@@ -164,17 +158,12 @@ class KernelStops:
 
     def _linearize(self, event: int, indices: Array) -> None:
         run, stops, count = self._run, self._run.stops, len(indices)
-        table = run.outcome.crossings[run.stop_rows[indices]]
-        step = _step(run, table[two_at_least(count)])
-        h, stages, x = step.h[:count], [k[:, :count] for k in step.k], stops.x[indices]
-        located = LocatedEvent(event, True, np.arange(count), x, stops.time[indices], indices)
+        step = _step(run, run.outcome.crossings[run.stop_rows[indices]][two_at_least(count)])
+        located = LocatedEvent(event, True, np.arange(count), stops.x[indices], stops.time[indices], indices)
         leaves = run.columns(run.batch.p.leaves, stops.ids[indices])
-        states = interpolate(run.coefficients, step.y[0][:, :count], h, stages, x)
-        pull = transposed_condition(run, located, self._places, leaves, states)
-        rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-        g_u, *_, g_t = pull(np.ones_like(x))
-        denominator = (g_u * rate).sum(axis=0) + g_t * h
-        self.rows[indices] = np.stack([x, h / denominator, g_t, *(rate / denominator), *g_u], axis=1)
+        pull, rate, g_u, g_t, slope = linearized_condition(run, step, located, self._places, leaves)
+        rows = [located.x, step.h[:count] / slope, g_t, *(rate / slope), *g_u]
+        self.rows[indices] = np.stack(rows, axis=1)
         self._conditions.append((indices, pull))
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
@@ -184,12 +173,12 @@ class KernelStops:
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[indices])
 
 
-def _step(run: Run, rows: Array) -> _Step:
-    """Return the recomputed steps in rows of the table of events."""
+def _step(run: Run, rows: Array) -> Any:
+    """Return the recomputed steps in rows of the table of events, with the attributes that `linearized_condition` uses."""
     dtype = run.batch.u0.dtype
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
     k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
-    return _Step([u], k, rows[:, H].astype(u.real.dtype))
+    return SimpleNamespace(y=[u], k=k, h=rows[:, H].astype(u.real.dtype))
 
 
 def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
@@ -232,7 +221,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     jump_arguments = ()
     if run.jumps is not None:
         note_ends(run, seeds, found, timed)
-        jumps, stops = KernelJumps(run, run.jumps, found.start, real), _stops(run, seeds, places, found.start)
+        jumps, stops = KernelJumps(run, run.jumps, found.start, real), KernelStops(run, seeds, places, found.start)
         jump_arguments = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.factors
     inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
     wanted = [j for part in chosen for j in part.scalars]
@@ -279,20 +268,6 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     return found
 
 
-def _stops(run: Run, seeds: Seeds, places: Sequence[int], time_bar: Array) -> KernelStops:
-    """Return the conditions that ended steps; `time_bar`, shape (N,): cotangents of the last root times."""
-    rows, bar = run.acting_row, np.zeros(len(run.stops.ids))
-    acting = rows >= 0
-    if seeds.crossed is not None:
-        bar[acting] = seeds.crossed[rows[acting]]
-    stops = KernelStops(run, tuple(places), bar)
-    ids = np.flatnonzero(time_bar)
-    last = stops.first[ids + 1] - 1
-    stopped = last >= stops.first[ids]
-    bar[last[stopped]] += time_bar[ids[stopped]]
-    return stops
-
-
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Compute cotangents for one group of trajectories after the other, to limit the memory of recorded steps."""
     batch = solver.batch
@@ -311,11 +286,7 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
         if bars.due.size:
             found.due[: len(bars.due), rows] = bars.due
         found.u0[:, rows], found.start[rows], found.end[rows] = bars.u0, bars.start, bars.end
-        for place, leaf in bars.leaves.items():
-            if batch.p.varies[place]:
-                leaves[place][..., rows] = leaf
-            else:
-                leaves[place] += leaf
+        batch.p.add_cotangents(leaves, bars.leaves, rows)
     return found
 
 

@@ -277,8 +277,7 @@ class RosenbrockSteps(Steps):
         """Return lines for the LU factors of W (see `RosenbrockTableau`) at a state, and for h ∂f/∂t."""
         spec, h = self.spec, self.h
         entries = [f"j{i}_{j}" for i, j in spec.jacobian] + [f"slope_{i}" for i in spec.slopes]
-        arguments = [*self.state(u), *self.parameters, self.time(0)]
-        lines = [f"{', '.join(entries)}, = jacobian({', '.join(arguments)})"] if entries else []
+        lines = [self.called(entries, "jacobian", u, self.time(0))] if entries else []
         lines += [f"zero = {self.number(0.0)}", f"one = {self.number(1.0)}"]
         lines += [f"w{i}_{j} = j{i}_{j} * -{h}" for i, j in spec.jacobian]
         for i, j, value in self._mass:
@@ -366,13 +365,11 @@ class RosenbrockSteps(Steps):
         wanted = spec.wanted_varying + spec.wanted_shared
         time = [["te"], ["tj"]] if spec.timed else [[], []]
         outputs = [*self.state(f"z{i}"), *numbered("e", wanted), *time[0]]
-        inputs = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state(f"q{i}")]
-        lines.append(f"{', '.join(outputs)}, = g({', '.join(inputs)})")
+        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), self.state(f"q{i}")))
         # The derivatives of W and ∂f/∂t contain second derivatives of f at the state before the step.
         direction = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
         outputs = [*self.state("x"), *numbered("b", wanted), *time[1]]
-        inputs = [*self.state("y0"), *self.parameters, self.time(0), *self.state(f"q{i}"), *direction]
-        lines.append(f"{', '.join(outputs)}, = curvature({', '.join(inputs)})")
+        lines.append(self.called(outputs, "curvature", "y0", self.time(0), [*self.state(f"q{i}"), *direction]))
         lines += [f"e{j} = e{j} + b{j}" for j in range(wanted)]
         lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
         return lines + (self._size_cotangents(i) if spec.timed else [])

@@ -150,10 +150,7 @@ class Steps:
         lines = [f"exponent = {plain}"]
         if controller.remembers:
             lines = [f"exponent = where(q2 < 1.0, {number(-0.5 * (1 - 0.75 * beta) / order)}, {plain})"]
-        lines += power("q2", "exponent", "factor")
-        scaled = [f"factor = {number(controller.safety)} * factor"]
-        # CPU and GPU kernels multiply in different orders.
-        lines += scaled if self.fused else []
+        lines += [*power("q2", "exponent", "factor"), f"factor = {number(controller.safety)} * factor"]
         if controller.remembers:
             lines += [
                 *power(before, number(0.5 * beta / order), "steady"),
@@ -163,7 +160,6 @@ class Steps:
             ]
         return [
             *lines,
-            *([] if self.fused else scaled),
             f"factor = where(factor > {number(controller.least)}, factor, {number(controller.least)})",
             f"most = where({rejected} > 0.0, 1.0, {number(controller.most)})",
             "factor = where(factor < most, factor, most)",
@@ -331,8 +327,7 @@ class Steps:
             lines.append(f"q_{c} = {self.h} * m")
         outputs = self.state(f"z{i}") + numbered("e", spec.wanted_varying + spec.wanted_shared)
         outputs += ["te"] if spec.timed else []
-        arguments = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state("q")]
-        lines.append(f"{', '.join(outputs)}, = g({', '.join(arguments)})")
+        lines.append(self.called(outputs, "g", f"y{i}", self.time(i), self.state("q")))
         return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(spec.d)]
 
 

@@ -71,14 +71,14 @@ class DeviceRosenbrockStages(DeviceStages):
     def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch):
         super().__init__(table, derivative, first)
         self._tableau: Any = table.tableau
-        self._jacobian, self._mass = jacobian_of(batch), Mass(None, self._tableau.gamma)
+        self._write_jacobian, self._mass = jacobian_of(batch), Mass(None, self._tableau.gamma)
 
     def compute(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new states: see `DeviceStages.compute`."""
         self._begin(u, h, sign)
         table, tableau = self._table, self._tableau
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
-        time_derivative = self._jacobian.write(jacobian, u, p, table.time(1, t, h, t_new, sign))
+        time_derivative = self._write_jacobian(jacobian, u, p, table.time(1, t, h, t_new, sign))
         # If time is reversed, f changes its sign, but ∂f/∂t doesn't.
         matrices = jacobian * (-self._h if self._sign is None else -self._h * self._sign)
         self._mass.add_to(matrices)

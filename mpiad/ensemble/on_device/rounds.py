@@ -60,7 +60,7 @@ class DeviceWorkingSet(Turns):
         elif settings.saveat.shape[-1]:
             self._saves = SaveTimes(settings.saveat, batch, self._signs, bool(settings.events))
         self._examines_steps = settings.saveat is not None and self._saves is not None and self._saves.examines_steps
-        self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
+        self._watch = EventWatch(settings.events, self._table, batch.parameters) if settings.events else None
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
         # Results, written when trajectories are removed. `_outcomes` is double, so that one copy to the host is enough.
         self._u_end, self._outcomes = self._xp.copy(u0), self._xp.full((4, batch.size), 0.0, float)
@@ -85,9 +85,6 @@ class DeviceWorkingSet(Turns):
             self._settings.progress(ended)
 
     # ---- the working set
-
-    def _parameters(self, ids: Array) -> Any:
-        return self._batch.p.columns(ids, len(self._batch.shape) > 1)
 
     def _enter(self) -> None:
         batch, settings, n = self._batch, self._settings, self._batch.size

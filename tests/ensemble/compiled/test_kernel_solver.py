@@ -195,10 +195,11 @@ def test_fewer_steps_at_a_time(every):
 
 def test_steps_are_recorded_part_by_part(monkeypatch):
     rows = []
-    first = kernel_solver.launch
+    first = kernel_solver.Solver._run
     monkeypatch.setattr(
-        "mpiad.ensemble.compiled.kernel_solver.launch",
-        lambda function, spec, solver: (rows.append((spec.record, solver.batch.size)), first(function, spec, solver))[1],
+        kernel_solver.Solver,
+        "_run",
+        lambda solver, spec: (rows.append((spec.record, solver.batch.size)), first(solver, spec))[1],
     )
     mpiad.grad(loss, (0, 1, 2, 3))(U0, OWN, SHARED, SPANS, saveat=TIMES, compile=True, checkpoints=2)
     assert rows == [(False, N), (True, N // 2), (True, N - N // 2)]
