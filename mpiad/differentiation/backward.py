@@ -159,7 +159,10 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             run_lanes(range(stop - 1, position, -1))
             stop, node = position, nodes[position]
             if type(node.pull) is VectorizedVjp:
-                parts = _pulled_together(node, [lane.totals[position] for lane in lanes])
+                like = node.like
+                cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
+                stacked = node.pull(stack(cotangents))
+                parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]
             elif type(node.pull) is BatchedVjp:
                 parts = node.pull.pull_all(len(lanes))
             else:
@@ -171,13 +174,6 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
         run_lanes(range(stop - 1, first - 1, -1))
     finally:
         tracing.lane = outer
-
-
-def _pulled_together(node: Any, cotangents: list[Array]) -> list[list[Array]]:
-    """Run the adjoint of a node once, with the cotangents of all lanes along a first axis; return each lane's results."""
-    like = node.like
-    parts = node.pull(stack([like.zeros() if g is None else conform(g, *like) for g in cotangents]))
-    return [[None if part is None else part[k] for part in parts] for k in range(len(cotangents))]
 
 
 def _sweep_with_callback(

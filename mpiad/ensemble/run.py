@@ -166,14 +166,6 @@ class SortedSweep(StepSweep):
     def _width(self, number: int) -> int:
         return int(np.count_nonzero(self.counts > number))
 
-    def _is_last(self, column: Array, number: Array) -> Array:
-        """Return a mask of the steps whose last stage isn't the first stage of a following step."""
-        last, jumps = number == self.counts[column] - 1, self._run.jumps
-        if jumps:
-            most = int(self._run.counts.max()) + 1
-            last |= np.isin(self.ids[column] * most + number + 1, jumps.ids * most + jumps.number)
-        return last
-
     @cached_property
     def _saved_values(self) -> tuple[Groups, Groups, Groups]:
         """For each visit, the values saved at the end of the step, inside it, and inside the previous step."""
@@ -184,7 +176,11 @@ class SortedSweep(StepSweep):
         # The entries of a trajectory are adjacent.
         chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         ids, place, number, x, h = (array[chosen] for array in entries)
-        final, inside = self._is_last(column, number), x != 1
+        # The last stage of a `final` step isn't the first stage of a following step.
+        final, inside, jumps = number == self.counts[column] - 1, x != 1, self._run.jumps
+        if jumps:
+            most = int(self._run.counts.max()) + 1
+            final |= np.isin(self.ids[column] * most + number + 1, jumps.ids * most + jumps.number)
         visit, following = (self.visit_of(column, step) for step in (number, np.where(final, number, number + 1)))
         weights, own = self._run.coefficients.weights(x), (ids, place, column)
         return (

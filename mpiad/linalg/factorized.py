@@ -187,6 +187,14 @@ class Factorized:
         The matrix that was factored, untraced.
     T : Factorized
         The inverse of the transpose, with the same factors.
+
+    Examples
+    --------
+    >>> domain = mpiad.Domain(3 * size)
+    >>> solve = mpiad.linalg.factorized(lambda u, k: k * u, np.ones(3), 2.0, pattern=domain)
+    >>> print(solve.shape == (3 * size, 3 * size), solve.T(np.ones((2, 3))))
+    True [[0.5 0.5 0.5]
+     [0.5 0.5 0.5]]
     """
 
     def __init__(self, factors: _Factors, variables: list[Array], indices: tuple[int, ...]):

@@ -262,7 +262,7 @@ def test_forms_that_do_not_fit_are_refused(rank):
         mpiad.linearize(lambda x: x**2)(1.0).jvp(1.0, batch=True)
     with pytest.raises(ValueError, match="same number of directions"):
         mpiad.linearize(lambda x: x[0] * x[1])([1.0, 2.0]).jvp([np.ones(2), np.ones(3)], batch=True)
-    with pytest.raises(TypeError, match="make_hvp.*real and complex"):
+    with pytest.raises(TypeError, match="make_hvp.*floating-point"):
         mpiad.make_hvp(lambda n: 1.0)(3)
 
 
