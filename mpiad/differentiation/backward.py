@@ -159,7 +159,7 @@ def sweep_together(nodes: list[OrderedNode], lanes: Sequence[Lane], stop: int, f
             run_lanes(range(stop - 1, position, -1))
             stop, node = position, nodes[position]
             if type(node.pull) is VectorizedVjp:
-                like = node.like
+                like: Any = node.like
                 cotangents = [like.zeros() if (g := lane.totals[position]) is None else conform(g, *like) for lane in lanes]
                 stacked = node.pull(stack(cotangents))
                 parts = [[None if part is None else part[k] for part in stacked] for k in range(len(lanes))]

@@ -92,16 +92,14 @@ class Record:
         if not failed.any():
             return
         xp: Any = arrays_of(self.batch.u0)
-        live = xp.to_device(~failed)
-        self.blocks = [self._survivors(block, live) for block in self.blocks]
-
-    def _survivors(self, block: Block, live: Array) -> Block:
-        columns, varies = np.flatnonzero(live[block.ids]), self.batch.p.varies
-        leaves = [np.take(leaf, columns, axis=-1) if v else leaf for leaf, v in zip(block.leaves, varies)]
-        sign = None if block.sign is None else block.sign[columns]
-        found = Block(block.ids[columns], sign, leaves)
-        found.rounds = [round_.at(columns) for round_ in block.rounds]
-        return found
+        live, blocks, varies = xp.to_device(~failed), self.blocks, self.batch.p.varies
+        self.blocks = []
+        for block in blocks:
+            columns = np.flatnonzero(live[block.ids])
+            leaves = [np.take(leaf, columns, axis=-1) if v else leaf for leaf, v in zip(block.leaves, varies)]
+            sign = None if block.sign is None else block.sign[columns]
+            self.blocks.append(Block(block.ids[columns], sign, leaves))
+            self.blocks[-1].rounds = [round_.at(columns) for round_ in block.rounds]
 
     def due(self, block: Block, round_: Round) -> Due:
         """Return the slots and times of the values saved in a round."""
