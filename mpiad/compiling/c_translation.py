@@ -70,7 +70,7 @@ class _Expression(ast.NodeTransformer):
     """Replaces parts of an expression that differ in C++; each becomes a name whose identifier is the C++ text."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
-        """Return a call of a function of C++, or an expression with operators for a function that C++ lacks."""
+        """Return a call of a function of C++, or an expression with operators such as `?:` or a cast."""
         name, given = ast.unparse(node.func), [_text(argument) for argument in node.args]
         if name == "np.float32":
             number = isinstance(node.args[0], ast.Constant)

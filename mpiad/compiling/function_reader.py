@@ -1,10 +1,10 @@
 """`FunctionReader`: a traversal of all objects that a function reads besides its arguments.
 
-The names of these objects are found in the function's bytecode: global variables, variables of enclosing functions,
-defaults, and recursively those of the called functions. The reader follows only those attributes of the user's modules,
-classes and objects that the code names, such as `rate` in `settings.rate`. Some libraries are assumed to be constant. A
-function can't be followed if it reads anything else, for example properties, iterators, random numbers, or an object of a
-user's class that it passes to another function.
+These are its defaults, the global variables and variables of enclosing functions that its bytecode names, and recursively
+the objects that the functions among them read. The reader follows only those attributes of the user's modules, classes and
+objects that the code names, such as `rate` in `settings.rate`. Some libraries are assumed to be constant. A function can't
+be followed if it reads anything else, for example properties, iterators, random numbers, or an object of a user's class
+that it passes to another function.
 
 Subclasses of the reader record the objects: that of `fingerprint_of` records values, and that of `watch_of` in `programs`
 records conditions under which the objects are unchanged.
@@ -62,7 +62,7 @@ class FunctionReader:
         """Record a number, a text, code, a class, or a module or function of a constant library."""
 
     def is_known(self, value: Any) -> bool:
-        """Return whether an object is recorded, with all objects reachable from it; if not, it may be marked so."""
+        """Return whether an object was read before, and needn't be read again; may note that it is read now."""
         raise NotImplementedError
 
     def array(self, value: np.ndarray) -> None:
@@ -120,7 +120,7 @@ class FunctionReader:
                 self.read_held(part)
 
     def other(self, value: Any) -> None:
-        """Record an object of another class."""
+        """Record an object of a class that isn't in `_READERS`."""
         wrapped = self._wrapped(value)
         if wrapped is not None:
             self.read(wrapped)
@@ -145,7 +145,7 @@ class FunctionReader:
     def _function(self, value: FunctionType) -> None:
         code, module = value.__code__, value.__globals__.get("__name__", "")
         cells = dict(zip(code.co_freevars, value.__closure__ or ()))
-        is_primitive = module == "autograd.tracer"  # a primitive of NumPy, or one that wraps a user's function
+        is_primitive = module == "autograd.tracer"  # `primitive(f)`, where f is NumPy's or the user's
         if is_primitive or _is_in(module, self.constant_modules):  # for example a derivative of a user's function
             self.constant(code)
             for cell in cells.values():

@@ -70,7 +70,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     device = _device_in(arrays)
     if device is None:
         return anp.concatenate(arrays, axis)
-    _require_one_device(arrays, device, "concatenate")
+    _require_no_host_arrays(arrays, device, "concatenate")
     # As in NumPy, the result is a new array even if only one array is given.
     return joined(axis, *arrays)
 
@@ -95,7 +95,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     device = _device_in(arrays)
     if device is None:
         return anp.stack(arrays, axis)
-    _require_one_device(arrays, device, "stack")
+    _require_no_host_arrays(arrays, device, "stack")
     shapes = {x.shape for x in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have the same shape, but got {sorted(shapes)}.")
@@ -157,7 +157,7 @@ def _device_in(values: Tree) -> ArrayModule | None:
     return None
 
 
-def _require_one_device(arrays: Sequence[Array], device: ArrayModule, call: str) -> None:
+def _require_no_host_arrays(arrays: Sequence[Array], device: ArrayModule, call: str) -> None:
     for k, x in enumerate(arrays):
         if arrays_of(getval(x)) is None and not device.takes_host_arrays:
             raise TypeError(

@@ -149,7 +149,7 @@ class Channel:
         self.has_messages = False  # whether messages may be pending after the fault
         self.alone = False  # whether the fault is that the other ranks don't make the same calls
         self.lost: tuple[int, ...] = ()  # ranks whose processes have died
-        self.pairs_compared = False
+        self.pairs_compared = False  # whether `mpi_sendrecv` has checked that all ranks name the same pair
         self.headers: Comm | None = None  # the communicator for headers of messages in debug mode
         self._order = next(_numbers)
         self._test_lock = threading.Lock()
@@ -214,12 +214,12 @@ class Channel:
         return self._separate[1]
 
     def derive(self, survivors: bool = False) -> Comm:
-        """Return a new duplicate, with the surviving ranks if `survivors`; it is freed with the channel; collective."""
+        """Return a new duplicate, of the surviving ranks if `survivors`; freed (or abandoned) with the channel; collective."""
         self.derived.append(self.data.Shrink() if survivors else make_communicator(self.data.Dup))
         return self.derived[-1]
 
     def drop(self, comm: Comm) -> None:
-        """Free a communicator returned by `derive`, unless it was freed with the channel; collective."""
+        """Free a communicator returned by `derive`, unless the channel has freed or abandoned it; collective."""
         if any(kept is comm for kept in self.derived):
             self.derived = [kept for kept in self.derived if kept is not comm]
             comm.Free()
@@ -255,10 +255,10 @@ class Channel:
     def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
         """Start an MPI operation, ``call(x, y, z)``; return a list with its request, to be passed to `release`.
 
-        `kind`: "send", "receive" or "reduction"; "blocking send" or "blocking receive" if the same public call waits for
-        it. `buffers`: the objects that MPI uses, which are held until `release`. They are stored before the call of MPI,
-        and no interrupt can come between this call and the storage of its request. So an interrupt never frees memory in
-        use.
+        `kind`: "send", "receive", "reduction", or "parcel" for a send of `polling.Line`; "blocking send" or "blocking
+        receive" if the same public call waits for it. `buffers`: the objects that MPI uses, which are held until `release`.
+        They are stored before the call of MPI, and no interrupt can come between this call and the storage of its request.
+        So an interrupt never frees memory in use.
         """
         requests: list[Request] = []
         self.started[id(requests)] = kind, requests, buffers
@@ -288,7 +288,7 @@ class Channel:
 
     def end(self) -> None:
         """Complete or drop all pending messages; collective. After an exception it may be called again."""
-        # After an interrupt in a guarded send, `drain` may send a last message twice: the duplicates mustn't be freed.
+        # If a `Watch` is set, an interrupt may lose a send of `drain`, which sends again: the duplicates mustn't be freed.
         self.unended |= any(len(sending) < self.size for sending, _ in self._drained.values())
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():
@@ -426,7 +426,7 @@ class Refusing:
         tracing.contexts, self.around = self.around, None
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Make the channel usable again; a second call has no effect."""
+        """Restore the channel's fault from before the context; a second call has no effect."""
         self._channel.fault, self._channel.alone = self._kept
 
 

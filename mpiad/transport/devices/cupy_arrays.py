@@ -1,4 +1,4 @@
-"""CuPy's arrays and kernels for `device_arrays` and `device_kernels`; loaded when the first CuPy array appears."""
+"""CuPy's arrays and kernels for `device_arrays`; loaded when they are first needed, since it imports CuPy."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class CupyArrays:
         return cupy.cuda.Device(self.device)
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
-        """Make an array without values."""
+        """Make an uninitialized array."""
         with self.current():
             return cupy.empty(shape, dtype)
 
     def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
-        """Make an array of one number."""
+        """Make an array filled with one number."""
         with self.current():
             return cupy.full(shape, value, dtype)
 
@@ -153,7 +153,7 @@ class CupyKernel:
 
 
 class CupyLauncher:
-    """Compiles and runs kernels on one device; `device_kernels.Launcher` describes the methods."""
+    """Compiles and runs kernels on one device; `device_arrays.Launcher` describes the methods."""
 
     def __init__(self, arrays: CupyArrays):
         self._arrays = arrays

@@ -3,8 +3,8 @@
 A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
 `__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
 `arrays_of(x)`. Kernels, from CUDA C source, are compiled and launched by the `Launcher` of a device, returned by
-`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_arrays` and `register_launcher`. Only explicit calls
-copy between host and device.
+`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_arrays` and `register_launcher`. Host arrays become
+device arrays, and the reverse, only by explicit calls.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ArrayModule(Protocol):
     Attributes
     ----------
     name : str
-        Name of the arrays in messages, such as "CuPy".
+        Name of the arrays, such as "CuPy", in error messages and for `arrays_named`.
     kind : type
         Type of the arrays.
     device : int
         Number of the device.
     takes_host_arrays : bool
-        Whether NumPy arrays may be combined with them, as constants: False on a device.
+        Whether NumPy arrays may be combined with them, as constants: True only for arrays of a trace, False on a device.
     """
 
     name: str
@@ -47,13 +47,13 @@ class ArrayModule(Protocol):
     takes_host_arrays: bool
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
-        """Make an array without values."""
+        """Make an uninitialized array."""
 
     def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
-        """Make an array of one Python or NumPy number, which is passed to the device without a copy of memory."""
+        """Make an array filled with one Python or NumPy number, which is passed to the device without a copy of memory."""
 
     def arange(self, stop: int) -> Array:
-        """Make an array of the integers from 0 on, of dtype int64."""
+        """Make an array of the integers from 0 to `stop` - 1, of dtype int64."""
 
     def add_at(self, x: Array, idx: object, values: Array) -> None:
         """Add values to the elements at an index, in place; for a repeated index all of its values are added."""
@@ -65,11 +65,11 @@ class ArrayModule(Protocol):
         """Return a C-contiguous copy, also if `x` is contiguous (queued)."""
 
     def to_host(self, x: Array) -> np.ndarray:
-        """Return a NumPy array of the same values, complete when the call returns; counts as one copy."""
+        """Return a NumPy array of the same values, complete when the call returns."""
         ...
 
     def to_device(self, host: np.ndarray) -> Array:
-        """Return a device array of the same values; `host` may be changed when the call returns. Counts as one copy."""
+        """Return a device array of the same values; `host` may be changed when the call returns."""
 
     def copy_to_host(self, x: Array, out: np.ndarray) -> None:
         """Queue the copy of a C-contiguous array into C-contiguous host memory of the same shape and dtype.
@@ -97,7 +97,7 @@ class ArrayModule(Protocol):
         """Wait on the host until everything before an event is done."""
 
     def wait_on_device(self, event: object) -> None:
-        """Delay operations that are queued on the current stream after this call until an event; don't wait."""
+        """Let operations that are queued later on the current stream wait for an event; the host doesn't wait."""
 
     def copying_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which the current stream is one for copies, separate from the stream for arithmetic.
@@ -172,7 +172,7 @@ def is_array(x: Array) -> bool:
 
 
 def named(x: Array) -> str:
-    """Return the name of a value's type for messages, with its device, since CuPy's type has the same name as NumPy's."""
+    """Return the name of a value's type for error messages, and its device, since CuPy's type is also named ndarray."""
     arrays = arrays_of(x) if is_device_array(x) else None
     kind = type(x).__name__
     return kind if arrays is None else f"{kind} on device {arrays.device} ({arrays.name})"
@@ -269,7 +269,7 @@ def copied(array: Array) -> Array:
 
 
 def contiguous(array: Array) -> Array:
-    """Return an array on the same device, C-contiguous."""
+    """Return an array with the same values on the same device, C-contiguous; without a copy if possible."""
     arrays = arrays_of(array)
     return np.ascontiguousarray(array) if arrays is None else arrays.contiguous(array)
 
