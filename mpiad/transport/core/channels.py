@@ -214,7 +214,7 @@ class Channel:
         return self._separate[1]
 
     def derive(self, survivors: bool = False) -> Comm:
-        """Return a new duplicate, of the surviving ranks if `survivors`; freed (or abandoned) with the channel; collective."""
+        """Make a duplicate, of the surviving ranks if `survivors`; freed or abandoned with the channel; collective."""
         self.derived.append(self.data.Shrink() if survivors else make_communicator(self.data.Dup))
         return self.derived[-1]
 
@@ -288,7 +288,7 @@ class Channel:
 
     def end(self) -> None:
         """Complete or drop all pending messages; collective. After an exception it may be called again."""
-        # If a `Watch` is set, an interrupt may lose a send of `drain`, which sends again: the duplicates mustn't be freed.
+        # With a `Watch`, `drain` may send a last message twice after an interrupt: the duplicates mustn't be freed.
         self.unended |= any(len(sending) < self.size for sending, _ in self._drained.values())
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():

@@ -3,8 +3,8 @@
 A device array is an object whose type has `__cuda_array_interface__`. Beyond NumPy's protocols (`__array_ufunc__`,
 `__array_function__`), the library needs only the functions in `ArrayModule`: one object for each device, returned by
 `arrays_of(x)`. Kernels, from CUDA C source, are compiled and launched by the `Launcher` of a device, returned by
-`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_arrays` and `register_launcher`. Host arrays become
-device arrays, and the reverse, only by explicit calls.
+`launcher_of(arrays)`. Other kinds than CuPy's are added by `register_arrays` and `register_launcher`. Arithmetic and
+communication never turn a host array into a device array, or the reverse.
 """
 
 from __future__ import annotations
