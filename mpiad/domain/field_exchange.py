@@ -82,7 +82,7 @@ class ActiveExchange(Request):
 
 
 def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> ActiveExchange:
-    """Start to fill a block's halo; raise a RequestError if no tag is free. The adjoint is the second half of folding."""
+    """Begin to fill a halo; raise a RequestError if the next tag is in use. The adjoint is the second half of folding."""
     group = point_to_point(halo.comm, _BEGIN)
     exchange = Exchange(halo, sides, scheme, _next_number(group))
     begun: ActiveExchange = communicate(_BEGIN_OPERATION, u, exchange)

@@ -1,4 +1,4 @@
-"""All operations, and the types of their parameters.
+"""The operations of `mpiad.primitives`, and the types of their parameters.
 
 They are declared in one file because an operation and its adjoint, defined in different files, refer to each other.
 """

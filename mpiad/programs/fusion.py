@@ -225,7 +225,7 @@ class Materialization:
         """Return the index of the first cut after a node: the era in which it is computed."""
         return bisect(self.cuts, n)
 
-    def _costs(self, forced: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
+    def _costs(self, kept: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
         """Return the cost of an entry of each node, the number of arrays that it reads, and further nodes to be kept.
 
         The further nodes are deep expressions, and nodes that read arrays of many eras, such as a sum over all time steps.
@@ -242,8 +242,8 @@ class Materialization:
                 costs[n], sets[n], deep[n] = 0, frozenset([n]), 0
                 eras[n] = frozenset() if node.kind in ("input", "constant") else frozenset([self._era(n)])
                 continue
-            stored = [x for x in node.inputs if x in forced or x in long]
-            computed = [x for x in node.inputs if x not in forced and x not in long]
+            stored = [x for x in node.inputs if x in kept or x in long]
+            computed = [x for x in node.inputs if x not in kept and x not in long]
             costs[n] = sum(costs[x] for x in computed) + (self._own_cost(node) if node.kind == "elementwise" else 0)
             found = frozenset(stored).union(*(sets[x] for x in computed))
             sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])

@@ -1,8 +1,8 @@
 """`Recorder`: the trace of a function. The trace runs the operations of the function, and records them in order.
 
-A trace is a list of steps. A step is a call of a NumPy function or a communication; it refers to traced arrays by number
-(`Ref`). Arrays that aren't traced become constants. A program of the trace is valid as long as the function's closure is
-unchanged (see `closure`).
+A trace is a list of steps. A step is a communication, or a call of a NumPy function, an operator or an untraced function;
+it refers to traced arrays by number (`Ref`). Arrays that aren't traced become constants. A program of the trace is valid as
+long as the function's closure is unchanged (see `closure`).
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class Recorder:
         self.part = 0  # the part of the program to which steps are appended
         self.logged = 0  # the number of parts of the program whose communications a replay logs
         self.refused: Abandoned | None = None  # the exception that ended the trace in failure
-        self.failed: BaseException | None = None  # the exception that a communication has raised
+        self.failed: BaseException | None = None  # an exception of a communication or another untraced function
         self.log: list[Any] = []  # the results of communications and other untraced functions, for playback
-        # If the trace failed because the function branches on an integer, the number of this integer.
+        # If the trace failed because the function needs the value of a traced integer: the integer's `Ref.number`.
         self.asked: int | None = None
         self.channels: set[Used] = set()
         self._inside = False  # whether an untraced function is running

@@ -1,9 +1,10 @@
 """Derivatives of programs, without another call of the user's function.
 
 A `Program` is recorded on a tape of its own, the `ProgramTape`, whose nodes are the calls of differentiable functions and
-the communications. So its derivatives have the rules of the interpreted function, with rules that the user has defined, and
-with the constants of `stop_gradient`. An `Evaluation` repeats the nodes on other values: on traced arrays, or on boxes of
-them. Values without derivatives, such as masks, are computed again by the steps of the recorder if a node needs them.
+the communications. So derivatives of a program use the same rules as those of the interpreted function, including rules
+of the user, and treat results of `stop_gradient` as constants. An `Evaluation` repeats the nodes on other values:
+on traced arrays, or on boxes of them. Values without derivatives, such as masks, are computed again by the steps of the
+recorder if a node needs them.
 
 A derivative is an evaluation on the boxes of a tape, followed by the reverse pass along this tape, recorded in a new trace
 of shapes. A second derivative is the same under an enclosing tape. The result consists of parts, which run one after the
@@ -54,7 +55,7 @@ class _Call(NamedTuple):
 
 
 class CallNode(OrderedNode):
-    """A node of a program: `pull` is its `_Call`, None for variables, and `like` its result, with references."""
+    """A node of a program; `pull`: its `_Call`, or None for variables; `like`: its result, with a `Ref` for each array."""
 
     __slots__ = ()
 
@@ -120,7 +121,7 @@ class Program(NamedTuple):
     build: Callable[[list[Any]], Any]
 
     def drop_unused(self) -> None:
-        """Drop the steps and constants that no evaluation needs, and the references to arguments."""
+        """Drop the steps and constants that no evaluation needs, and the arrays of the arguments."""
         recorder, calls = self.recorder, [node.pull for node in self.nodes if node.pull is not None]
         computed, _ = _numbers([[node.like for node in self.nodes], self.inputs])
         needed, constants = _numbers([*[(call.args, call.params) for call in calls], self.outputs])
@@ -173,7 +174,7 @@ class Evaluation:
     def __init__(self, program: Program, recorder: Recorder):
         self._program, self._recorder, self._numbers = program, recorder, MessageNumbers()
         self._results: list[Any] = [None] * len(program.nodes)
-        self._known: dict[int, Any] = {}  # values without derivatives in the new trace, by their numbers in the old one
+        self._known: dict[int, Any] = {}  # values in the new trace, without boxes, by their numbers in the old one
         self._steps = {out: step for step in program.recorder.steps for out in step.outs}
 
     def inputs(self) -> list[Array]:
@@ -337,7 +338,7 @@ class _PartsWithReversePasses(_Parts):
         self._ranges.append(range(self._starts[-1], len(self._tape.record)))
 
     def end_with_reverse_passes(self, nodes: list[OrderedNode], last: int) -> None:
-        """Record the reverse passes, from that of the last part to that of the part `last`."""
+        """Record the reverse passes of the parts, in reverse order; the last one recorded is that of the part `last`."""
         lane = Lane.of(nodes)
         for part in range(len(self._ranges) - 1, last - 1, -1):
             self.recorder.part += 1
@@ -370,7 +371,7 @@ def jvp_of_vjp(program: Program, recorder: Recorder, inner: Sequence[int], outer
 def vjp_of_vjp(
     program: Program, recorder: Recorder, inner: Sequence[int], outer: Sequence[int], last: int
 ) -> list[list[Array]]:
-    """Return the two parts of `vjp`, and the reverse passes of these parts, from that of part 1 to that of part `last`."""
+    """Return the two parts of `vjp`, and the reverse pass of part 1, followed by that of part 0 if `last` is 0."""
     with Noting(recorder), suspended(body=False):
         with OrderedTape() as tape:
             parts = _PartsWithReversePasses(recorder, tape)

@@ -113,15 +113,15 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Contract the cotangent with the other factor, over all axes of the result that come from the other factor."""
     x, y = args[0], args[1]
-    rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
-    if rank_x == 0 or rank_y == 0:
+    ndim_x, ndim_y = len(anp.shape(x)), len(anp.shape(y))
+    if ndim_x == 0 or ndim_y == 0:
 
         def part(i: int, g: Array) -> Array:
             return g * args[1 - i]
     else:
-        axes_x, axes_y = axes_of(args, kwargs, rank_x, rank_y)
-        free_x = tuple([i for i in range(rank_x) if i not in axes_x])
-        free_y = tuple([j for j in range(rank_y) if j not in axes_y])
+        axes_x, axes_y = axes_of(args, kwargs, ndim_x, ndim_y)
+        free_x = tuple([i for i in range(ndim_x) if i not in axes_x])
+        free_y = tuple([j for j in range(ndim_y) if j not in axes_y])
 
         def part(i: int, g: Array) -> Array:
             # The free axes of factor i come from `g`. Its summed axes come from the other factor, in that factor's order.
@@ -140,12 +140,12 @@ def _permuted(out: Array, axes: list[int]) -> Array:
     return out if inverse == tuple(range(len(axes))) else anp.transpose(out, inverse)
 
 
-def _tensordot_axes(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
+def _tensordot_axes(args: tuple, kwargs: dict, ndim_x: int, ndim_y: int) -> Axes:
     axes: Any = args[2] if len(args) > 2 else kwargs.get("axes", 2)
     if isinstance(axes, int):
-        return tuple(range(rank_x - axes, rank_x)), tuple(range(axes))
+        return tuple(range(ndim_x - axes, ndim_x)), tuple(range(axes))
     first, second = ([axis] if isinstance(axis, int) else axis for axis in axes)
-    return tuple([int(i) % rank_x for i in first]), tuple([int(j) % rank_y for j in second])
+    return tuple([int(i) % ndim_x for i in first]), tuple([int(j) % ndim_y for j in second])
 
 
 VJPS = {fun: partial(_product_vjp, fun) for fun in (anp.dot, anp.matmul)}
