@@ -136,8 +136,8 @@ class Elliptic:
 
         Adjoint
         -------
-        u gets the operator's product with the cotangent, since the operator is symmetric.
-        κ and c get the transposes of the product's derivatives with respect to κ and c, times the cotangent.
+        u gets the operator's product with the cotangent, since the operator is symmetric; κ and c get the
+        transposes of the product's derivatives with respect to κ and c, times the cotangent.
         """
         require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
         xp = arrays_of(stop_gradient(u))
