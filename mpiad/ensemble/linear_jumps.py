@@ -6,7 +6,8 @@ The nonzero entries of the Jacobians are computed for all events of a run before
 
 If τ changes, all later steps are shifted; σ⁺ is the cotangent of this shift. The cotangent of a given time is σ⁺ + A_τ·λ⁺,
 plus the cotangent of the size of the step that ends there. The cotangent of the time of a root is propagated to the inputs
-of the condition (`pull_event`). If a given time coincides with an earlier event, its change δ changes u⁻ by u' δ.
+of the condition (`pull_event`). If a given time is the start of the solve, or the time of the previous event, its change δ
+changes u⁻ by u' δ.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class LinearJumps:
     def __init__(self, run: Run, jumps: Jumps, places: Sequence[int], timed: bool):
         self._run, self._jumps, self._places, self._timed = run, jumps, places, timed
         self.at_start = [(rows, jumps.ids[rows]) for rows in jumps.at_start()]
-        # The last row is for jumps that aren't at a given time, to which `pull` adds zeros.
+        # For jumps that aren't at a given time (`slot` is FOUND, -1), `pull` adds zeros to the last row.
         self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
         # Nonzero entries of the Jacobians: 0 or 1 for the real or imaginary part of u⁺, row, column, values for all jumps.
         self._terms: list[tuple[int, int, int, Array]] = []
-        self._by_time: list[tuple[int, int, Array]] = []
+        self._by_time: list[tuple[int, int, Array]] = []  # derivatives by the times: part, row, values
         self._rates: Array = None
         if timed:  # u' before the jumps at given times at which no step ends
             self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
@@ -115,6 +116,6 @@ def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: A
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     """Return u' of some trajectories at given states and times, shape (d, n)."""
     batch, columns = run.batch, run.doubled(len(ids))
-    # In C order NumPy sums over components row by row.
+    # In C order, sums over components have the same rounding for any number of columns (see `controller`).
     u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
     return mass_matrix_rhs(batch, run.settings.mass, u, batch.p.taken(ids[columns]), t)[:, : len(ids)]

@@ -1,7 +1,7 @@
 """The properties of SciPy's methods, their execution on the root, and corrections of their results.
 
 SciPy's methods return their last point. If the objective isn't finite at that point, or was lower at an earlier point, the
-best point is returned instead.
+best point is returned instead. With constraints, other rules apply (see `corrected`).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def corrected(result: scipy.optimize.OptimizeResult, points: Points, constrained
     if points.maxfun is not None:  # SciPy also counts evaluations at points that were stored
         result.nfev = min(result.nfev, points.counts.of_objective)
     best, value = points.best, float(result.fun)
-    # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac.
+    # In results of "trust-constr", `grad` is the gradient, and `jac` contains the Jacobians of the constraints.
     gradient = np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
     if best is None:
         result.success = False

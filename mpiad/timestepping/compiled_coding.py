@@ -6,9 +6,9 @@ source code of this file. A field consists of rows of `width` entries. The loops
 columns: a ring buffer, which fits into the cache, contains the last eight rounded rows of a block, from which differences
 are computed.
 
-Integers are represented exactly, by doubles. Adding 1.5 * 2^52 rounds a double to the nearest integer, with ties to even as
-in NumPy, and the last bits of the sum contain this integer. The addition is used because few processors have vector
-instructions for the conversion.
+Integers are represented exactly, by doubles. Adding 1.5 * 2^52 = 6755399441055744 rounds a double to the nearest
+integer, with ties to even as in NumPy. The bits of the sum, minus 0x4338000000000000 (the bits of 1.5 * 2^52), are equal to
+this integer. The addition is used because few processors have vector instructions for the conversion.
 """
 
 from __future__ import annotations

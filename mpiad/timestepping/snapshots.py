@@ -47,7 +47,8 @@ class Coded(NamedTuple):
     # int32; the first entries along all axes, which have no differences of this order, and may need more than 16 bits
     corner: np.ndarray
     step: float
-    # Order of the differences along the first axis. For the first entries, differences along the next axis are stored.
+    # Order of the differences along the first axis. The first `order` layers, which have no such differences, are coded by
+    # differences along the second axis; the first entries along both axes by differences along the third axis, and so on.
     order: int
     relative: bool  # whether the difference from the preceding leaf of the same state is coded
 

@@ -166,7 +166,7 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
 
 
 class TangentStepping(NamedTuple):
-    """Steps with tangents of the state, some inputs and some parameters; each list has values, then tangents."""
+    """Steps with tangents of the state, some inputs and some parameters; lists of arrays have values, then tangents."""
 
     plain: Stepping
     counts: tuple[int, int, int]  # numbers of leaves of state, inputs and params, without tangents

@@ -29,7 +29,7 @@ class Sides(NamedTuple):
     spacing: tuple[float, ...]  # distance between neighboring points along each dimension
     # For each dimension, whether u is prescribed on the side before the first point, and after the last point.
     fixed: tuple[tuple[bool, bool], ...]
-    centred: bool  # whether sides with prescribed values are half a spacing from the last points, instead of one spacing
+    centred: bool  # whether sides with prescribed values are half a spacing beyond the outermost points, instead of one
 
 
 def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, call: str) -> Sides:
@@ -65,8 +65,8 @@ class Elliptic:
         (before, after), per dimension. Periodic dimensions have no sides.
     centred : bool
         Whether points are centers of cells, as in `Domain.coordinates`. If True, sides with u = 0 are half a spacing
-        beyond the last points, otherwise one spacing. Sides without flux are always half a spacing beyond
-        the last points.
+        beyond the outermost points, otherwise one spacing. Sides without flux are always half a spacing beyond
+        the outermost points.
 
     Raises
     ------
@@ -136,7 +136,8 @@ class Elliptic:
 
         Adjoint
         -------
-        u gets the operator's product with the cotangent, since the operator is symmetric; κ and c get the derivatives.
+        u gets the operator's product with the cotangent, since the operator is symmetric; κ and c get the
+        transposes of the product's derivatives with respect to κ and c, times the cotangent.
         """
         require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
         xp = arrays_of(stop_gradient(u))
@@ -145,7 +146,7 @@ class Elliptic:
             kappa = kappa * (np.ones(shape) if xp is None else xp.full(shape, 1, np.float64))
         if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
             kappa = kappa.astype(stop_gradient(u).dtype)
-        # The flux through a side with u = 0 is κ u at the last point, divided by the distance to the side.
+        # The flux through a side with u = 0 is κ u at the nearest point, divided by that point's distance to the side.
         (walls,) = self._walls.on(xp)
         total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
         # With "edge", u is constant across all physical sides; sides with u = 0 contribute through `walls`.
@@ -176,12 +177,12 @@ class Elliptic:
         for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.domain.neighbours)):
             of_kappa = _layers(padded_kappa, axis, ndim)
             faces = (of_kappa(1, None) + of_kappa(0, -1)) * (0.5 / step**2)
-            inside = _layers(faces, axis, ndim, cut=False)
+            of_faces = _layers(faces, axis, ndim, cut=False)
             # There is no coupling across physical sides; a side with u = 0 contributes to the diagonal.
             for layer, rank in zip((slice(0, 1), slice(-1, None)), pair):
                 if rank is None:
-                    inside(layer.start, layer.stop)[...] = 0.0
-            couplings.append((inside(0, -1), inside(1, None)))
+                    of_faces(layer.start, layer.stop)[...] = 0.0
+            couplings.append((of_faces(0, -1), of_faces(1, None)))
         return couplings
 
 

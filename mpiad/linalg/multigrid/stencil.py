@@ -63,7 +63,7 @@ class LevelHalo:
         return sides
 
     def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
-        """Fill the halo, including corners, of arrays (..., size) of some colors, the same on all ranks; collective."""
+        """Fill the halo, including corners, of arrays (..., size) of some colors (the same on all ranks); collective."""
         if self._has_neighbors and arrays:
             whole = {color: self._layout.whole(array) for color, array in arrays.items()}
             # Dimensions are exchanged one after another: the layers that are sent along a dimension include the halo of
@@ -123,13 +123,14 @@ class Stencil:
     """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset)."""
 
     def __init__(self, layout: Layout, offsets: Sequence[Offset], memory: LocalArray):
-        # The rows of the memory, which are zero outside of the block: D for each color; 1 / D, or 0 if D is 0, for each
-        # color; N for each offset and color; and the interpolation weights, for each color except (0, ...) and each corner.
+        # The rows of the memory: D for each color; 1 / D, or 0 if D is 0, for each color; N for each offset and color; and
+        # the interpolation weights, for each color except (0, ...) and each corner. D, 1 / D and N are zero outside of the
+        # block; the weights are zero until `find_interpolation` fills them, also in the halo.
         self.layout, self.memory, self._offsets, count = layout, memory, list(offsets), len(layout.colors)
         self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
         self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(offsets, 2)}
         self.sweep = _sweep(layout.colors, any(np.count_nonzero(offset) > 1 for offset in offsets))
-        self.weights: dict[Color, int] = {}
+        self.weights: dict[Color, int] = {}  # for each color, the row of its first weight
         first = (2 + len(offsets)) * count
         for color in layout.colors[1:]:
             self.weights[color] = first
@@ -155,13 +156,14 @@ class Stencil:
 
 
 def _sweep(colors: list[Color], has_diagonal_neighbors: bool) -> list[list[Color]]:
-    # In a stencil without diagonal neighbors, neighbors of points with an even sum of indices have odd sums.
+    """Return the groups of colors that a Gauss-Seidel sweep updates, in order; points of a group aren't neighbors."""
     even = [color for color in colors if sum(color) % 2 == 0]
     odd = [color for color in colors if sum(color) % 2]
     if has_diagonal_neighbors:
         return [[color] for color in even + odd]
-    # Without diagonal neighbors, two groups suffice. In three dimensions, the smoothing of the finest level limits the
-    # convergence: an additional half sweep saves three of eleven iterations.
+    # Without diagonal neighbors, two groups suffice, since the neighbors of points with an even sum of indices have odd
+    # sums. In three dimensions, the smoothing of the finest level limits the convergence: an additional half sweep saves
+    # three of eleven iterations.
     return [odd, even, odd] if len(colors) == 8 else [even, odd]
 
 
