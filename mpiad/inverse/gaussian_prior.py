@@ -25,7 +25,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
 from mpiad.transport.core.agreement import raising_together, require_same
 
-_STEP = 0.2  # step in s, for an error below 1e-12
+_STEP = 0.2  # step of s = log t, for an error below 1e-12
 # The first t is _FIRST_TIME / (largest eigenvalue of A). For smaller t, e^(-tA) is replaced by the identity.
 _FIRST_TIME = 1e-8
 # The last t is _LAST_TIME / (smallest eigenvalue of A). For larger t, the integrand is negligible.
@@ -150,7 +150,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
                     f"{block.shape}."
                 )
             if not np.all(np.isfinite(block)) or (k > 0 and not np.all(block > 0.0)):
-                raise ValueError(f"{call}: {name} must be {'finite' if k == 0 else 'positive'} in all cells.")
+                raise ValueError(f"{call}: {name} must be {'finite' if k == 0 else 'positive and finite'} in all cells.")
             blocks.append(np.broadcast_to(block, domain.local_shape).copy())
     require_same(used, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
     return blocks

@@ -23,7 +23,7 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, checked_block
 from mpiad.linalg.randomized_eigenpairs import ritz_pairs
 
-# Tolerances for negative Ritz values: absolute (the Ritz values of R itself would be 1), and relative to the largest value.
+# Tolerances for negative Ritz values: absolute (for H = R they would all be 1), and relative to the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
 
 

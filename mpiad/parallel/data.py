@@ -65,7 +65,8 @@ class DistributedDataContainer:
     Raises
     ------
     TypeError, ValueError
-        If the arrays have different lengths, there is no sample, or `batch_size` isn't a positive integer.
+        If `data` is none of the above, the arrays have different lengths, there is no sample, or `batch_size` isn't a
+        positive integer.
 
     Ranks
     -----
@@ -80,8 +81,8 @@ class DistributedDataContainer:
     """
 
     def __init__(self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None):
-        counts = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-        if batch_size is not None and not (counts and batch_size > 0):
+        is_integer = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+        if batch_size is not None and not (is_integer and batch_size > 0):
             raise ValueError(f"DistributedDataContainer: batch_size must be an integer above zero, but got {batch_size!r}.")
         self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
         self._arrays, self._build = _arrays(data)
@@ -134,7 +135,7 @@ class DistributedDataContainer:
         )
 
     def _local_indices(self, start: int, stop: int) -> np.ndarray:
-        """Return this rank's indices of the samples from start to stop; the first ranks may have one more."""
+        """Return this rank's sample indices, from places start to stop of the order; the first ranks may have one more."""
         count = stop - start
         first = self._rank * (count // self._size) + min(self._rank, count % self._size)
         length = count // self._size + (self._rank < count % self._size)

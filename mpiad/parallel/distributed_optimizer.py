@@ -140,7 +140,7 @@ def gradient_of_sum(
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
-    # All ranks raise an error before the reverse pass, in which sums may start.
+    # If any rank's loss is invalid, `sum_up` raises on all ranks, before any of them starts sums in the reverse pass.
     requirement = "loss must return one real number"
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", requirement)
     found = sum_up(problem=problem) if problem else sum_up(loss=float(np.reshape(to_host(getval(value)), ())) * count)
@@ -211,7 +211,7 @@ class DistributedOptimizer:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
-        self._not_accumulated: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
+        self._empty_accumulation: dict[str, Any] = {} if accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         self._plan: Plan | None = None
 
     def setup(self, params: Tree) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class DistributedOptimizer:
             `optimizer`, the inner optimizer's state; if `accumulate` exceeds 1, also this rank's accumulated gradient
             (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`).
         """
-        return {"optimizer": self.optimizer.setup(params), **self._not_accumulated}
+        return {"optimizer": self.optimizer.setup(params), **self._empty_accumulation}
 
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
@@ -266,7 +266,7 @@ class DistributedOptimizer:
         variables = variables_of(params, call)
         param_leaves, places, _ = variables
         specs = [spec_like(param_leaves[k]) for k in places]
-        require_state(state, ("optimizer", *self._not_accumulated), call)
+        require_state(state, ("optimizer", *self._empty_accumulation), call)
         problem, parts, accumulated, count = None, None, None, 1 if samples is None else samples
         last = state.get("steps", 0) + 1 >= self.accumulate
         try:
@@ -339,7 +339,7 @@ class DistributedOptimizer:
         used = channel(self.comm, call)
         variables = variables_of(params, call)
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], count_samples(samples, params, batch)
-        require_state(state, ("optimizer", *self._not_accumulated), call)
+        require_state(state, ("optimizer", *self._empty_accumulation), call)
         self._compare(used, state, params, call)
         # Gradients are summed only in the last step before an update.
         last = state.get("steps", 0) + 1 >= self.accumulate
@@ -390,7 +390,7 @@ class DistributedOptimizer:
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
-        return {**state, **self._not_accumulated, "optimizer": inner}, params
+        return {**state, **self._empty_accumulation, "optimizer": inner}, params
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
@@ -411,7 +411,8 @@ def _copied(part: Array) -> Array:
 def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
     """Scale arrays in place so that their joint 2-norm is at most `max_norm` (Pascanu et al., 2013); return them.
 
-    If the norm isn't finite, the arrays are unchanged, and the infinite or NaN parameters show the failure.
+    If the norm isn't finite, the arrays are unchanged, so that the updated parameters become infinite or NaN and show the
+    failure.
     """
     if max_norm is None:
         return arrays
@@ -423,7 +424,10 @@ def clipped(arrays: list[Array], max_norm: float | None) -> list[Array]:
 
 
 def _norms(arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays, with one copy from each device unless squares overflow."""
+    """Return the norms of arrays, with one copy from each device unless squares overflow.
+
+    If any entry is infinite or NaN, return the largest absolute value of each array instead; not all of them are finite.
+    """
 
     def on_host(numbers: list[Array]) -> np.ndarray:
         return np.array(fetched([number.astype(float) for number in numbers]))

@@ -1,6 +1,6 @@
 """Pytrees of parameters, and checks of gradients and states against them.
 
-The trained leaves of a pytree are all floats, complex numbers and arrays of them.
+All leaves that are floats, complex numbers or arrays of them are trained; other leaves are constants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return a pytree's leaves, trained leaves as variables; raise a TypeError for traced or unsupported leaves."""
+    """Return a pytree's leaves, trained leaves as variables; raise a TypeError for traced or unsupported leaves.
+
+    `required`: raise also if no leaf is trained.
+    """
     leaves, build = flatten(tree)
     places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
     if any(map(isbox, leaves)):

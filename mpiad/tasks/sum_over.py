@@ -257,9 +257,9 @@ def _run(
 
 
 def _evaluated(
-    fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
+    fun: Callable, item: Any, index: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return this rank's term of the value, or the failure of a rank."""
+    """Evaluate an item on this rank's group; return this rank's term of its value, or the failure of a rank."""
     own_error: BaseException | None = None
 
     def stage() -> Any:
@@ -283,7 +283,7 @@ def _evaluated(
     except WorkerError as error:
         if error is own_error:
             raise  # if waiting ranks can be interrupted, the failed rank raises immediately
-        return None, _Failed(number, own_error)
+        return None, _Failed(index, own_error)
 
 
 def _agreed_error(whole: Channel, failed: _Failed | None) -> Exception | None:

@@ -105,8 +105,8 @@ class Objective(NamedTuple):
         if outside:
             raise FloatingPointError(
                 f"VI: the prior's density is zero at {outside} of {len(theta)} draws, so that KL(q‖prior) is infinite. "
-                "Use a posterior within the prior's support (let the loss transform unbounded parameters), or a prior "
-                "without bounds."
+                "Use a posterior within the prior's support, or a prior without bounds (for bounded parameters, draw "
+                "unbounded ones and transform them in the loss)."
             )
         if not_finite:
             raise FloatingPointError(
@@ -122,6 +122,6 @@ def on_device(params: Tree) -> Array | None:
 
 
 def to_device_of(x: Array, params: Tree) -> Array:
-    """Copy a host array to the device of the variational parameters, if they are on one."""
+    """Copy a host array to the device of `params` (variational parameters or draws), if they are on one."""
     like = on_device(params)
     return x if like is None else to_device(x, like=like)

@@ -54,7 +54,7 @@ class _Gaussian:
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
-    """Return the log densities of draws from their noise ε (`scaled`): log N(ε; 0, I) minus the log determinant of L."""
+    """Return the log densities of points mean + L ε, given ε (`scaled`): log N(ε; 0, I) - log det L."""
     return -0.5 * np.sum(scaled**2 + LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 
 

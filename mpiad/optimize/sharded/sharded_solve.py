@@ -42,7 +42,7 @@ class LocalArguments(NamedTuple):
 
 
 def check_local_arguments(method: str, start: Tree, given: MethodArguments) -> LocalArguments:
-    """Check this rank's arguments; raise a ValueError if one is invalid."""
+    """Check this rank's arguments; raise a TypeError or ValueError if one is invalid."""
     packing = local_packing(start)
     settings = settings_of(method, given.tol, given.options)
     return LocalArguments(start, packing, box_of(given.bounds, packing.size), settings, given.checkpoint)

@@ -65,9 +65,9 @@ class SplineCoupling:
 
     def _through(self, fun: object, params: Tree, x: Array) -> tuple[Array, Array]:
         kept, changed = halves(x.shape[1], self.swap)
-        knots = np.reshape(evaluated(params, x[:, kept]), (len(x), length_of(changed), -1))
-        y, change = fun(x[:, changed], knots, self.bins, self.bound)  # type: ignore[operator]
-        return joined(x[:, kept], y, self.swap), np.sum(change, axis=1)
+        numbers = np.reshape(evaluated(params, x[:, kept]), (len(x), length_of(changed), -1))
+        y, log_slopes = fun(x[:, changed], numbers, self.bins, self.bound)  # type: ignore[operator]
+        return joined(x[:, kept], y, self.swap), np.sum(log_slopes, axis=1)
 
 
 class SplineAutoregressive:
@@ -99,8 +99,8 @@ class SplineAutoregressive:
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
-        x, change = spline(z, self._knots(params, z), self.bins, self.bound)
-        return x, np.sum(change, axis=1)
+        x, log_slopes = spline(z, self._numbers(params, z), self.bins, self.bound)
+        return x, np.sum(log_slopes, axis=1)
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
         """Return the preimages of points, and log |det ∂z/∂x| at each."""
@@ -108,11 +108,11 @@ class SplineAutoregressive:
         z = np.zeros_like(x)
         # Pass k computes coordinate k from the coordinates before it.
         for k in range(dim):
-            found, change = spline_inverse(x, self._knots(params, z), self.bins, self.bound)
+            found, log_slopes = spline_inverse(x, self._numbers(params, z), self.bins, self.bound)
             z = concatenate([found[:, : k + 1], np.zeros_like(found[:, k + 1 :])], axis=1)
-        return z, np.sum(change, axis=1)
+        return z, np.sum(log_slopes, axis=1)
 
-    def _knots(self, params: Tree, z: Array) -> Array:
+    def _numbers(self, params: Tree, z: Array) -> Array:
         dim = z.shape[1]
         masks = masked_network(dim, self.hidden, numbers_per_spline(self.bins))
         return np.reshape(evaluated(params, z, masks), (len(z), dim, -1))
