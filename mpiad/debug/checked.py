@@ -20,7 +20,7 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     Parameters
     ----------
     call_sites : bool
-        Whether all ranks must make a collective call without a root from the same line.
+        Whether collective calls without a root are also compared by line: all ranks must call from the same line.
     timeout : float, optional
         The maximum duration of a wait in seconds; 0 for no limit. By default the current limit (set by
         ``MPIAD_TIMEOUT`` or an outer `checked`), or 300 if there is none.
@@ -68,10 +68,11 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     Raises
     ------
     ReplicationError
-        If the copies differ. The message names the ranks whose copies differ from the copy on most ranks, and the path,
-        index and size of the first difference, or the different shapes, dtypes or structures. The error is a ValueError.
+        If the copies differ. The message names the ranks whose copies differ from the most common copy, and for the first
+        leaf that differs its path, the index of its first different entry, and the size of its largest difference, or the
+        different shapes, dtypes or structures. The error is a ValueError.
     TypeError
-        On all ranks, if any rank has a leaf that isn't a number, a string, or an array of these.
+        On all ranks, if any rank has a leaf that isn't a number, a string, an array of these, or None.
 
     Ranks
     -----

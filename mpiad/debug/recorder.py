@@ -12,8 +12,9 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Arguments, Call
 
-# While a recorder is active, the functions that run forward and backward passes are replaced by functions that also report
-# the passes to the active recorders; `transport.core.calls` reports operations. Without a recorder there is no overhead.
+# While calls are recorded (see `calls.note`), the functions that run forward and backward passes are replaced by functions
+# that also report the passes to the active recorders; `transport.core.calls` reports operations. Otherwise there is no
+# overhead.
 
 _active: list[Recorder] = []
 # The original functions, which recording replaces.
@@ -86,19 +87,20 @@ class Event(NamedTuple):
     began: float  # `began`, `ended`: times of this rank's `time.perf_counter()`
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
-    called: str  # `name` for the library function that the user called, for example "adjoint of exchange"
-    operation: str  # the executed operation, which in an adjoint may be another operation; "" for a phase
+    called: str  # like `name`, but of the library function that the user called, for example "adjoint of exchange"
+    # The operation: for an adjoint that of the forward call, for an event inside it the executed one; "" for a phase.
+    operation: str
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
     innermost: bool  # whether the event contains no other communication; False for a phase
     outermost: bool  # whether no other communication contains the event; True for a phase
     site: str  # the line of the user's program
-    forward_site: str  # for an adjoint, the line of the forward call; else ""
+    forward_site: str  # for an adjoint or tangent, the line of the forward call; else ""
     arguments: Arguments
     messages: tuple[Message, ...]  # messages that the communication started or completed
 
 
 class _Stacks(threading.local):
-    """The open events of each thread; an event is a list [key, start time, whether it contains a communication, name]."""
+    """Each thread's number, and its open events: lists [key, start time, whether it contains a communication, name]."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -118,7 +120,7 @@ class Recorder:
     def start(self) -> None:
         """Start recording."""
         # The thread that starts the recording, usually the main thread, gets number 0.
-        self._number()
+        self._thread_number()
         self.start_time = perf_counter()
         calls.observers.append(self)
         _active.append(self)
@@ -154,7 +156,7 @@ class Recorder:
         entry = self._close(call)
         if entry is not None:
             # Most attributes are computed later, in `events`, because this function runs in every communication.
-            self._store((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
+            self._store((self._thread_number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:
         """Open a phase, "forward" or "backward"; `key` identifies the phase in `phase_ended`."""
@@ -164,7 +166,7 @@ class Recorder:
         """Close a phase; a phase that began before the recording isn't recorded."""
         entry = self._close(key)
         if entry is not None:
-            self._store((self._number(), entry[3], entry[1], perf_counter(), False, _NO_ARGUMENTS))
+            self._store((self._thread_number(), entry[3], entry[1], perf_counter(), False, _NO_ARGUMENTS))
 
     def _store(self, record: tuple) -> None:
         if len(self._records) < MAX_EVENTS:
@@ -182,7 +184,7 @@ class Recorder:
                 return entry
         return None
 
-    def _number(self) -> int:
+    def _thread_number(self) -> int:
         number = self._stacks.number
         if number is None:
             with self._lock:

@@ -34,9 +34,9 @@ class Place(NamedTuple):
     """The code between two communications, or inside a library function that communicates several times."""
 
     phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or "outside" of derivatives
-    # `after`, `until`: the lines of the communications before and after the code; for an adjoint the line of the forward
-    # call. In a loop around one communication, the two are equal. Inside a library function, both contain the function's
-    # name.
+    # `after`, `until`: the lines of the communications before and after the code; for an adjoint or tangent the line of
+    # the forward call. In a loop around one communication, the two are equal. Inside a library function, both contain
+    # the function's name.
     after: str
     until: str
 
@@ -91,7 +91,10 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield (time, order, mark); a mark is a communication, the name of a starting phase, or "" at the end of a phase."""
+    """Yield (time, order among marks of the same time, mark).
+
+    A mark is a communication, the name of a starting phase, or "" at the end of a phase.
+    """
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name
@@ -433,7 +436,7 @@ def _recording() -> Iterator[Recording]:
 def record_program(folder: str) -> None:
     """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective.
 
-    `folder` is the folder on this rank to which a relative path refers.
+    `folder`: this rank's working directory when mpiad was imported; a relative path is relative to it.
     """
     global _latest
     with _own_communicator() as comm:

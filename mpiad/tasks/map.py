@@ -37,7 +37,7 @@ class Failed(NamedTuple):
     """An exception that was raised while an item was evaluated."""
 
     failure: Failure
-    rank: Rank
+    rank: Rank  # in the user's communicator
     index: int
 
     def error(self) -> WorkerError:
@@ -89,7 +89,10 @@ def require_plain(value: object, source: str) -> None:
 
 
 def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank) -> Outcome:
-    """Evaluate batches until `root`, a rank of the map's communicator, stops this rank; return the outcome."""
+    """Evaluate batches until the root stops this rank; return the outcome.
+
+    `root`: its rank in the map's communicator. `rank`: this rank in the user's communicator.
+    """
     waiting: deque[Batch] = deque()
     outcome: Outcome | None = None
     has_failed = False
@@ -99,7 +102,7 @@ def work(line: Line, root: Rank, fun: Function, keep_failures: bool, rank: Rank)
         if message is not None and message.kind == TASK:
             waiting.append(message.content)
         elif message is not None:
-            outcome = message.content  # if another rank has failed, batches may remain
+            outcome = message.content  # if another rank has failed, `waiting` may not be empty: these batches are dropped
         elif not waiting:
             wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
         elif has_failed:
@@ -139,7 +142,7 @@ class WorkerGroup:
 
     def __init__(self, user_channel: Channel):
         self._used = user_channel
-        self._survives = FAULT_TOLERANT and user_channel.size > 1
+        self._survives = FAULT_TOLERANT and user_channel.size > 1  # whether the map continues after a process has died
         self.comm = self._assembled()
         self.user_ranks = ranks_within(user_channel, self.comm)
         self.line = Line(self.comm, user_channel)
@@ -292,12 +295,12 @@ class Scheduler:
     # ---- results
 
     def _await(self, kind: int) -> None:
-        """Wait until a message is received or a rank has died; poll, because MPI's wait would occupy a core."""
+        """Call `_receive` until a message has arrived or a rank has died; polled, since MPI's wait would occupy a core."""
         count = len(self._batches)
         wait_for_message(lambda: self._receive(kind) or len(self._batches) < count, self._line.comm)
 
     def _receive(self, kind: int) -> bool:
-        """Receive a message; return False if none has arrived."""
+        """Receive a message of any kind, but ignore results unless `kind` is RESULT; return False if none has arrived."""
         message = self._take()
         if message is None:
             return False
@@ -349,7 +352,7 @@ class Scheduler:
     def _check_for_losses(self) -> None:
         self._check_timer.renew()
         for rank in self._group.newly_lost():
-            # No messages of the lost rank are expected, and other ranks get its batches.
+            # Messages posted to the lost rank are dropped, results from it are ignored, and other ranks get its batches.
             self._line.forget(rank)
             self._resend.extend(self._batches.pop(rank, ()))
 
@@ -436,7 +439,7 @@ def mpi_map(
 
 
 def _agreed_items(group: WorkerGroup, user_channel: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
-    """Check the arguments on all ranks; return the root's items."""
+    """Check the arguments on all ranks; return an iterator over the items, which is empty except on the root."""
     own_error, given = None, iter(())
     try:
         given = _checked(user_channel, fun, items, settings)
@@ -476,7 +479,7 @@ def _checked(user_channel: Channel, fun: object, items: Iterable, settings: tupl
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return an iterator that raises at its first item, when all ranks are in the map and raise together."""
+    """Return an iterator that raises at its first item: by then all ranks have entered the map, and they raise together."""
     yield from ()
     raise error
 

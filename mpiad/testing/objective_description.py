@@ -138,8 +138,8 @@ def _zero_gradient_remark(largest: list) -> str:
         return ""
     return (
         f" The gradient with respect to the first argument is zero on all ranks except rank {ranks[0]}, as if the function "
-        "broadcast this rank's argument. If every rank passes a copy of one variable, pass shared=True: all ranks "
-        "then get the whole gradient."
+        "broadcast this rank's argument. If every rank passes a copy of one variable, pass shared=True to value_and_grad: "
+        "all ranks then get the whole gradient."
     )
 
 

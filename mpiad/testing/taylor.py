@@ -18,7 +18,7 @@ from mpiad.pytrees import flatten, is_variable, map_leaves
 from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 
-_HALVINGS = 12
+_STEP_COUNT = 12
 _RATE_TOLERANCE = 0.2
 
 
@@ -93,7 +93,8 @@ def check_grads(
     order : {1, 2}
         The highest order of the derivatives to check.
     modes : sequence of {"rev", "fwd"}
-        "rev" checks reverse mode, "fwd" forward mode. The second order is reverse over reverse, or forward over reverse.
+        "rev" checks reverse mode, "fwd" forward mode. For the second order, "rev" is reverse over reverse, and "fwd"
+        forward over reverse.
     argnum, objective, shared, root, comm
         As for `value_and_grad`.
     step : float
@@ -140,7 +141,7 @@ def check_grads(
         )
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
     value, gradient = line.value_and_grad(line.x)
-    steps = [step / 2**k for k in range(_HALVINGS)]
+    steps = [step / 2**k for k in range(_STEP_COUNT)]
     values = [line.value_and_grad(line.point(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:
