@@ -865,7 +865,7 @@ NAMED = {
     forward: "TangentTape.communicated Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     operation: "suspended.__enter__ suspended.__exit__ communicate apply Operation.run",
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
-    backward: "run_backward run_backward_together sweep sweep_together _pulled_together",
+    backward: "run_backward run_backward_together sweep sweep_together",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
     trace_run: "TraceRun.run_backwards raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
