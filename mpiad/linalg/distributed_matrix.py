@@ -53,7 +53,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     failures = DeferredFailures(domain.comm, _CALL)
     for color in itertools.product(*map(range, colors)):
         field = _has_color(domain, colors, color, (0,) * len(colors)).astype(float)
-        image = _image(matvec, field, params, failures)
+        image = checked_product(matvec, field, params, failures, _CALL)
         remaining = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
@@ -83,11 +83,14 @@ def _color_count(n: int, halo: int, periodic: bool) -> int:
     return next((k for k in range(minimum, n + 1) if n % k == 0), n)
 
 
-def _image(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
+def checked_product(
+    matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures, call: str
+) -> np.ndarray:
+    """Return the operator's product with a field; raise on all ranks if it fails or isn't an array like the field."""
     image = failures.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
     if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
         result = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
-        text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {result}."
+        text = f"{call}: matvec must return an array of floats of shape {field.shape}, but returned {result}."
         failures.note(TypeError(text))  # ignored if matvec has already raised an exception
     failures.raise_together()
     return image

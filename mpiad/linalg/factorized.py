@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import autograd.numpy as anp
 import numpy as np
@@ -25,10 +24,17 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
-from mpiad.linalg.distributed_matrix import DistributedMatrix, GatheredFactors, back_substituted, factors_of, operator_rows
+from mpiad.linalg.distributed_matrix import (
+    DistributedMatrix,
+    GatheredFactors,
+    back_substituted,
+    checked_product,
+    factors_of,
+    operator_rows,
+)
 from mpiad.linalg.iteration import iterate
 from mpiad.linalg.krylov import gmres
-from mpiad.linalg.solve import direction_of, function_error, transposed_function
+from mpiad.linalg.solve import direction_of, function_error, transposed_matvec
 from mpiad.linalg.system import Settings, System
 from mpiad.linalg.vectors import block_error
 from mpiad.primitives import mpi_allgather, stop_gradient
@@ -68,10 +74,7 @@ class _Operator(NamedTuple):
         def one(block: Array) -> Array:
             if not transposed:
                 return self.matvec(block, *params)
-            transpose = getattr(self.matvec, "transpose", None)
-            if callable(transpose):
-                return transpose(block, *params)
-            return transposed_function(lambda x: self.matvec(x, *params), block)(block)
+            return transposed_matvec(self.matvec, params, block)(block)
 
         lead = spec_like(u).shape[: -len(self.shape) or None]
         if self.takes_batches or not lead:
@@ -149,13 +152,15 @@ class _Factors:
     def is_for(self, operator: _Operator, options: _Options) -> bool:
         """Return whether these are the factors of an operator on this rank."""
         same = operator.shape == self.operator.shape and all(x is y for x, y in zip(options, self.options))
-        pairs = zip(operator.leaves, self.operator.leaves)
-        return same and all(same_bits(np.asarray(x), np.asarray(y)) for x, y in pairs) and self.is_current()
+        return same and self._has_leaves(operator.leaves) and self.is_current()
+
+    def _has_leaves(self, leaves: list[Any]) -> bool:
+        return all(same_bits(np.asarray(x), np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))
 
     def again(self) -> _Factors:
         """Factor the operator with the present params; raise a RuntimeError on all ranks if they are unchanged."""
         leaves = [np.array(x) for x in self.given]
-        if _on_all(self.options, all(same_bits(x, np.asarray(y)) for x, y in zip(leaves, self.operator.leaves))):
+        if _on_all(self.options, self._has_leaves(leaves)):
             raise RuntimeError(
                 f"{_CALL}: an object that the operator reads from its closure has changed since it was factored. Pass the "
                 "object among the params, or call factorized again."
@@ -289,8 +294,10 @@ class _Options(NamedTuple):
         return matrix
 
 
-# The factors of the last call with each operator. A step of a time loop that calls `factorized` uses them again.
-_kept: WeakKeyDictionary[Any, _Factors] = WeakKeyDictionary()
+# The last operators with their factors, the newest first. A step of a time loop that calls `factorized` uses them again.
+# Their number is limited, since factors refer to their operator, and would keep it and themselves alive.
+_MOST_KEPT = 4
+_kept: list[tuple[Any, _Factors]] = []
 
 
 def _on_all(options: _Options, condition: bool) -> bool:
@@ -319,7 +326,7 @@ def _rows_of(operator: _Operator, params: tuple, pattern: Any, group: Channel, c
     values, failures = np.zeros(len(rows.indices)), DeferredFailures(comm, _CALL)
     for color in range(int(colors.max(initial=-1)) + 1):
         field = (colors[start : start + count] == color).astype(float).reshape(operator.shape)
-        image = _image(operator, field, params, failures).ravel()
+        image = checked_product(operator.matvec, field, params, failures, _CALL).ravel()
         chosen = of_entry == color
         values = values.astype(np.result_type(values, image), copy=False)
         values[chosen] = image[row_of_entry[chosen]]
@@ -341,29 +348,19 @@ def _colors(rows: Any, group: Channel) -> np.ndarray:
     return group.data.bcast(colors, 0)
 
 
-def _image(operator: _Operator, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
-    image = failures.attempt("matvec", lambda u: operator.matvec(u, *params), field, again=lambda: np.zeros(field.shape))
-    if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
-        shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
-        failures.note(
-            TypeError(f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}.")
-        )
-    failures.raise_together()
-    return image
-
-
 def _require_complete(operator: _Operator, params: tuple, matrix: DistributedMatrix, group: Channel) -> None:
     """Compare a product with the operator, in a random direction, with the matrix's; raise an error on all ranks."""
     failures = DeferredFailures(matrix.comm, _CALL)
-    start, stop = matrix.owned_columns.start, matrix.owned_columns.stop
-    direction = np.random.default_rng(0).standard_normal(matrix.shape[1])
+    columns = np.arange(matrix.owned_columns.start, matrix.owned_columns.stop)
+    direction = np.random.default_rng(group.rank).standard_normal(len(columns))
 
     def difference(first: int, last: int) -> np.ndarray:
-        own = np.where((np.arange(start, stop) >= first) & (np.arange(start, stop) < last), direction[start:stop], 0.0)
-        image = _image(operator, own.reshape(operator.shape), params, failures).ravel()
+        own = np.where((columns >= first) & (columns < last), direction, 0.0)
+        field = own.reshape(operator.shape)
+        image = checked_product(operator.matvec, field, params, failures, _CALL).ravel()
         scale = 1e-8 * max(1.0, float(np.abs(matrix.values).max(initial=0.0)))
         gap = np.abs(image - matrix.matvec(own))
-        return np.where(gap <= scale * np.abs(direction).max(), 0.0, gap)  # NaN remains
+        return np.where(gap <= scale * np.abs(direction).max(initial=1.0), 0.0, gap)  # NaN remains
 
     found = difference(0, matrix.shape[1])
     wrong = group.data.allgather(int(np.flatnonzero(found != 0.0)[0]) if found.any() else -1)
@@ -469,10 +466,13 @@ def factorized(
     options = _Options(group, comm, pattern, method, matrix)
     copies = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in plain]
     operator = _Operator(product, build, copies, getattr(like, "shape", ()), matrix is not None)
-    kept = _kept.get(matvec)
-    if not _on_all(options, kept is not None and kept.is_for(operator, options)):
-        kept = _kept[matvec] = _Factors(operator, plain, options)
-    return Factorized(kept, [leaves[k] for k in indices], indices)  # type: ignore[arg-type]
+    known = [pair for pair in _kept if pair[0] is matvec]
+    _kept[:] = [pair for pair in _kept if pair[0] is not matvec][: _MOST_KEPT - 1]
+    factors: Any = known[0][1] if known and known[0][1].is_for(operator, options) else None
+    if not _on_all(options, factors is not None):
+        factors = _Factors(operator, plain, options)
+    _kept.insert(0, (matvec, factors))
+    return Factorized(factors, [leaves[k] for k in indices], indices)
 
 
 def _check(matvec: Any, like: Any, params: tuple, pattern: Any, method: str, group: Channel) -> None:

@@ -80,14 +80,7 @@ class Problem(NamedTuple):
         """Return the product of this system's operator (transposed if `transposed`) with u, the first leaf."""
         if not self.transposed:
             return self.product(all_leaves)
-        return self.transposed_matvec(tuple(self.build(all_leaves[1:])), all_leaves[0])(all_leaves[0])
-
-    def transposed_matvec(self, params: tuple, like: LocalArray) -> Function:
-        """Return the product with the transpose: the user's method `transpose`, or a product derived by a trace."""
-        transpose = getattr(self.matvec, "transpose", None)
-        if callable(transpose):
-            return lambda u: transpose(u, *params)
-        return transposed_function(lambda u: self.matvec(u, *params), like)
+        return transposed_matvec(self.matvec, tuple(self.build(all_leaves[1:])), all_leaves[0])(all_leaves[0])
 
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system that the iterative methods solve, for untraced blocks."""
@@ -95,7 +88,9 @@ class Problem(NamedTuple):
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
             # The operator is traced here, so that an exception of the user's function is raised before a reverse pass.
-            apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
+            apply = failures.attempt(
+                "matvec", lambda like: transposed_matvec(self.matvec, params, like), b, again=lambda: b
+            )
         if self.preconditioner is not None and self.transposed:
             precondition = failures.attempt(
                 "transpose", transposed_preconditioner, self.preconditioner, self.preconditioner_transpose, params, b
@@ -204,6 +199,14 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
             "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
         )
         raise agreed(channel(settings.comm, settings.call), ValueError(text))
+
+
+def transposed_matvec(matvec: Function, params: tuple, like: LocalArray) -> Function:
+    """Return the product with the transpose: the operator's method `transpose`, or a product derived by a trace."""
+    transpose = getattr(matvec, "transpose", None)
+    if callable(transpose):
+        return lambda u: transpose(u, *params)
+    return transposed_function(lambda u: matvec(u, *params), like)
 
 
 def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:

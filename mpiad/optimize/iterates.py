@@ -23,12 +23,8 @@ class Iterates:
     """The iterates of a method that the root drives; `in_callback` is true while the callback runs, and after it raised."""
 
     def __init__(self, callback: Function | None, solve: RootDriven, checkpoint: RootCheckpoint):
-        self._callback, self._checkpoint, self._packing, self._used = (
-            _with_row(callback),
-            checkpoint,
-            solve.packing,
-            solve.used,
-        )
+        self._callback, self._checkpoint = _with_row(callback), checkpoint
+        self._packing, self._used = solve.packing, solve.used
         self._last: np.ndarray | None = None
         self._step_vector = np.zeros(0)
         self.record, self.in_callback = Record(solve.progress), False

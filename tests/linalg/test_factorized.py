@@ -1,6 +1,8 @@
 """`factorized` against dense matrices of the whole grid in one process, and closed forms of the derivatives."""
 
+import gc
 import importlib
+import weakref
 
 import autograd.numpy as anp
 import numpy as np
@@ -284,3 +286,16 @@ def test_refusals(rank, size):
     if size > 1:
         with pytest.raises(ValueError, match="without a pattern, the operator must be on one rank"):
             factorized(lambda u: u, like)
+
+
+def test_factors_of_old_operators_are_freed():
+    """Each call has another operator; only the factors of a few of them stay in memory."""
+    domain, operators = Domain(SHAPE), weakref.WeakSet()
+    for k in range(12):
+        operator = lambda u, k=k: (k + 2.0) * u  # noqa: E731
+        operators.add(operator)
+        b = np.ones(domain.local_shape)
+        np.testing.assert_allclose(factorized(operator, b, pattern=domain)(b), b / (k + 2.0), rtol=1e-12)
+    del operator
+    gc.collect()
+    assert len(operators) <= 4
