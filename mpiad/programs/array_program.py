@@ -203,8 +203,6 @@ class ArrayProgram:
         self.ends: list[int] = []  # for each part but the last, the number of outputs of this part and the earlier ones
         self.weak: set[int] = set()  # the nodes of Python scalars, which take the precision of the other operand
         self.logged = 0  # number of parts whose communications are logged, to continue without repeating them
-        self.contracts = False  # whether the program contains a contraction
-        self.componentwise: set[int] = set()  # joins with separately computed parts, and elementwise functions of these
         self.site: Site | None = None  # the user's line, for new nodes
         self.part = 0  # the part of the program, for new nodes
         self._known: dict[Any, int] = {}
@@ -306,10 +304,7 @@ class ArrayProgram:
             operands = [self.slice(y, axis, start, stop) for y in full]
             made.append(self.elementwise(operands, self.nodes[operands[0]].shape, dtype, data))
             start = stop
-        joined = self.join(made, axis)
-        if not self.componentwise.isdisjoint(inputs):
-            self.componentwise.add(joined)
-        return joined
+        return self.join(made, axis)
 
     def reshape(self, x: int, shape: Shape) -> int:
         """Append an array in another shape: a view if only axes of length 1 are added or removed."""
@@ -346,12 +341,6 @@ class ArrayProgram:
         length = sum(self.nodes[x].shape[axis] for x in parts)
         shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
         return self.add("join", parts, shape, first.dtype, axis)
-
-    def components(self, parts: Sequence[int], axis: int) -> int:
-        """Append the concatenation along an axis of arrays of length 1, each of which is computed separately."""
-        made = self.join(parts, axis)
-        self.componentwise.add(made)
-        return made
 
     def update(self, x: int, block: int, starts: Sequence[int]) -> int:
         """Append a copy of an array with a block replaced by another array of the same number of axes."""

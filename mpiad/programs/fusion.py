@@ -249,9 +249,8 @@ class Materialization:
             sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
             deep[n] = 1 + max((deep[x] for x in computed), default=0)
             eras[n] = frozenset(map(self._era, stored)).union(*(eras[x] for x in computed))
-            # Running sums of results or cotangents are kept. Otherwise each step would compute the whole sum again.
-            may_sum = self.program.contracts or node.part > 0
-            crowded = may_sum and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
+            # Running sums of cotangents are kept. Otherwise each step would compute the whole sum again.
+            crowded = node.part > 0 and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
                 long.add(n)
         return costs, {n: len(found) for n, found in sets.items()}, long

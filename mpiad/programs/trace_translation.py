@@ -8,9 +8,8 @@ calls of NumPy on whole arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial, reduce
-from itertools import accumulate, product
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,11 @@ import numpy as np
 from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.numpy_functions import Rule, Unsupported, rule_of, scalar_function
 from mpiad.compiling.symbols import Symbol
-from mpiad.differentiation.rules.einsum import letters_of
 from mpiad.programs.array_program import (
     BOOLEAN,
     COMPUTED,
     FLOATS,
-    SHORT,
     ArrayProgram,
-    Axis,
     Call,
     IndexMap,
     Slot,
@@ -190,21 +186,8 @@ class _Translation:
             return x
         if not math.prod(x.shape):
             return self.full(float(name == "multiply"))
-        return self._folded(name, x, axes)
-
-    def _folded(self, name: str, x: Value, axes: tuple[int, ...]) -> Value:
-        program, node = self.program, self.program.nodes[x.number]
-        left = tuple([n for k, n in enumerate(node.shape) if k not in axes])
-        if x.number not in program.componentwise or node.kind != "join" or len(node.inputs) != node.shape[node.data]:
-            return self.value(program.add("reduce", (x.number,), left, node.dtype, (name, axes)))
-        parts = [self.value(part) for part in node.inputs]
-        if node.data not in axes:
-            place = node.data - sum(k < node.data for k in axes)
-            unit = (*left[:place], 1, *left[place + 1 :])
-            folded = [self._folded(name, part, axes).reshape(unit).number for part in parts]
-            return self.value(program.components(folded, place))
-        total = reduce(partial(self.computed, getattr(np, name)), parts)
-        return total.reshape(left) if axes == (node.data,) else self._folded(name, total, axes)
+        left = tuple([n for k, n in enumerate(x.shape) if k not in axes])
+        return self.value(self.program.add("reduce", (x.number,), left, x.dtype, (name, axes)))
 
     def full(self, value: Array) -> Value:
         """Append an array of equal entries, or a broadcast value."""
@@ -309,158 +292,17 @@ def _roll(t: _Translation, x: Value, shift: Any, axis: Any = None) -> Value:
     return x
 
 
-# Contractions over a few components, such as a 3 x 3 matrix times the components of a field at each point.
-#
-# A call of NumPy reads its operands from memory, and writes its result to memory. Short contractions are unrolled instead,
-# so that loops can compute them together with other operations: a sum over a short axis becomes a sum of terms, and if the
-# result has an axis that the fields (the large operands) don't have, its entries along this axis become separate arrays,
-# which are joined. Thus one loop over the points of the fields computes all components. Long contractions remain calls,
-# since BLAS is faster.
-
-_MOST_TERMS = 64  # maximum number of terms of an unrolled contraction
-_SMALL = 64  # maximum size of an operand that isn't a field
-
-
-def _einsum(t: _Translation, subscripts: Any, *operands: Any, optimize: Any = None) -> Value:
-    if not isinstance(subscripts, str):
-        raise Unsupported
-    inputs, out = letters_of(subscripts, [len(_value(x).shape) for x in operands])
-    return _Contraction(t, operands, inputs, list(out)).made()
-
-
-def _matmul(t: _Translation, x: Array, y: Array) -> Value:
-    labels = [_of_matrix(_value(x), "ik"), _of_matrix(_value(y), "kj" if len(_value(y).shape) > 1 else "jk")]
-    batch = range(2 - max(2, len(x.shape), len(y.shape)), 0)
-    out = [*batch, *[label for found, label in zip(labels, "ij") if label in found]]
-    return _Contraction(t, (x, y), labels, out).made()
-
-
-def _of_matrix(x: Value, last: str) -> list[Hashable]:
-    ndim = len(x.shape)
-    if not ndim:
-        raise Unsupported
-    return [*range(2 - ndim, 0), *last] if ndim > 1 else [last[1]]
-
-
-def _dot(t: _Translation, x: Array, y: Array) -> Value:
-    ndim = len(_value(y).shape)
-    return _tensordot(t, x, y, (len(_value(x).shape) - 1, max(ndim - 2, 0)) if x.shape and ndim else 0)
-
-
-def _inner(t: _Translation, x: Array, y: Array) -> Value:
-    return _tensordot(t, x, y, (-1, -1) if _value(x).shape and _value(y).shape else 0)
-
-
-def _tensordot(t: _Translation, x: Array, y: Array, axes: Any = 2) -> Value:
-    m, n = len(_value(x).shape), len(_value(y).shape)
-    axes = _numbers(t, axes)
-    pair = (range(m - axes, m), range(axes)) if isinstance(axes, int) else axes
-    of_x, of_y = [(k,) if isinstance(k, int) else k for k in pair]
-    first: list[Hashable] = [("x", k) for k in range(m)]
-    second: list[Hashable] = [("y", k) for k in range(n)]
-    for k, j in zip(of_x, of_y, strict=True):
-        second[j] = first[k]
-    out = [label for label in (*first, *second) if (label in first) != (label in second)]
-    return _Contraction(t, (x, y), [first, second], out).made()
-
-
-def _numbers(t: _Translation, x: Array) -> Any:
-    """Return Python integers, in nested lists, for integers given as numbers, arrays or lists."""
-    if isinstance(x, Value):
-        node = t.program.nodes[x.number]
-        if node.kind != "constant":
-            raise Unsupported
-        return t.program.constants[node.data].tolist()
-    return [_numbers(t, part) for part in x] if isinstance(x, Iterable) else int(x)
-
-
 def _value(x: Any) -> Value:
     if not isinstance(x, Value):
         raise Unsupported
     return x
 
 
-class _Contraction:
-    """A contraction in Einstein notation; `labels`: for each operand the labels of its axes; `out`: those of the result."""
-
-    def __init__(self, t: _Translation, operands: Sequence[Value], labels: Any, out: list[Hashable]):
-        self.t, self.labels, self.out = t, labels, out
-        self.operands = [t.of(x, t.dtype) for x in operands]
-        self.lengths: dict[Hashable, int] = {}
-        for x, found in zip(self.operands, labels):
-            for label, n in zip(found, x.shape):
-                self.lengths[label] = max(n, self.lengths.get(label, 1))
-        self.unrolled, self.folded = self._classified_labels([math.prod(x.shape) for x in self.operands])
-
-    def _classified_labels(self, sizes: Sequence[int]) -> tuple[set[Hashable], list[Hashable]]:
-        """Return the labels of unrolled axes, and those of axes that loops sum over; all fields have the other axes."""
-        lengths = self.lengths
-        fields = [set(found) for found, size in zip(self.labels, sizes) if size > _SMALL]
-        of_fields = set(lengths).intersection(*fields)
-        summed = [label for label in lengths if label not in self.out]
-        folded = [label for label in summed if all(label in found for found in self.labels)]
-        if max((lengths[label] for label in folded), default=0) <= SHORT:
-            folded = []
-        loops = {label for label in self.out if label in of_fields}
-        unrolled = lengths.keys() - loops - set(folded)
-        terms = [lengths[label] for label in unrolled]
-        if folded and loops or 0 in sizes or max(terms, default=0) > SHORT or math.prod(terms) > _MOST_TERMS:
-            raise Unsupported
-        return unrolled, folded
-
-    def made(self) -> Value:
-        self.t.program.contracts = True
-        return self._assembled(0, {})
-
-    def _assembled(self, axis: int, at: dict[Hashable, int]) -> Value:
-        """Return the part of the result at given indices of the unrolled axes before `axis`."""
-        if axis == len(self.out):
-            return self._summed(at)
-        label = self.out[axis]
-        if label not in self.unrolled:
-            return self._assembled(axis + 1, at)
-        parts = [self._assembled(axis + 1, {**at, label: k}).number for k in range(self.lengths[label])]
-        return self.t.value(self.t.program.components(parts, axis))
-
-    def _summed(self, at: dict[Hashable, int]) -> Value:
-        """Return the sum of products at given indices of the unrolled axes of the result."""
-        labels = [label for label in self.lengths if label in self.unrolled and label not in self.out]
-        places = product(*[range(self.lengths[label]) for label in labels])
-        terms = [self._product(at | dict(zip(labels, place))) for place in places]
-        total = reduce(partial(self.t.computed, np.add), terms)
-        axes = tuple(range(len(self.out), len(total.shape)))
-        return self.t.reduce("add", total, axes) if self.folded else total
-
-    def _product(self, at: dict[Hashable, int]) -> Value:
-        """Return the product of the operands at the given indices."""
-        factors = [self._part(x, labels, at) for x, labels in zip(self.operands, self.labels)]
-        return reduce(partial(self.t.computed, np.multiply), factors)
-
-    def _part(self, x: Value, labels: Sequence[Hashable], at: dict[Hashable, int]) -> Value:
-        """Return an operand at the given indices, with the axes of the result followed by the axes that loops sum over."""
-        axes = [*self.out, *self.folded]
-        map, shape = [], [1] * len(axes)
-        for label, n in zip(labels, x.shape):
-            if label in at or n == 1:  # axes of length 1 are broadcast
-                map.append(Axis(None, 0, min(at.get(label, 0), n - 1)))
-            else:
-                place = axes.index(label)
-                shape[place] = n
-                map.append(Axis(place, 1, 0))
-        return x.view(tuple(map), tuple(shape))
-
-
-def _product(of_more_axes: Rule | None = None) -> Rule:
-    def rule(t: _Translation, x: Array, y: Array) -> Value:
-        if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
-            raise Unsupported
-        if not len(x.shape) == len(y.shape) == 1:
-            if of_more_axes is None:
-                raise Unsupported
-            return of_more_axes(t, x, y)
-        return t.reduce("add", t.computed(np.multiply, x, y))
-
-    return rule
+def _product(t: _Translation, x: Array, y: Array) -> Value:
+    """Return the inner product of vectors; products of arrays with more axes are calls of NumPy."""
+    if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype and len(x.shape) == len(y.shape) == 1):
+        raise Unsupported
+    return t.reduce("add", t.computed(np.multiply, x, y))
 
 
 def _reshape(t: _Translation, x: Value, *args: Any, order: Any = "C", **_: Any) -> Value:
@@ -494,8 +336,7 @@ _RESHAPING = (
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_RESHAPING, _reshape), **{function: _viewed(function) for function in _VIEWING},
     take: _take, cast: _cast, with_entries: _with_entries, array_of: lambda t, x, *_, **__: t.array(x),
-    np.dot: _product(_dot), np.vdot: _product(), np.inner: _product(_inner), np.matmul: _product(_matmul),
-    np.einsum: _einsum, np.tensordot: _tensordot, np.copy: _same, np.real: _same,
+    **dict.fromkeys((np.dot, np.vdot, np.inner, np.matmul), _product), np.copy: _same, np.real: _same,
     np.broadcast_to: lambda t, x, *_: t.full(x), np.concatenate: _concatenate, np.stack: _stack, np.pad: _pad,
     np.roll: _roll, np.diff: _diff,
 }  # fmt: skip
