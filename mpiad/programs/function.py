@@ -78,8 +78,7 @@ class Listing:
                 made = ", ".join(f"%{item.node}{' (copy)' * item.copies}" for item in step.items)
                 loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
                 read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]
-                where = " in place" * bool(text.overwrites)  # type: ignore[union-attr]
-                lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}{where}")
+                lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}")
             else:
                 node = self._nodes[step.node]
                 lines.append(

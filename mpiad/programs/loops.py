@@ -44,8 +44,6 @@ class LoopText(NamedTuple):
     edges: Array | None  # the argument after the buffers: an array of shape (n, 2 d) with one box at the edges per row
     lanes: int  # length of the array of partial results, which is the last argument; 0 if there is no such argument
     loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, each with a map from the loop's indices to its own
-    # (b, c) if buffer b overwrites the memory of buffer c, () otherwise
-    overwrites: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:

@@ -1,7 +1,5 @@
 """Allocation of memory for a program's temporary buffers. Buffers that aren't used at the same time share memory.
 
-If a loop is the last one to use an array and reads each entry only at the index that it writes, it may overwrite the array.
-
 A replay (an executable instance of a program) that waits for its reverse pass needs the arrays that this pass reads. Its
 other large arrays are in scratch memory, which all replays of all programs share. For example, the gradient of a time loop
 with a hundred steps needs a hundred replays, but scratch memory for one.
@@ -10,7 +8,6 @@ with a hundred steps needs a hundred replays, but scratch memory for one.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 from weakref import ReferenceType, ref
@@ -18,7 +15,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.programs.fusion import Loop, Run, Schedule, Store, root_of
+from mpiad.programs.fusion import Run, Schedule, root_of
 from mpiad.programs.loops import LoopText
 
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
@@ -92,14 +89,7 @@ class Scratch:
 def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Allocation]:
     """Return the memory of each temporary buffer."""
     spans = spans_of(schedule, texts)
-    # If a buffer overwrites another one, both have one allocation, which is in use from the first use of either.
-    first = {}
-    for text in texts:
-        if text is not None and text.overwrites:
-            b, c = text.overwrites
-            first[b] = first.get(c, c)
-            spans[first[b]] += spans.pop(b)
-    layouts = _layouts(schedule, spans, first)
+    layouts = _layouts(schedule, spans)
     last = len(schedule.steps)
     ends: list[int] = []  # the last step that uses each memory
     memories: list[tuple[int, bool]] = []  # bytes, and whether it is scratch
@@ -122,7 +112,7 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
             ends.append(end)
         ends[memory] = end
         allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, layout)
-    return allocations | {b: allocations[c] for b, c in first.items()}
+    return allocations
 
 
 def aligned(nbytes: int) -> Array:
@@ -131,19 +121,19 @@ def aligned(nbytes: int) -> Array:
     return memory[-memory.ctypes.data % _LINE :][:nbytes]
 
 
-def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
-    """Return layouts in which rows written by loops begin at cache lines; `first` maps buffers to those they overwrite."""
+def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, Layout]:
+    """Return layouts in which rows written by loops begin at cache lines."""
     buffers, shifts = schedule.buffers, {}
     # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
-    dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}
+    dense = {found.data for found in buffers if found.kind == "alias"}
     for step in schedule.steps:
         if isinstance(step, Run):
-            dense |= set() if step.in_place else {first.get(b, b) for b in step.inputs}
+            dense |= set() if step.in_place else set(step.inputs)
             continue
         for item in step.items:
             b, map = item.place
             if map and map[-1].source is not None:
-                shifts.setdefault(first.get(b, b), -map[-1].offset * buffers[b].dtype.itemsize % _LINE)
+                shifts.setdefault(b, -map[-1].offset * buffers[b].dtype.itemsize % _LINE)
     made = {}
     for b in spans:
         shape, itemsize = buffers[b].shape, buffers[b].dtype.itemsize
@@ -163,46 +153,3 @@ def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         for buffer in step.inputs if isinstance(step, Run) else text.buffers:  # type: ignore[union-attr]
             spans.setdefault(root_of(schedule.buffers, buffer), []).append(at)
     return spans
-
-
-def with_overwriting(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[LoopText | None]:
-    """Return the texts of loops; loops that can overwrite a buffer that isn't used afterwards are changed to do so.
-
-    For example, the field at time n + 1 overwrites the field at time n - 1, so the loop accesses one array less.
-    """
-    spans = spans_of(schedule, texts)
-    has_other_shapes = {found.data for found in schedule.buffers if found.kind == "alias"}
-    own = {b for b in spans if schedule.buffers[b].kind == "temporary" and b not in has_other_shapes}
-    made = list(texts)
-    for at, (step, text) in enumerate(zip(schedule.steps, texts)):
-        if text is None or not isinstance(step, Loop):
-            continue
-        for item in step.items:
-            b, map = item.place
-            has_other_items = sum(other.place.buffer == b for other in step.items) > 1
-            # A fold can't overwrite its operand, since it updates entries repeatedly.
-            if not isinstance(item, Store) or has_other_items or b not in own or spans[b][0] != at:
-                continue
-            for c in own & set(text.buffers) - text.written:
-                # A later part of the program may run again, and then needs the buffers of an earlier part once more.
-                same_part = schedule.part(spans[c][0]) == schedule.part(at)
-                is_alike = schedule.buffers[b] == schedule.buffers[c]
-                if is_alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:
-                    made[at] = text = _overwriting(text, b, c)
-                    break
-            if text.overwrites:
-                break
-    return made
-
-
-def _overwriting(text: LoopText, b: int, c: int) -> LoopText:
-    """Return a loop in which buffer c is replaced by buffer b."""
-    place = text.buffers.index(c)
-    old, new = text.arguments[place][0], text.arguments[text.buffers.index(b)][0]
-    return text._replace(
-        body=re.sub(rf"\b{old}\[", f"{new}[", text.body),
-        arguments=text.arguments[:place] + text.arguments[place + 1 :],
-        buffers=text.buffers[:place] + text.buffers[place + 1 :],
-        loads=frozenset((b if x == c else x, map) for x, map in text.loads),
-        overwrites=(b, c),
-    )

@@ -24,7 +24,7 @@ from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Call, Node, Slot, described
 from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
-from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of, with_overwriting
+from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
@@ -40,10 +40,9 @@ class Replays:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        texts = [
+        self.texts: list[LoopText | None] = [  # of each step, None for calls
             LoopWriter(schedule, at).text() if isinstance(step, Loop) else None for at, step in enumerate(schedule.steps)
         ]
-        self.texts: list[LoopText | None] = with_overwriting(schedule, texts)  # of each step, None for calls
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.allocations = allocate(schedule, self.texts)
         self.scratch = Scratch(self.allocations)
@@ -85,7 +84,7 @@ class Replays:
 class Replay:
     """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` part k + 1.
 
-    `prepared`: whether communications are prepared, if possible, and overlapped with loops.
+    `prepared`: whether communications are prepared, if possible.
     """
 
     def __init__(self, replays: Replays, prepared: bool):
