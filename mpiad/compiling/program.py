@@ -233,15 +233,13 @@ class Program:
         return f"<Program of {self.cost} operations>"
 
 
-def needed_values(
-    instructions: Sequence[Instruction], outputs: Iterable[int], terms: Mapping[int, tuple[int, ...]] | None = None
-) -> set[int]:
-    """Return the values from which the outputs are computed; `terms` replaces the arguments of some instructions."""
+def needed_values(instructions: Sequence[Instruction], outputs: Iterable[int]) -> set[int]:
+    """Return the values from which the outputs are computed."""
     needed = set(outputs)
     # Arguments precede the values computed from them, so one backward pass finds all needed values.
     for number in range(len(instructions) - 1, -1, -1):
         if number in needed:
-            needed.update((terms or {}).get(number, instructions[number].arguments))
+            needed.update(instructions[number].arguments)
     return needed
 
 

@@ -1,8 +1,7 @@
 """Source text of programs, in the kernel language: one assignment to a local scalar per operation.
 
 The values of a user's function are computed in the order of the operations in the function, so they equal those computed
-by NumPy, except for the rounding of operations that `lowered` or a `Builder` replaces. In tangents and adjoints, a product
-and a sum may become one `fma`.
+by NumPy, except for the rounding of operations that `lowered` or a `Builder` replaces.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad.compiling.c_translation import c_lines
-from mpiad.compiling.program import OPERATIONS, Builder, Program, copy_program, needed_values
+from mpiad.compiling.program import OPERATIONS, Builder, Program, copy_program
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Lowering: the replacement of operations without a machine instruction by other operations.
@@ -94,9 +93,6 @@ _RULES: dict[str, Callable[..., Symbol | None]] = {
 # For each group, the expressions of its inputs.
 Names: TypeAlias = "Mapping[str, Sequence[str]]"
 
-# For each value of the form a b + c: the numbers of a, b and c, and the format of the expression.
-_Sums = dict[int, tuple[int, int, int, str]]
-
 
 def number(value: float | bool, single: bool = False) -> str:
     """Return a literal of a number, in double or single precision."""
@@ -127,18 +123,17 @@ def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLi
     scalars; two programs in one function need different prefixes.
     """
     program = lowered(program)
-    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, prefix, {})
+    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, prefix)
     return statements + [f"{target} = {texts[i]}" for target, i in zip(outputs, program.outputs, strict=True)]
 
 
 def function_source(
-    program: Program, name: str, names: Names, arguments: Sequence[str], fused: bool = False, dtype: DTypeLike = float,
-    language: str = "python",
-) -> str:  # fmt: skip
+    program: Program, name: str, names: Names, arguments: Sequence[str], dtype: DTypeLike = float, language: str = "python"
+) -> str:
     """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
 
-    `names`: the names of each group's inputs. `arguments`: the names of the parameters. `fused`: whether sums of
-    products become `fma`. In C, numbers have the type `real`, and the function is `INLINE`.
+    `names`: the names of each group's inputs. `arguments`: the names of the parameters. In C, numbers have the type
+    `real`, and the function is `INLINE`.
     """
     if language == "c":
         outputs = numbered("out", len(program.outputs))
@@ -146,43 +141,23 @@ def function_source(
         body = indented(c_lines(lines(program, names, outputs, dtype), outputs))
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *body, "}"])
     program = lowered(program)
-    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, "v", _sums(program) if fused else {})
+    texts, statements = _texts(program, names, np.dtype(dtype) == np.float32, "v")
     body = [*statements, f"return ({', '.join(texts[o] for o in program.outputs)},)"]
     return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"
 
 
-def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
+def _texts(program: Program, names: Names, single: bool, prefix: str) -> tuple[dict[int, str], list[str]]:
     texts: dict[int, str] = {}
     statements: list[str] = []
-    # A product that occurs only in an `fma` isn't computed separately.
-    for i in sorted(needed_values(program.instructions, program.outputs, {i: sums[i][:3] for i in sums})):
-        operation, arguments, value = program.instructions[i]
+    for i, (operation, arguments, value) in enumerate(program.instructions):
         if operation == "constant":
             texts[i] = number(value, single)  # type: ignore[arg-type]
         elif operation == "input":
             group, place = value  # type: ignore[misc]
             texts[i] = names[group][place]
         else:
-            if i in sums:
-                *places, form = sums[i]
-                text = form.format(*(texts[j] for j in places))
-            else:
-                zero, one = number(0.0, single), number(1.0, single)
-                text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
+            zero, one = number(0.0, single), number(1.0, single)
+            text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
             texts[i] = f"{prefix}{i}"
             statements.append(f"{texts[i]} = {text}")
     return texts, statements
-
-
-def _sums(program: Program) -> _Sums:
-    found = {}
-    for i, (operation, arguments, _) in enumerate(program.instructions):
-        if operation not in ("add", "subtract"):
-            continue
-        x, y = arguments
-        sign = "" if operation == "add" else "-"
-        for product, other, form in ((y, x, f"fma({sign}{{0}}, {{1}}, {{2}})"), (x, y, f"fma({{0}}, {{1}}, {sign}{{2}})")):
-            if program.instructions[product].operation == "multiply":
-                found[i] = (*program.instructions[product].arguments, other, form)
-                break
-    return found

@@ -104,7 +104,7 @@ def test_c_declares_each_value_once_and_keeps_its_precision():
     program = builder.program({"state": 2}, [chosen, known])
 
     def body(dtype):
-        head, *inner, end = function_source(program, "f", {"state": ["x", "y"]}, ["x", "y"], False, dtype, "c").split("\n")
+        head, *inner, end = function_source(program, "f", {"state": ["x", "y"]}, ["x", "y"], dtype, "c").split("\n")
         assert (head, end) == ("INLINE void f(const real x, const real y, real& out0, real& out1) {", "}")
         return [line.strip() for line in inner]
 
@@ -127,7 +127,7 @@ def test_each_operation_in_c_is_numpys(dtype, tmp_path):
 typedef {"double" if dtype is np.float64 else "float"} real;
 """
     given = [f"u[{i}]" for i in range(3)] + [f"o[{i}]" for i in range(count)]
-    text = function_source(program, "f", {"state": names}, names, False, dtype, "c")
+    text = function_source(program, "f", {"state": names}, names, dtype, "c")
     source.write_text(f'{head}{text}\nextern "C" void g(const real* u, real* o) {{ f({", ".join(given)}); }}\n')
     subprocess.run([COMPILER, "-std=c++14", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     g = ctypes.CDLL(str(library)).g

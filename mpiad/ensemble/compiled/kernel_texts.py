@@ -25,7 +25,7 @@ def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
     programs = _forward_programs(traced, spec)
     if spec.affects is not None:
         programs |= {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None}
-    parts = [_function(one, name, spec, traced.names, fused=name[0] == "d") for name, one in programs.items()]
+    parts = [_function(one, name, spec, traced.names) for name, one in programs.items()]
     return "\n\n".join([*parts, forward_source(spec, are_simple(list(programs.values())))])
 
 
@@ -35,8 +35,7 @@ def reverse_text(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...
     programs = _reverse_programs(traced.program, spec, wanted)
     wrt: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if spec.timed else {})
     programs |= {f"back{e}": simplify(vjp(traced.affects[e], wrt)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
-    # The stages are recomputed only for derivatives, so they may be rounded differently than in the forward kernel.
-    parts = [_function(one, name, spec, traced.names, fused=True) for name, one in programs.items()]
+    parts = [_function(one, name, spec, traced.names) for name, one in programs.items()]
     return "\n\n".join([*parts, reverse_source(spec, are_simple(list(programs.values())))])
 
 
@@ -79,14 +78,7 @@ def _reverse_programs(
     return programs | {f"slopes{e}": vjp(g, wrt_time) for e, g in enumerate(conditions)}
 
 
-def _function(
-    program: Program,
-    name: str,
-    spec: KernelSpec,
-    parameters: tuple[str, ...],
-    fused: bool = False,
-    language: str = "python",
-) -> str:
+def _function(program: Program, name: str, spec: KernelSpec, parameters: tuple[str, ...], language: str = "python") -> str:
     """Return the text of ``name(*u, *p, *s, t, *w, *x)``; w: tangents or cotangents; x: second directions."""
     names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
     names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # the seed of a parameter is the constant 1
@@ -95,4 +87,4 @@ def _function(
     # Kernels pass first the parameters per trajectory, then the shared ones.
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
     arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
-    return function_source(program, name, names, arguments, fused, spec.dtype, language)
+    return function_source(program, name, names, arguments, spec.dtype, language)
