@@ -27,6 +27,8 @@ Rule: TypeAlias = "Callable[..., list[Partial]]"
 
 
 def _power(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
+    if x.builder.value(y.number) == 2.0:
+        return [2.0 * x, None]
     # At x = 0 the logarithm is infinite, and its product with zero would be NaN.
     safe = choose(x == 0.0, 1.0, x)
     return [y * x ** choose(y == 0.0, 1.0, y - 1.0), safe.log() * r]

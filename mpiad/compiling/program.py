@@ -275,125 +275,7 @@ def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
     return [values[i] for i in program.outputs]
 
 
-# Construction and simplification of programs: common subexpression elimination, constant folding, identities.
-
-# Algebraic simplifications.
-#
-# They are exact, also for NaN and infinity, with two exceptions. The sign of a zero may change: x + 0 becomes x, and 0 - x
-# becomes -x. |z|², frequent in users' functions, is computed without a square root, so rounding differs. 0 · x and x - x
-# aren't simplified, since they are NaN if x is NaN or infinite.
-
-
-def _inner(builder: Builder, x: int, operation: str) -> int | None:
-    """Return the argument if x is the result of the unary `operation`, else None."""
-    instruction = builder.instructions[x]
-    return instruction.arguments[0] if instruction.operation == operation else None
-
-
-def _add(b: Builder, x: int, y: int) -> int | None:
-    if b.value(x) == 0:
-        return y
-    if b.value(y) == 0:
-        return x
-    for left, right in ((x, y), (y, x)):
-        negated = _inner(b, right, "negative")
-        if negated is not None:
-            return b.call("subtract", left, negated)
-    return None
-
-
-def _subtract(b: Builder, x: int, y: int) -> int | None:
-    if b.value(y) == 0:
-        return x
-    if b.value(x) == 0:
-        return b.call("negative", y)
-    negated = _inner(b, y, "negative")
-    return None if negated is None else b.call("add", x, negated)
-
-
-def _square_of_modulus(b: Builder, x: int) -> int | None:
-    operation, parts, _ = b.instructions[x]
-    return b.call("add", *(b.call("multiply", part, part) for part in parts)) if operation == "modulus" else None
-
-
-def _multiply(b: Builder, x: int, y: int) -> int | None:
-    square = _square_of_modulus(b, x) if x == y else None
-    if square is not None:
-        return square
-    if b.value(y) is not None:
-        x, y = y, x
-    if b.value(x) == 1:
-        return y
-    if b.value(x) == -1:
-        return b.call("negative", y)
-    first, second = _inner(b, x, "negative"), _inner(b, y, "negative")
-    if second is not None and b.value(x) is not None:
-        return b.call("multiply", b.call("negative", x), second)
-    return None if first is None or second is None else b.call("multiply", first, second)
-
-
-def _divide(b: Builder, x: int, y: int) -> int | None:
-    divisor = b.value(y)
-    if divisor == 1:
-        return x
-    # The reciprocal of a power of two is exact.
-    if divisor and math.isfinite(divisor) and abs(math.frexp(divisor)[0]) == 0.5 and abs(math.log2(abs(divisor))) < 100:
-        return b.call("multiply", x, b.constant(1 / divisor))
-    return None
-
-
-def _absolute(b: Builder, x: int) -> int | None:
-    negated = _inner(b, x, "negative")
-    if negated is not None:
-        return b.call("absolute", negated)
-    return x if _inner(b, x, "absolute") is not None else None
-
-
-def _logical(decisive: bool) -> Callable[..., int | None]:
-    def rule(b: Builder, x: int, y: int) -> int | None:
-        for one, other in ((x, y), (y, x)):
-            if b.value(one) is not None:
-                return one if bool(b.value(one)) is decisive else other
-        return x if x == y else None
-
-    return rule
-
-
-def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
-    known = b.value(condition)
-    if known is not None:
-        return x if known else y
-    if x == y:
-        return x
-    if b.is_boolean(x) and b.value(x) is True and b.value(y) is False:
-        return condition
-    opposite = _inner(b, condition, "logical_not")
-    return None if opposite is None else b.call("where", opposite, y, x)
-
-
-def _power(b: Builder, x: int, y: int) -> int | None:
-    exponent = b.value(y)
-    if exponent == 0:  # also for NaN, whose power 0 is 1
-        return b.constant(1.0)
-    if exponent == 2:
-        return _square_of_modulus(b, x)
-    return x if exponent == 1 else None
-
-
-_RULES: dict[str, Callable[..., int | None]] = {
-    "add": _add,
-    "subtract": _subtract,
-    "multiply": _multiply,
-    "divide": _divide,
-    "negative": lambda b, x: _inner(b, x, "negative"),
-    "absolute": _absolute,
-    "logical_not": lambda b, x: _inner(b, x, "logical_not"),
-    "logical_and": _logical(False),
-    "logical_or": _logical(True),
-    "where": _where,
-    **dict.fromkeys(("maximum", "minimum", "fmax", "fmin"), lambda b, x, y: x if x == y else None),
-    "power": _power,
-}
+# Construction of programs: common subexpression elimination and constant folding.
 
 # The maximum number of operations limits the time of a trace.
 _MAX_OPERATIONS = 50_000
@@ -434,11 +316,7 @@ class Builder:
         return instruction.arguments if instruction.operation == "complex" else None
 
     def call(self, operation: str, *arguments: int) -> int:
-        """Return the number of an operation's value, after simplification."""
-        rule = _RULES.get(operation)
-        simpler = None if rule is None else rule(self, *arguments)
-        if simpler is not None:
-            return simpler
+        """Return the number of an operation's value; an operation on constants is a constant."""
         values = [self.value(argument) for argument in arguments]
         if None not in values:
             with np.errstate(all="ignore"):
@@ -477,7 +355,7 @@ class Builder:
 
 
 def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
-    """Return a program with the same outputs, simplified by `Builder.call`.
+    """Return a program with the same outputs, without repeated operations and operations on constants.
 
     `known`: values of some inputs, by group and index, which become constants. The other inputs keep their indices.
     """
@@ -491,7 +369,7 @@ def copy_program(
 ) -> list[int]:
     """Append a program's instructions to a builder, and return the new numbers of the values.
 
-    `call` appends the operations; by default it is ``builder.call``, which simplifies them.
+    `call` appends the operations; by default it is ``builder.call``.
     """
     new, call = list[int](), call or builder.call
     for operation, arguments, value in program.instructions:

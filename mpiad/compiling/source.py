@@ -1,7 +1,7 @@
 """Source text of programs, in the kernel language: one assignment to a local scalar per operation.
 
 The values of a user's function are computed in the order of the operations in the function, so they equal those computed
-by NumPy, except for the rounding of operations that `lowered` or a `Builder` replaces.
+by NumPy, except for the rounding of operations that `lowered` replaces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simplifications change no value, NaN and infinity included, but for the sign of a zero."""
+"""Programs that compute nothing twice, and no constants, have the same values, NaN and infinity included."""
 
 from __future__ import annotations
 
@@ -62,24 +62,17 @@ def all_pairs():
 def test_values_stay_in_all_pairs():
     program = all_pairs()
     simple = simplify(program)
-    assert simple.cost < 0.8 * program.cost
+    assert simple.cost < program.cost
     for u in ([1.5, -2.0], [-0.7, -0.7], [math.nan, 1.0], [3.0, math.inf], [0.0, 2.0]):
         before, after = (np.array(evaluated(p, u), float) for p in (program, simple))
-        # By a divisor that is zero the sign of an infinity may change with that of the zero.
-        known = ~np.isinf(before) | ~np.array([u[0] == 0] * len(before))
-        np.testing.assert_array_equal(np.abs(after), np.abs(before))
-        np.testing.assert_array_equal(after[known], before[known])
+        np.testing.assert_array_equal(after, before)
 
 
 @given(raw_programs(), st.lists(st.sampled_from([0.0, 1.5, -2.0, math.inf, math.nan]), min_size=2, max_size=2))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_values_stay(program, u):
     simple = simplify(program)
-    # The sign of a zero may change, and with it the sign of an infinity: 1 / (x + 0).
-    before, after = (np.array(evaluated(p, u), float) + 0.0 for p in (program, simple))
-    divides = any(instruction.operation == "divide" for instruction in program.instructions)
-    if divides and any(x == 0 for x in evaluated(program, u)):
-        return
+    before, after = (np.array(evaluated(p, u), float) for p in (program, simple))
     np.testing.assert_array_equal(after, before)
     assert simplify(simple) == simple
     assert simple.cost <= program.cost

@@ -110,9 +110,9 @@ def test_c_declares_each_value_once_and_keeps_its_precision():
 
     assert body(np.float32) == [
         "auto v2 = x > y;", "auto v3 = exp(x);", "auto v5 = (v2 ? v3 : (real)((-0.1)));",
-        "auto v8 = (v2 ? (real)(INFINITY) : 0.5f);", "out0 = v5;", "out1 = v8;",
+        "auto v6 = !(v2);", "auto v9 = (v6 ? 0.5f : (real)(INFINITY));", "out0 = v5;", "out1 = v9;",
     ]  # fmt: skip
-    assert body(float)[2:4] == ["auto v5 = (v2 ? v3 : (-0.1));", "auto v8 = (v2 ? INFINITY : 0.5);"]
+    assert body(float)[2:5:2] == ["auto v5 = (v2 ? v3 : (-0.1));", "auto v9 = (v6 ? 0.5 : INFINITY);"]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++")
