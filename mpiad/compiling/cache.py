@@ -22,11 +22,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -175,19 +174,11 @@ def _array(argument: Argument, value: object, place: int) -> list[Any]:
 #
 # The files are executed, so files or folders that other users can write to are ignored, and so are files with a wrong
 # checksum. A file is written under a temporary name and then renamed, so it is always complete. If several processes need
-# the same kernel at the same time, one compiles it while the others wait.
+# the same kernel at the same time, each compiles it, which takes as long as waiting for one of them.
 
 
-try:
-    import fcntl
-except ImportError:  # on Windows, where each process compiles
-    fcntl = None  # type: ignore[assignment]
-
-
-_SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"
+_SUFFIX, _UNFINISHED = ".kernel", "unfinished-"
 _MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
-# Seconds: the longest wait for a lock, since the process that holds the lock may hang, and the interval between attempts.
-_LOCK_TIMEOUT, _POLL_INTERVAL = 10.0, 0.01
 
 
 class Store:
@@ -209,44 +200,8 @@ class Store:
             pass
         return None
 
-    @contextmanager
-    def locked(self, key: str) -> Iterator[None]:
-        """Lock an entry against other processes during a block; after a timeout, run the block without the lock."""
-        lock = self._lock(self.root / f"{_LOCK}{key}")
-        try:
-            yield
-        finally:
-            if lock is not None:
-                # The file is removed before it is unlocked; a waiting process detects this, and creates a new file.
-                Path(lock.name).unlink(missing_ok=True)
-                lock.close()
-
-    def _lock(self, path: Path) -> IO | None:
-        end = time.monotonic() + _LOCK_TIMEOUT
-        while fcntl is not None and time.monotonic() < end:
-            try:
-                lock = open(path, "a", opener=_own_file)
-            except OSError:
-                return None
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                    os.utime(path)
-                    return lock
-            except FileNotFoundError:  # another process has removed the file: try again with a new file
-                pass
-            except OSError as error:
-                if not isinstance(error, BlockingIOError):  # the file system has no locks
-                    lock.close()
-                    return None
-                if time.time() - os.fstat(lock.fileno()).st_mtime > _LOCK_TIMEOUT:
-                    end = 0.0
-                time.sleep(_POLL_INTERVAL)
-            lock.close()
-        return None
-
     def keep(self, key: str, content: bytes) -> None:
-        """Write an entry, or replace an invalid one; the caller has locked it."""
+        """Write an entry, or replace an invalid one."""
         path, unfinished = self._path(key), ""
         if path.exists() and self.find(key) is None:
             _log.warning("the compiled kernel in %s was changed after it was written; it is compiled again.", path)
@@ -323,9 +278,8 @@ class Kernel(NamedTuple):
 def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
     """Return the compiled function `name` of a source text in the kernel language (see `translation`).
 
-    `signature` and `fast`: see `code_of`. The call isn't collective. If several processes need the same kernel, one of them
-    compiles it, and the others wait for its file; without a cache folder, each process compiles it. Compiling and loading
-    are logged: at level INFO if `call`, the name of a public function, is given, else at level DEBUG.
+    `signature` and `fast`: see `code_of`. The call isn't collective. Compiling and loading are logged: at level INFO if
+    `call`, the name of a public function, is given, else at level DEBUG.
     """
     # If two threads need a kernel, the second thread waits for the first.
     with _lock:
@@ -333,8 +287,8 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
         if known not in _loaded:
             key = _checksum(f"{_machine()}\n{name} {signature} {fast}\n{text}".encode()).decode()
             started = time.perf_counter()
-            code = partial(code_of, text, name, signature, fast)
-            function, origin = _from_disk(key, text, signature) or _loaded_or_compiled(key, text, code, signature)
+            found = _from_disk(key, text, signature)
+            function, origin = found or _compiled(key, text, code_of(text, name, signature, fast), signature)
             _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
             action, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
             level = logging.INFO if call else logging.DEBUG
@@ -357,19 +311,12 @@ def forget() -> None:
         _loaded.clear()
 
 
-def _loaded_or_compiled(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
-    """Return a function and its origin; if it isn't on disk, one process compiles it while the others wait."""
+def _compiled(key: str, text: str, made: Code, signature: str) -> tuple[Callable[..., None], str]:
+    """Write a compiled kernel to the disk, and return its function and origin."""
     kept = store()
-    if kept is None:
-        return function_of(code(), signature), "compiled"
-    with kept.locked(key):
-        # While this process waited for the lock, another process may have compiled the kernel.
-        found = _from_disk(key, text, signature)
-        if found is None:
-            made = code()
-            kept.keep(key, json.dumps([text, made.symbol, made.outside]).encode() + b"\n" + made.file)
-            found = function_of(made, signature), "compiled"
-        return found
+    if kept is not None:
+        kept.keep(key, json.dumps([text, made.symbol, made.outside]).encode() + b"\n" + made.file)
+    return function_of(made, signature), "compiled"
 
 
 def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None], str] | None:

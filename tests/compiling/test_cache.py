@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mpiad.compiling import cache
-from mpiad.compiling.cache import _LOCK_TIMEOUT, store
+from mpiad.compiling.cache import store
 
 pytestmark = pytest.mark.serial
 
@@ -105,54 +105,21 @@ def test_the_next_process_takes_it_from_disk(folder):
 
 
 @pytest.mark.launches
-def test_of_processes_that_begin_together_one_compiles(folder):
+def test_processes_that_begin_together_leave_one_file(folder):
     found = together([start(folder) for _ in range(2)], 7.0)
-    assert sorted(found) == [("compiled", 23.0, ""), ("disk", 23.0, "")]
+    assert [each[1:] for each in found] == [(23.0, "")] * 2
     assert len(list(folder.iterdir())) == 1 and again(7.0) == "disk"
 
 
 @pytest.mark.launches
-def test_of_processes_that_find_damage_together_one_makes_it_again(folder):
+def test_processes_that_find_damage_together_make_it_again(folder):
     made()
     path = the_entry(folder)
     path.write_bytes(path.read_bytes()[:-9])
     found = together([start(folder) for _ in range(2)], 2.0)
-    assert sorted(origin for origin, *_ in found) == ["compiled", "disk"]
-    assert sum("compiled again" in warnings for *_, warnings in found) == 1
+    assert "compiled" in [origin for origin, *_ in found]
+    assert any("compiled again" in warnings for *_, warnings in found)
     assert len(list(folder.iterdir())) == 1 and again() == "disk"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="there are no locks elsewhere")
-def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeypatch):
-    import fcntl
-
-    made()
-    cache.forget()
-    kept, entry = store(), the_entry(folder)
-    entry.write_bytes(b"")
-    with open(folder / f"lock-{entry.stem}", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr("mpiad.compiling.cache._LOCK_TIMEOUT", 0.05)
-        assert made().origin == "compiled"
-    with kept.locked("some entry"):
-        assert (folder / "lock-some entry").exists()
-    assert not (folder / "lock-some entry").exists()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="there are no locks elsewhere")
-def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken(folder, monkeypatch):
-    import fcntl
-
-    flock, removed, kept = fcntl.flock, [], store()
-
-    def late(file, how):
-        if not removed:
-            removed.append(os.unlink(file.name))
-        flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with kept.locked("some entry"):
-        assert removed and (folder / "lock-some entry").exists()
 
 
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):
@@ -268,10 +235,6 @@ def test_links_and_pipes_are_not_read(folder, tmp_path):
     entry.unlink()
     os.mkfifo(entry)
     assert again() == "compiled" and again() == "disk"
-    # Nor is a file made at the other end of a link in the place of a lock.
-    (folder / "lock-some entry").symlink_to(tmp_path / "planted")
-    with store().locked("some entry"):
-        assert not (tmp_path / "planted").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
@@ -296,30 +259,6 @@ def test_what_is_checked_is_what_is_read(folder, monkeypatch):
         patched.setattr(os, "fstat", replacing(os.fstat))
         assert kept.find("key") == b"own" and looked
     assert kept.find("key") == b"planted"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="there are no locks elsewhere")
-def test_a_lock_of_a_stopped_process_delays_all_others_together_once(folder, monkeypatch):
-    import fcntl
-
-    monkeypatch.setattr("mpiad.compiling.cache._LOCK_TIMEOUT", 0.5)
-    folder.mkdir(mode=0o700, parents=True)
-    waited = []
-    with open(folder / "lock-some entry", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for _ in range(4):
-            begun = time.monotonic()
-            with store().locked("some entry"):
-                waited.append(time.monotonic() - begun)
-    assert waited[0] > 0.3 and sum(waited) < 1.0
-    # One that was left behind, and is held again, is waited for.
-    os.utime(folder / "lock-some entry", (1.0, 1.0))
-    with store().locked("some entry"):
-        assert time.time() - (folder / "lock-some entry").stat().st_mtime < 10.0
-
-
-def test_others_wait_ten_seconds_at_most():
-    assert _LOCK_TIMEOUT <= 10.0
 
 
 def test_the_users_own_folder_may_be_named_by_a_tilde(folder, monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ WORLD = MPI.COMM_WORLD
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_kept(tmp_path_factory):
-    """Keep kernels for the session, in one folder for all ranks: one compiles, the others wait for it."""
+    """Keep kernels for the session, in one folder for all ranks."""
     if launch.KERNELS in os.environ:
         yield  # in the launch's folder, see the conftest of all tests
         return
