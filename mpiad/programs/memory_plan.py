@@ -8,20 +8,33 @@ with a hundred steps needs a hundred replays, but scratch memory for one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 from weakref import ReferenceType, ref
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.programs.fusion import Run, Schedule, root_of
 from mpiad.programs.loops import LoopText
 
 SMALL = 4096  # bytes up to which copying an array is faster than looking up its address
 _SHARED = 1 << 20  # in programs without a reverse pass, bytes above which a buffer is in scratch memory
 _LARGER = 4  # maximum ratio of the size of scratch memory to the required size
-_LINE = 64  # bytes in a cache line
+_LINE, _SHORT, _PAGE = 64, 1024, 4096  # bytes in a cache line, in the longest rows that aren't padded, and in a page
+
+
+class Layout(NamedTuple):
+    """The layout of an array in memory; the memory begins at a cache line."""
+
+    pitch: int  # entries from one row to the next
+    shift: int  # bytes before the array
+
+    def of(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
+        """Return an array with this layout in the given memory."""
+        rows = math.prod(shape[:-1])
+        whole = memory[self.shift :][: rows * self.pitch * dtype.itemsize].view(dtype)
+        return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
 
 
 class Allocation(NamedTuple):
@@ -30,6 +43,7 @@ class Allocation(NamedTuple):
     memory: int  # number of a piece of memory; buffers with the same number share it
     nbytes: int
     is_scratch: bool
+    layout: Layout
 
 
 class Scratch:
@@ -75,13 +89,14 @@ class Scratch:
 def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Allocation]:
     """Return the memory of each temporary buffer."""
     spans = spans_of(schedule, texts)
+    layouts = _layouts(schedule, spans)
     last = len(schedule.steps)
     ends: list[int] = []  # the last step that uses each memory
     memories: list[tuple[int, bool]] = []  # bytes, and whether it is scratch
     allocations: dict[int, Allocation] = {}
     for buffer in sorted((b for b in spans if schedule.buffers[b].kind == "temporary"), key=lambda b: spans[b][0]):
-        found = schedule.buffers[buffer]
-        nbytes = math.prod(found.shape) * found.dtype.itemsize
+        found, layout = schedule.buffers[buffer], layouts[buffer]
+        nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
         # If a later part of the program reads a buffer of an earlier part, the buffer's memory isn't reused, since the
         # later part may run several times. Small buffers aren't in scratch memory.
@@ -96,7 +111,7 @@ def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
             memories.append((nbytes, is_scratch))
             ends.append(end)
         ends[memory] = end
-        allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch)
+        allocations[buffer] = Allocation(memory, memories[memory][0], is_scratch, layout)
     return allocations
 
 
@@ -104,6 +119,31 @@ def aligned(nbytes: int) -> Array:
     """Return memory that is aligned to a cache line."""
     memory = np.empty(nbytes + _LINE, np.uint8)
     return memory[-memory.ctypes.data % _LINE :][:nbytes]
+
+
+def _layouts(schedule: Schedule, spans: Iterable[int]) -> dict[int, Layout]:
+    """Return layouts in which rows written by loops begin at cache lines."""
+    buffers, shifts = schedule.buffers, {}
+    # Arguments of calls that don't work in place, and buffers that are also used in another shape, must be contiguous.
+    dense = {found.data for found in buffers if found.kind == "alias"}
+    for step in schedule.steps:
+        if isinstance(step, Run):
+            dense |= set() if step.in_place else set(step.inputs)
+            continue
+        for item in step.items:
+            b, map = item.place
+            if map and map[-1].source is not None:
+                shifts.setdefault(b, -map[-1].offset * buffers[b].dtype.itemsize % _LINE)
+    made = {}
+    for b in spans:
+        shape, itemsize = buffers[b].shape, buffers[b].dtype.itemsize
+        pitch = shape[-1] if shape else 1
+        if len(shape) > 1 and b not in dense and pitch * itemsize > _SHORT:
+            pitch += -pitch % (_LINE // itemsize)
+            # If rows were a multiple of a page apart, they would evict each other from the cache.
+            pitch += _LINE // itemsize * (pitch * itemsize % _PAGE == 0)
+        made[b] = Layout(pitch, shifts.get(b, 0))
+    return made
 
 
 def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, list[int]]:

@@ -153,7 +153,7 @@ class _KernelBlocks:
     """
 
     def __init__(self, replays: Replays):
-        schedule = replays.schedule
+        schedule, allocations = replays.schedule, replays.allocations
         self._places: dict[int, list[int]] = {}
         self._starts: dict[int, int] = {}
         self._held: list[Array] = []
@@ -166,7 +166,7 @@ class _KernelBlocks:
             for b in text.buffers:
                 self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
                 shape = schedule.buffers[b].shape
-                words += [0, *(shape or (1,))]
+                words += [0, *shape[:-1], allocations[b].layout.pitch if b in allocations else (shape or (1,))[-1]]
             arrays = [] if text.edges is None else [text.edges]
             for array in [*arrays, np.empty(text.lanes)] if text.lanes else arrays:
                 self._held.append(np.ascontiguousarray(array))
@@ -363,8 +363,7 @@ class _ReplayWriter:
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
-        nbytes = math.prod(found.shape) * found.dtype.itemsize
-        return memory[:nbytes].view(found.dtype).reshape(found.shape)
+        return self.replays.allocations[b].layout.of(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
         """Return a function that takes scratch memory for a run, and binds buffers to it unless the last run used it."""

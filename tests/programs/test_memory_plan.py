@@ -1,4 +1,4 @@
-"""Which memory arrays of a program share, and which arrays needn't stay."""
+"""Which memory arrays of a program share, how they lie in it, and which arrays needn't stay."""
 
 import weakref
 
@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from autograd.tracer import getval
 from jitted import assert_same
+from mpi4py import MPI
 
 import mpiad
 from mpiad.domain import Domain
 from mpiad.extend import custom_operator, defadjoint
-from mpiad.programs.memory_plan import Allocation, Scratch
+from mpiad.programs.memory_plan import Allocation, Layout, Scratch
 
 
 def replays_of(fun, *args):
@@ -52,6 +53,20 @@ def test_fields_of_later_steps_take_the_memory_of_earlier_ones(size):
         assert_same(jitted(*again), plain(*again), 1e-11)
         assert_same(pair[0](*again), pair[1](*again), 1e-10)
     assert_same(jitted(*given)[0], expected[domain.owned], 1e-10)
+
+
+def test_rows_begin_at_lines_of_the_cache():
+    """Where a loop writes into the interior of a padded array; and rows don't all begin at the same place of a page."""
+
+    def fun(u):
+        p = domain.exchange(anp.sin(u))
+        return p[2:, 1:-1] * p[:-2, 1:-1] * p[1:-1, 2:]
+
+    for length in (200, 510):
+        domain = Domain((9, length), dims=(1, 1), comm=MPI.COMM_SELF)
+        allocations = replays_of(fun, np.ones((9, length))).allocations.values()
+        (allocation,) = {one for one in allocations if one.layout.pitch > length}
+        assert (allocation.layout.shift, allocation.layout.pitch % 8, allocation.layout.pitch % 512 > 0) == (56, 0, True)
 
 
 @pytest.mark.one_rank
@@ -137,11 +152,11 @@ def test_gradients_of_operators_that_return_views(name, rank_rng):
 def test_programs_share_scratch_memory():
     """As long as one of them has it; not the memory of one that is much larger, nor what is in use."""
     fields, two, small = [
-        Scratch({b: Allocation(b, nbytes, True) for b, nbytes in enumerate(sizes)})
+        Scratch({b: Allocation(b, nbytes, True, Layout(1, 0)) for b, nbytes in enumerate(sizes)})
         for sizes in ((71_111, 100_001), (150_000,), (9_999,))
     ]
     memory = fields.take()
-    parts = [fields.part(memory, Allocation(b, nbytes, True)) for b, nbytes in enumerate((71_111, 100_001))]
+    parts = [fields.part(memory, Allocation(b, nbytes, True, Layout(1, 0))) for b, nbytes in enumerate((71_111, 100_001))]
     assert [len(part) for part in parts] == [71_111, 100_001] and not np.shares_memory(*parts)
     assert all(part.ctypes.data % 64 == 0 for part in parts)
     assert two.take() is not memory
