@@ -9,7 +9,7 @@ operations into halves, between which the program can compute. A *padded* array 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,7 +149,7 @@ defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=IN_TURN: fold_halo(dg, 
 fill_halo.batched_adjoint = fold_halo.batched_adjoint = True
 
 
-def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], None]:
+def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
     """Return a function that has the effect of `fill_in_place` on one array; see `InPlace.prepared`."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     all_cells = [cells for _, local in stages for cells in local]
@@ -162,19 +162,19 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
         for stage, local in stages
     ]
 
-    def fill() -> None:
+    def filling() -> Iterator[None]:
         for ghost, value in constants:
             ghost[...] = value
         for messages, copies in prepared:
             if messages is not None:
-                messages.run()
+                yield from messages.run()
             for ghost, layers, side in copies:
                 ghost[...] = side.filled(layers)
 
-    return fill
+    return filling
 
 
-def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], None]:
+def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
     """Return a function that has the effect of `fold_in_place` on one array; see `InPlace.prepared`."""
     prepared, ndim = [], len(halo.shape)
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
@@ -182,14 +182,14 @@ def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str =
         copies = [(total[x.copied], total[x.ghost], x.side(sides), x.axis - ndim) for x in copied]
         prepared.append((copies, _prepared(total, stage, True, halo)))
 
-    def fold() -> None:
+    def folding() -> Iterator[None]:
         for copies, messages in prepared:
             for cells, ghost, side, axis in copies:
                 np.add(cells, side.folded(ghost, cells, axis), out=cells)
             if messages is not None:
-                messages.run()
+                yield from messages.run()
 
-    return fold
+    return folding
 
 
 def _prepared(values: LocalArray, stage: Stage, backwards: bool, halo: Halo) -> PreparedStage | None:
@@ -200,11 +200,29 @@ def _zero_widths(halo: Halo, *_: Any) -> tuple[int, ...]:
     return (0,) * len(halo.shape)
 
 
+def _unchanged(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
+    """Return, for each axis, the range of cells that don't change while messages are active; None without messages.
+
+    At each side, ``layers(width)`` layers may change, unless the halo beyond the side is set to a constant.
+    """
+    if not any(stage.routes for stage in halo.stages(scheme)):
+        return None
+    constant = {(cells.axis, cells.end) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}
+    return [
+        (layers(width) * ((axis, 0) not in constant), n - layers(width) * ((axis, 1) not in constant))
+        for axis, (n, width) in enumerate(zip(halo.padded, halo.widths))
+    ]
+
+
 fill_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _zero_widths, fill_in_place,
-    _prepared_filling, changes_given=False,
+    _prepared_filling,
+    lambda halo, sides, scheme=IN_TURN: _unchanged(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
+# The transpose of a reflection changes the h layers next to the outermost layer of the block. Together with the outermost
+# layer and the h layers of the halo, these are 2 h + 1 layers.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _zero_widths, lambda halo, *_: halo.widths, fold_in_place,
-    _prepared_folding, changes_given=True,
+    _prepared_folding,
+    lambda halo, sides, scheme=IN_TURN: _unchanged(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

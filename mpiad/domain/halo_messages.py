@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -68,17 +69,19 @@ class PreparedStage:
         group, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
         self._messages = PreparedMessages(group, peers, tag, [m.message for m in outgoing], [m.message for m in incoming])
 
-    def run(self) -> None:
-        """Send and receive the messages."""
+    def run(self) -> Iterator[None]:
+        """Start the messages, yield, and complete them; the caller must not change the cells of the messages in between."""
         messages = self._messages
         try:
             for cells, part in self._packed:
                 np.copyto(part, cells)
             messages.start()
+            yield
             messages.finish("exchange")
         except BaseException as error:
-            # Active messages may still write to the array.
-            messages.leave(f"{type(error).__name__} left a compiled program in which messages were under way.")
+            # A GeneratorExit means that the compiled program was discarded. Active messages may still write to the array.
+            name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
+            messages.leave(f"{name} left a compiled program in which messages were under way.")
             raise
         combine = self._combine
         for cells, part in self._unpacked:

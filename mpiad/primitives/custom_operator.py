@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,11 @@ class InPlace(NamedTuple):
         ``run(buffer, *rest)`` applies the operator.
     prepared : callable
         ``prepared(buffer, *rest)`` returns a function without arguments that applies the operator in a fixed buffer on the
-        host, for programs that run repeatedly. That function doesn't report its calls to debugging tools.
+        host, for programs that run repeatedly. That function returns an iterator that yields while messages are active, and
+        doesn't report its calls to debugging tools.
+    still : callable
+        The part of the buffer that doesn't change while messages are active: (start, stop) for each axis, or None if the
+        operator doesn't communicate.
     changes_given : bool
         Whether the operator overwrites the argument in the buffer.
     """
@@ -45,7 +49,8 @@ class InPlace(NamedTuple):
     given: Callable[..., Sequence[int]]
     result: Callable[..., Sequence[int]]
     run: Callable[..., None]
-    prepared: Callable[..., Callable[[], None]]
+    prepared: Callable[..., Callable[[], Iterator[None]]]
+    still: Callable[..., Sequence[tuple[int, int]] | None]
     changes_given: bool
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array
 from mpiad.compiling.program import OPERATIONS, Builder
 from mpiad.compiling.source import indented, lines, number
 from mpiad.compiling.symbols import Symbol, choose
@@ -41,9 +41,12 @@ class LoopText(NamedTuple):
     arguments: tuple[tuple[str, str], ...]  # names and types
     buffers: tuple[int, ...]  # the buffers among the arguments, in their order
     written: frozenset[int]  # the buffers that the loop writes
-    edges: Array | None  # the argument after the buffers: an array of shape (n, 2 d) with one box at the edges per row
+    # The arguments after the buffers: arrays of shape (n, 2 d) with one box per row. If the loop is `divisible`, the first
+    # array has the boxes without branches. If there are boxes at the edges, the last array has these.
+    boxes: tuple[Array, ...]
     lanes: int  # length of the array of partial results, which is the last argument; 0 if there is no such argument
     loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, each with a map from the loop's indices to its own
+    divisible: bool  # whether parts of the boxes may be computed separately
 
     @property
     def text(self) -> str:
@@ -57,9 +60,9 @@ class LoopText(NamedTuple):
 
 
 class LoopWriter:
-    """Generates the text of the loop at step `at` of a schedule."""
+    """Generates the text of the loop at step `at` of a schedule; a loop with folds is never divisible."""
 
-    def __init__(self, schedule: Schedule, at: int):
+    def __init__(self, schedule: Schedule, at: int, divisible: bool):
         loop: Loop = schedule.steps[at]
         self.schedule, self.loop, self.nodes, self.at = schedule, loop, schedule.program.nodes, at
         self.buffers: dict[int, str] = {}
@@ -73,29 +76,36 @@ class LoopWriter:
         self.folds = [item for item in loop.items if isinstance(item, Fold)]
         self.partial = [fold for fold in self.folds if not fold.is_full]
         self.lanes = bool(loop.shape) and bool(self.folds) and not self.partial
+        self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
 
     def text(self) -> LoopText:
         """Return the text of the loop."""
         shape = self.loop.shape
         inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
         body = self._before()
-        if all(hi > lo for lo, hi in inside):
+        boxes: dict[str, Array] = {}
+        if self.divisible:
+            boxes["b"] = as_rows([inside], 2 * len(shape))
+            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), False))]
+        elif all(hi > lo for lo, hi in inside):
             body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], self.lanes)
         if edges is not None:
-            ranges = [f"range(e[q, {2 * k}], e[q, {2 * k + 1}])" for k in range(len(shape))]
-            body += [f"for q in range({len(edges)}):", *indented(self._nest(None, ranges, False))]
+            boxes["e"] = edges
+            count = "e.shape[0]" if self.divisible else str(len(edges))
+            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e"), False))]
         body += self._after()
-        names, kinds = [*self.buffers.values()], [*map(self._kind, self.buffers)]
-        if edges is not None:
-            names.append("e")
-            kinds.append("int64[:, ::1]")
+        names = [*self.buffers.values(), *boxes]
+        kinds = [*(self._kind(buffer) for buffer in self.buffers), *["int64[:, ::1]"] * len(boxes)]
         if self.lanes:
             names.append("w")
             kinds.append("float64[::1]")
         text, arguments = "\n".join(indented(body or ["pass"])), tuple(zip(names, kinds))
-        memory = tuple(self.buffers), frozenset(self.written), edges
+        memory = tuple(self.buffers), frozenset(self.written), tuple(boxes.values())
         lanes = LANES * len(self.folds) * self.lanes
-        return LoopText(text, arguments, *memory, lanes, frozenset(self.loads))
+        return LoopText(text, arguments, *memory, lanes, frozenset(self.loads), self.divisible)
+
+    def _ranges(self, boxes: str) -> list[str]:
+        return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]
 
     def _kind(self, buffer: int) -> str:
         found = self.schedule.buffers[buffer]
@@ -126,8 +136,9 @@ class LoopWriter:
                     _note(points, axis, start + length)
             stack += [(x, composed(inner, map)) for x, inner in reads_of(self.schedule.program, node)]
         inside = [max(pairwise(sorted(found)), key=lambda pair: pair[1] - pair[0]) for found in points]
-        edges = _boxes_around(inside, shape)
-        return inside, np.array(edges, np.int64).reshape(len(edges), 2 * len(shape)) if edges else None
+        boxes: list[Box] = []
+        cut([(0, n) for n in shape], inside, [], boxes)
+        return inside, as_rows(boxes, 2 * len(shape)) if boxes else None
 
     def is_load(self, n: int) -> bool:
         """Return whether a node is read from memory."""
@@ -236,14 +247,24 @@ def _note(points: list[set[int]], axis: Axis, at: int) -> None:
         found.add(first)
 
 
-def _boxes_around(inside: Box, shape: Shape) -> list[Box]:
-    """Return disjoint boxes that make up the rest of an index space around a box that isn't empty."""
-    found: list[Box] = []
-    left = [(0, n) for n in shape]
-    for k, ((first, last), n) in enumerate(zip(inside, shape)):
-        found += [[*left[:k], (start, stop), *left[k + 1 :]] for start, stop in ((0, first), (last, n)) if stop > start]
+def cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
+    """Divide a box: append its intersection with `inner` to `inside`, and boxes that make up the rest to `outside`."""
+    left = list(box)
+    for k, ((low, high), (first, last)) in enumerate(zip(box, inner)):
+        first, last = min(max(first, low), high), max(min(last, high), low)
+        if last <= first:
+            outside.append(left)
+            return
+        for start, stop in ((low, first), (last, high)):
+            if stop > start:
+                outside.append([*left[:k], (start, stop), *left[k + 1 :]])
         left[k] = (first, last)
-    return found
+    inside.append(left)
+
+
+def as_rows(boxes: Sequence[Box], width: int) -> Array:
+    """Return boxes as an array of shape (n, width), where width is twice the number of axes."""
+    return np.array([[place for pair in box for place in pair] for box in boxes], np.int64).reshape(len(boxes), width)
 
 
 class _LoopBody:

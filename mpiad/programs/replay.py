@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
@@ -26,6 +26,7 @@ from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
 from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
+from mpiad.programs.overlap import Action, actions_of, is_divided
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import is_watched
@@ -41,7 +42,8 @@ class Replays:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         self.texts: list[LoopText | None] = [  # of each step, None for calls
-            LoopWriter(schedule, at).text() if isinstance(step, Loop) else None for at, step in enumerate(schedule.steps)
+            LoopWriter(schedule, at, is_divided(schedule, at)).text() if isinstance(step, Loop) else None
+            for at, step in enumerate(schedule.steps)
         ]
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.allocations = allocate(schedule, self.texts)
@@ -152,38 +154,38 @@ class _KernelBlocks:
     all of them.
     """
 
-    def __init__(self, replays: Replays):
+    def __init__(self, replays: Replays, actions: Sequence[Action]):
         schedule, allocations = replays.schedule, replays.allocations
         self._places: dict[int, list[int]] = {}
         self._starts: dict[int, int] = {}
         self._held: list[Array] = []
         words: list[int] = []
-        for at, text in enumerate(replays.texts):
+        for k, action in enumerate(actions):
+            text = replays.texts[action.at]
             if text is None:
                 continue
-            self._starts[at] = len(words)
+            self._starts[k] = len(words)
             words += [0, 0]
             for b in text.buffers:
                 self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
                 shape = schedule.buffers[b].shape
                 words += [0, *shape[:-1], allocations[b].layout.pitch if b in allocations else (shape or (1,))[-1]]
-            arrays = [] if text.edges is None else [text.edges]
-            for array in [*arrays, np.empty(text.lanes)] if text.lanes else arrays:
+            for array in (*action.boxes, *([np.empty(text.lanes)] if text.lanes else [])):
                 self._held.append(np.ascontiguousarray(array))
                 words += [self._held[-1].ctypes.data, *array.shape]
         self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
-        self._linked = {at for at in self._starts if at - 1 in self._starts and at not in schedule.part_starts}
-        for at in self._linked:
-            start = self._starts[at - 1]
-            self.words[start] = replays.kernels[at].function.address  # type: ignore[union-attr]
-            self.words[start + 1] = self.address(at)
+        self._linked = {k for k in self._starts if k - 1 in self._starts and actions[k].at not in schedule.part_starts}
+        for k in self._linked:
+            start = self._starts[k - 1]
+            self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
+            self.words[start + 1] = self.address(k)
 
-    def address(self, at: int) -> int:
-        return ctypes.addressof(self.words) + _WORD * self._starts[at]
+    def address(self, k: int) -> int:
+        return ctypes.addressof(self.words) + _WORD * self._starts[k]
 
-    def is_called(self, at: int) -> bool:
+    def is_called(self, k: int) -> bool:
         # Other kernels are run by the kernel before them.
-        return at not in self._linked
+        return k not in self._linked
 
     def bind(self, b: int, address: int) -> None:
         for place in self._places.get(b, ()):
@@ -245,12 +247,15 @@ def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[
     return call
 
 
-# Each function is on one line, since a code object stores line numbers relative to its first line.
+# Each function is on one line, since a code object stores line numbers relative to its first line. In-place operators
+# return an iterator over their parts: "begin" runs the first part, and "end" the others.
 _CALLS: dict[str, Any] = {
     "communicate": lambda operation, x, params: operation.forward(x, params),
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
     "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
     "prepared": lambda prepared: prepared(),
+    "begin": lambda parts: next(parts, None),
+    "end": lambda parts: list(parts),
     "settle": lambda fun, args: fun(*args),
     "opaque": lambda fun, args: fun(*args),
 }
@@ -263,7 +268,8 @@ class _ReplayWriter:
         self.replays, self.schedule = replays, replays.schedule
         self.nodes: list[Node] = self.schedule.program.nodes
         self._prepares = prepared
-        self._blocks = _KernelBlocks(replays)
+        self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
+        self._blocks = _KernelBlocks(replays, self._actions)
         self._numbers, self._prepared_numbers = MessageNumbers(), MessageNumbers()
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own,
@@ -302,9 +308,9 @@ class _ReplayWriter:
                 self._lines.append("log.clear()")
             outputs = schedule.outputs[start:end]
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
-            for at in range(len(steps)):
-                if schedule.part(at) == part:
-                    self._append_step(at)
+            for k, action in enumerate(self._actions):
+                if schedule.part(action.at) == part:
+                    self._append_action(k, action)
             self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
             if has_scratch:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
@@ -412,36 +418,40 @@ class _ReplayWriter:
             return f"{name}[()]"
         return name if self._is_large(b) else f"{name}.copy()"
 
-    def _append_step(self, at: int) -> None:
-        step = self.schedule.steps[at]
-        if isinstance(step, Loop):
+    def _append_action(self, k: int, action: Action) -> None:
+        at, step = action.at, self.schedule.steps[action.at]
+        if action.kind == "loop":
             self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
-            if self._blocks.is_called(at):
-                self._lines.append(f"k{at}({self._blocks.address(at)})")
+            if self._blocks.is_called(k):
+                self._lines.append(f"k{at}({self._blocks.address(k)})")
+        elif action.kind == "end":
+            self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
+            self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
-            self._in_place(at, step)
+            self._in_place(at, step, action.kind == "begin")
         elif at in self._preparable:
             self._prepared(at, step)
         else:
             self._call(at, step)
+        if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
+            call, shape = self.nodes[step.node].data, self.nodes[step.node].shape
+            starts = call.fun.in_place.result(*call.args[1:])
+            cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
+            self._lines.append(f"log.append(logged({self._array(step.inputs[0])}[..., {cut}]))")
 
-    def _in_place(self, at: int, step: Run) -> None:
-        """Append lines that run an operator in its buffer."""
+    def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
+        """Append lines that run an operator in its buffer; if `is_begun`, they run the first part of the operator."""
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
         call: Call = node.data
         if self._prepares:
             if buffer in self.names:  # otherwise it is in scratch memory, and `_scratch` prepares the operator
                 self._prepare(at)
-            self.names[f"f{at}"] = _call_at(node.site, "prepared")
-            self._lines.append(f"f{at}(q{at})")
-        else:
-            self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
-            rest = map(self._constant, call.args[1:])
-            self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
-        if self._is_logged(at):
-            starts = call.fun.in_place.result(*call.args[1:])
-            cut = ", ".join(f"{a}:{a + n}" for a, n in zip(starts, node.shape[len(node.shape) - len(starts) :]))
-            self._lines.append(f"log.append(logged({buffer}[..., {cut}]))")
+            self.names[f"f{at}"] = _call_at(node.site, "begin" if is_begun else "end")
+            self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
+            return
+        self.names[f"f{at}"], self.names[f"q{at}"] = _call_at(node.site, "in place", call.rule), call.fun
+        rest = map(self._constant, call.args[1:])
+        self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
 
     def _is_logged(self, at: int) -> bool:
         return at <= self.replays.last_check or self.schedule.part(at) < self.replays.logged

@@ -1,4 +1,4 @@
-"""Exchanges of compiled programs: late messages, exceptions, and ranks that are interpreted."""
+"""While messages of an exchange travel, what doesn't need them is computed; results are those of interpreted functions."""
 
 import time
 
@@ -9,12 +9,15 @@ from jitted import assert_same
 
 import mpiad
 from mpiad.domain import Domain
+from mpiad.domain.halo_messages import PreparedStage
+from mpiad.programs.overlap import actions_of
+from mpiad.programs.replay import Replay
 from mpiad.transport import channel
 from mpiad.transport.core.messages import PreparedMessages
 
 pytestmark = pytest.mark.unguarded
 
-SHAPE = (260, 200)
+SHAPE = (260, 200)  # also of six ranks each has enough to divide
 BOUNDARIES = [("zero", "edge"), ("reflect", 1.5), ("edge", "reflect")]
 
 
@@ -33,7 +36,7 @@ def stepped(domain, boundaries):
 
 
 def late(monkeypatch, rank):
-    """Let the messages of every second rank leave later."""
+    """Let this rank's messages leave later than the others have computed what they can."""
     start = PreparedMessages.start
 
     def started_late(self):
@@ -41,6 +44,12 @@ def late(monkeypatch, rank):
         start(self)
 
     monkeypatch.setattr(PreparedMessages, "start", started_late)
+
+
+def divided(jitted):
+    """Return how many loops of the programs are divided."""
+    found = [entry.replays for entry in jitted._cache.entries.values()]
+    return [sum(x.kind == "begin" for x in actions_of(r.schedule, r.texts, True)) for r in found]
 
 
 @pytest.mark.also_on(2, 4)
@@ -58,14 +67,77 @@ def test_messages_that_are_late(periodic, rank, size, rank_rng, monkeypatch):
             late(during, rank)
             assert_same(jitted(u * factor), expected, 1e-12)
             assert_same(both(u * factor), derivatives, 1e-11)
+    # Six exchanges, and as many of cotangents, but for the first one's, behind which one sum is left.
+    assert divided(jitted) == [6 * (size > 1)]
+    assert divided(both)[0] >= 11 * (size > 1)
+
+
+def test_the_interior_is_computed_before_messages_are_waited_for(rank, size, monkeypatch):
+    """Where what stays of the buffer is spoilt just before the wait, only what is computed afterwards shows that."""
+    domain = Domain(SHAPE, periodic=True)
+    u = np.random.default_rng(rank).standard_normal(domain.local_shape)
+
+    def fun(u):
+        v = domain.exchange(u)
+        return v[2:, 1:-1] + v[:-2, 1:-1] - 2 * v[1:-1, 1:-1]
+
+    made, finish = [], PreparedMessages.finish
+    init = PreparedStage.__init__
+
+    def noted(self, values, *rest):
+        made.append(values)
+        init(self, values, *rest)
+
+    monkeypatch.setattr(PreparedStage, "__init__", noted)
+    jitted = mpiad.jit(fun, strict=True)
+    expected = jitted(u)
+    np.testing.assert_array_equal(jitted(u), expected)
+
+    def spoilt(self, call):
+        made[-1][3:-3, 3:-3] = np.nan
+        finish(self, call)
+
+    monkeypatch.setattr(PreparedMessages, "finish", spoilt)
+    found = jitted(u)
+    if size > 1:
+        np.testing.assert_array_equal(found, expected)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(jitted(u), expected)
+
+
+def test_sides_with_given_values_wait_for_no_message(size):
+    """Rows beside other ranks are computed afterwards, columns at sides beyond which u is zero with the rest."""
+    domain = Domain(SHAPE, dims=(size, 1))
+    jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] + domain.exchange(u)[1:-1, :-2], strict=True)
+    jitted(np.ones(domain.local_shape))
+    (entry,) = jitted._cache.entries.values()
+    actions = actions_of(entry.replays.schedule, entry.replays.texts, True)
+    for before, action in zip(actions, actions[1:]):
+        if before.kind == "begin":
+            boxes = np.concatenate(action.boxes)
+            assert (boxes[:, 2].min(), boxes[:, 3].max()) == (0, 200)
+    assert sum(action.kind == "begin" for action in actions) == (size > 1)
+
+
+def test_divided_loops_compute_the_same_bits(rank, rank_rng):
+    domain = Domain(SHAPE, periodic=True)
+    weights = rank_rng(101).standard_normal(SHAPE)[domain.owned]
+    loss = mpiad.value_and_grad(lambda u: anp.sum(stepped(domain, BOUNDARIES)(u) * weights), objective="sum")
+    jitted, u = mpiad.jit(loss, strict=True), np.random.default_rng(rank).standard_normal(domain.local_shape)
+    jitted(u)
+    (entry,) = jitted._cache.entries.values()
+    whole, divided = (Replay(entry.replays, prepared).first(u) for prepared in (False, True))
+    for x, y in zip(whole, divided, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def interrupted(*_):
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("where", ["loop", "wait"])
 @pytest.mark.unguarded
-def test_an_exception_while_messages_travel(rank, size, monkeypatch):
+def test_an_exception_while_messages_travel(where, rank, size, monkeypatch):
     """The next use of the communicator says that messages are left, and what to do; then the program runs again."""
     if size == 1:
         return
@@ -73,7 +145,14 @@ def test_an_exception_while_messages_travel(rank, size, monkeypatch):
     jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] * 2.0, strict=True)
     u = np.ones(domain.local_shape)
     jitted(u), jitted(u)
-    monkeypatch.setattr(PreparedMessages, "finish", interrupted)
+    if where == "wait":
+        monkeypatch.setattr(PreparedMessages, "finish", interrupted)
+    else:
+        (entry,) = jitted._cache.entries.values()
+        ((replay,),) = [free for free in entry.replays.free.values() if free]
+        names = replay.first.__globals__
+        loop = next(name for name, line in names.items() if name[0] == "k" and line is entry.replays.kernels[-1].function)
+        monkeypatch.setitem(names, loop, interrupted)
     used = channel(domain.comm, "test")
     with pytest.raises(KeyboardInterrupt):
         jitted(u)
