@@ -1,4 +1,4 @@
-"""Overlap of communication and computation: loops run while messages are in flight.
+"""Overlap of communication and computation: loops run while messages are in flight, and large loops run in threads.
 
 An exchange of halos changes only the edges of a buffer. So the loop after the exchange is divided: its interior, which
 doesn't read the edges, is computed while the messages are in flight, and the rest after they have arrived. The order of the
@@ -8,13 +8,101 @@ communications stays the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import os
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpiad._typing import Array
 from mpiad.programs.array_program import Call
 from mpiad.programs.fusion import Loop, Schedule, root_of
 from mpiad.programs.loops import Box, LoopText, as_rows, cut
+from mpiad.transport.resources import loop_threads
+
+# Multithreaded loops, if a rank has more than one core.
+#
+# A large loop is divided along its first axis. All threads run the same machine code, so the results don't depend on the
+# number of threads. Loops with reductions aren't divided, since the order of their operations is fixed.
+
+LARGE = 1 << 20  # entries from which a loop is multithreaded; for fewer, starting threads takes longer than they save
+
+
+class _Team:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._given: list[SimpleQueue[Any]] = []
+        self._done: SimpleQueue[None] = SimpleQueue()
+
+    def run(self, kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
+        """Run a kernel on blocks of arguments: on the first in the calling thread, and on each other one in a thread."""
+        while len(self._given) < len(blocks) - 1:
+            self._given.append(SimpleQueue())
+            threading.Thread(target=self._work, args=(self._given[-1],), daemon=True, name="mpiad loops").start()
+        for queue, block in zip(self._given, blocks[1:]):
+            queue.put((kernel, block))
+        kernel(blocks[0])
+        left, interrupt = len(blocks) - 1, None
+        while left:
+            try:
+                self._done.get()
+                left -= 1
+            except KeyboardInterrupt as error:  # the arrays must stay alive as long as other threads compute
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _work(self, queue: SimpleQueue[Any]) -> None:
+        while True:
+            kernel, block = queue.get()
+            kernel(block)
+            self._done.put(None)
+
+
+_team = _Team()
+
+
+def _renew() -> None:
+    global _team
+    _team = _Team()  # a forked process doesn't have its parent's threads
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
+def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
+    """Run a kernel on several blocks of arguments: in threads, unless another thread of the user has occupied the pool."""
+    team = _team
+    if team.lock.acquire(blocking=False):
+        try:
+            team.run(kernel, blocks)
+        finally:
+            team.lock.release()
+    else:
+        for block in blocks:
+            kernel(block)
+
+
+def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
+    """Return the boxes of a divisible loop for each thread; one thread gets all boxes if the loop is short.
+
+    `boxes`: see `LoopText`. The last thread computes the boxes at the edges.
+    """
+    threads = loop_threads()
+    if entries < LARGE or threads < 2:
+        return (boxes,)
+    plain, edges = boxes[0], boxes[1:]
+    first, last = plain[:, :1], plain[:, 1:2]
+    shares = []
+    for k in range(threads):
+        low, high = (first + (last - first) * place // threads for place in (k, k + 1))
+        part = np.hstack([low, high, plain[:, 2:]])
+        shares.append((part, *(edges if k == threads - 1 else [x[:0] for x in edges])))
+    return tuple(shares)
+
 
 _SMALL = 1 << 13  # minimum number of entries of a loop that is divided to overlap with messages
 
@@ -24,15 +112,20 @@ class Action(NamedTuple):
 
     kind: str  # "loop", "call", "begin" or "end"
     at: int  # number of the step
-    boxes: tuple[Array, ...] = ()  # for a loop: the boxes that it computes in this action
+    # For a loop: the boxes that each thread computes in this action.
+    shares: tuple[tuple[Array, ...], ...] = ()
 
 
 def is_divided(schedule: Schedule, at: int) -> bool:
-    """Return whether a loop may be computed in parts, since it follows an exchange."""
+    """Return whether a loop may be computed in parts: if it follows an exchange, or is large.
+
+    The answer doesn't depend on the number of threads, and therefore the text of the loop doesn't either.
+    """
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
         return False
-    return at not in (0, *schedule.part_starts) and _unchanged_block(schedule, at - 1) is not None
+    waits = at not in (0, *schedule.part_starts) and _unchanged_block(schedule, at - 1) is not None
+    return waits or math.prod(step.shape) >= LARGE
 
 
 def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: bool) -> list[Action]:
@@ -46,13 +139,15 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
                 actions.append(Action("call", at))
             else:
                 before, after = parts
-                actions += [Action("begin", at), Action("loop", at + 1, before), Action("end", at)]
-                remaining = [Action("loop", at + 1, after)]
+                entries = math.prod(schedule.steps[at + 1].shape)
+                actions += [Action("begin", at), Action("loop", at + 1, shares_of(before, entries)), Action("end", at)]
+                remaining = [Action("loop", at + 1, (after,))]
         elif remaining:
             actions += remaining
             remaining = []
         else:
-            actions.append(Action("loop", at, text.boxes))
+            shares = shares_of(text.boxes, math.prod(schedule.steps[at].shape)) if text.divisible else (text.boxes,)
+            actions.append(Action("loop", at, shares))
     return actions
 
 

@@ -26,7 +26,7 @@ from mpiad.programs.fusion import Loop, Run, Schedule, root_of
 from mpiad.programs.loops import NAME, LoopText, LoopWriter
 from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
-from mpiad.programs.overlap import Action, actions_of, is_divided
+from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.transport.core import calls
 from mpiad.transport.core.calls import Site
 from mpiad.transport.core.channels import is_watched
@@ -150,38 +150,38 @@ _WORD = 8
 class _KernelBlocks:
     """The blocks of memory from which kernels read their arguments (see `compiling.cache`).
 
-    `words` is the memory of all blocks. The kernels between two Python calls are linked: a call of the first one runs
-    all of them.
+    Each thread of a loop has a block; `words` is the memory of all blocks. The kernels between two Python calls are linked:
+    a call of the first one runs all of them.
     """
 
     def __init__(self, replays: Replays, actions: Sequence[Action]):
         schedule, allocations = replays.schedule, replays.allocations
         self._places: dict[int, list[int]] = {}
-        self._starts: dict[int, int] = {}
+        self._starts: dict[tuple[int, int], int] = {}
         self._held: list[Array] = []
         words: list[int] = []
         for k, action in enumerate(actions):
             text = replays.texts[action.at]
-            if text is None:
-                continue
-            self._starts[k] = len(words)
-            words += [0, 0]
-            for b in text.buffers:
-                self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
-                shape = schedule.buffers[b].shape
-                words += [0, *shape[:-1], allocations[b].layout.pitch if b in allocations else (shape or (1,))[-1]]
-            for array in (*action.boxes, *([np.empty(text.lanes)] if text.lanes else [])):
-                self._held.append(np.ascontiguousarray(array))
-                words += [self._held[-1].ctypes.data, *array.shape]
+            for thread, boxes in enumerate(action.shares):
+                self._starts[k, thread] = len(words)
+                words += [0, 0]
+                for b in text.buffers:  # type: ignore[union-attr]
+                    self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
+                    shape = schedule.buffers[b].shape
+                    words += [0, *shape[:-1], allocations[b].layout.pitch if b in allocations else (shape or (1,))[-1]]
+                for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
+                    self._held.append(np.ascontiguousarray(array))
+                    words += [self._held[-1].ctypes.data, *array.shape]
         self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
-        self._linked = {k for k in self._starts if k - 1 in self._starts and actions[k].at not in schedule.part_starts}
+        alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
+        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.part_starts}
         for k in self._linked:
-            start = self._starts[k - 1]
+            start = self._starts[k - 1, 0]
             self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
             self.words[start + 1] = self.address(k)
 
-    def address(self, k: int) -> int:
-        return ctypes.addressof(self.words) + _WORD * self._starts[k]
+    def address(self, k: int, thread: int = 0) -> int:
+        return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
 
     def is_called(self, k: int) -> bool:
         # Other kernels are run by the kernel before them.
@@ -272,7 +272,7 @@ class _ReplayWriter:
         self._blocks = _KernelBlocks(replays, self._actions)
         self._numbers, self._prepared_numbers = MessageNumbers(), MessageNumbers()
         self.names: dict[str, Any] = {
-            "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own,
+            "empty": np.empty, "address": _address_of, "as_array": _as_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             # The log has the results of communications, as long as a later result may differ from the trace.
             "log": [], "logged": logged, "changed": _raise_changed,
@@ -421,9 +421,12 @@ class _ReplayWriter:
     def _append_action(self, k: int, action: Action) -> None:
         at, step = action.at, self.schedule.steps[action.at]
         if action.kind == "loop":
+            blocks = [self._blocks.address(k, thread) for thread in range(len(action.shares))]
             self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
-            if self._blocks.is_called(k):
-                self._lines.append(f"k{at}({self._blocks.address(k)})")
+            if len(blocks) > 1:
+                self._lines.append(f"together(k{at}, {blocks})")
+            elif self._blocks.is_called(k):
+                self._lines.append(f"k{at}({blocks[0]})")
         elif action.kind == "end":
             self.names[f"h{at}"] = _call_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")

@@ -45,6 +45,15 @@ def cores() -> set[int]:
         return set(range(os.cpu_count() or 1))
 
 
+_share = 1  # threads of this rank; one until the ranks on the node are known
+
+
+def loop_threads() -> int:
+    """Return the number of threads for a loop: the rank's share of the cores, or fewer by OMP_NUM_THREADS."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
+
+
 def vdot(x: Array, y: Array) -> Scalar:
     """Return `np.vdot` of two plain arrays, on the calling thread if they have fewer than a million entries."""
     if type(x) is not np.ndarray or not _ON_ONE_THREAD < x.size < _LONG:
@@ -87,6 +96,8 @@ def limit_threads(ranks_on_node: int) -> None:
 
     The lowest rank that limits its pools logs this, once for each user.
     """
+    global _share
+    _share = max(1, len(cores()) // ranks_on_node)
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
     mine, first = np.array(comm.size if share is None else comm.rank, np.int32), np.empty((), np.int32)
     comm.Allreduce(mine, first, MPI.MIN)
@@ -103,7 +114,7 @@ def _limited(ranks_on_node: int) -> int | None:
     decided = not switch("MPIAD_THREADS", True) or any(name in os.environ for name in _USERS_THREADS)
     if ranks_on_node < 2 or decided:
         return None
-    share = max(1, len(cores()) // ranks_on_node)
+    share = _share
     pools = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
     if pools and max(pools) <= share:
         return None

@@ -114,7 +114,7 @@ def test_sides_with_given_values_wait_for_no_message(size):
     actions = actions_of(entry.replays.schedule, entry.replays.texts, True)
     for before, action in zip(actions, actions[1:]):
         if before.kind == "begin":
-            boxes = np.concatenate(action.boxes)
+            boxes = np.concatenate([rows for share in action.shares for rows in share])
             assert (boxes[:, 2].min(), boxes[:, 3].max()) == (0, 200)
     assert sum(action.kind == "begin" for action in actions) == (size > 1)
 
