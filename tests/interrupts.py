@@ -867,7 +867,7 @@ NAMED = {
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
     backward: "run_backward run_backward_together sweep sweep_together",
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
-    trace_run: "TraceRun.run_backwards raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
+    trace_run: "TraceRun.run_on_tape raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
     "_Playback.communicate _Playback._next _Playback._untraced",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced "

@@ -349,7 +349,7 @@ def _gathered(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
     # Only innermost communications are timed, since the time of an adjoint includes the operations in it.
     events = [event for event in recorded if event.innermost]
-    with recording.compared() as (comm, clock):
+    with recording.exchange() as (comm, clock):
         local_rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
         for event in recorded:
             if event.outermost and event.direction != "phase":

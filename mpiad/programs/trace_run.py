@@ -162,7 +162,7 @@ class _Playback:
     def looked_up(self, call: str) -> None: ...
 
     def entered_body(self) -> None:
-        # This ends the playback, since the log contains only operations before the body.
+        # An operator's body ends the playback, since the log contains only operations before the body.
         tracing.recorder = None
 
     def communicated_by_itself(self) -> None: ...
@@ -178,7 +178,7 @@ class TraceRun:
         self.given, self.recorder = given, recorder()
         self.counts = message_counts()
 
-    def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> TracedRun:
+    def run_on_tape(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> TracedRun:
         """Call the function on a tape; `boxed`: the indices of the variables among the leaves.
 
         By default the leaves are the result of the method `leaves`, with traced arrays.
@@ -211,7 +211,10 @@ def raise_own(recorder: Recorder, error: BaseException) -> None:
 
 
 class Noting:
-    """A context in which operations on traced arrays are recorded, in a part of the program."""
+    """A context in which operations on traced arrays are recorded.
+
+    `part`: the part of the compiled program to which they are appended: 0 for the call, 1 for its reverse pass.
+    """
 
     def __init__(self, recorder: Recorder, part: int = 0):
         self._recorder, self._part = recorder, part

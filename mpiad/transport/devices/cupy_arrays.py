@@ -137,7 +137,7 @@ def arrays_of_device(x: Array) -> CupyArrays:
 
 
 def current_arrays(device: int | None = None) -> CupyArrays:
-    """Return the module for a device, by default the current one; a RuntimeError if this process sees no GPU."""
+    """Return the module for a device; if it is None, use the current one, or raise a RuntimeError if there is no GPU."""
     try:
         return on_device(int(cupy.cuda.runtime.getDevice()) if device is None else device)
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -171,7 +171,7 @@ class CupyLauncher:
             kernel.function((blocks,), (threads,), given)
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device, and the unused memory of CuPy's pool."""
+        """Return the sum of the free memory of the device and the unused memory of CuPy's pool."""
         with self._arrays.current():
             free, _ = cupy.cuda.runtime.memGetInfo()
             return int(free) + int(cupy.get_default_memory_pool().free_bytes())
