@@ -137,8 +137,8 @@ def function_source(
 ) -> str:  # fmt: skip
     """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
 
-    `names`: the names of each group's inputs. `arguments`: the names of the parameters. `fused`: whether sums of
-    products become `fma`. In C, numbers have the type `real`, and the function is `INLINE`.
+    `names`: the names of each group's inputs. `arguments`: the names of the parameters. `fused`: whether a product and
+    a sum become one `fma`; ignored in C. In C, numbers have the type `real`, and the function is `INLINE`.
     """
     if language == "c":
         outputs = numbered("out", len(program.outputs))

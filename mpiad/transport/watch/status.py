@@ -144,7 +144,7 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], gra
     return f"{text}, longer than the limit (MPIAD_TIMEOUT, or the timeout of mpiad.debug.checked)."
 
 
-_VERDICT, _LEFT = 3, 4  # kinds of messages beside those of `StateExchange`
+_VERDICT, _LEFT = 3, 4  # kinds of messages in addition to those of `StateExchange`
 _TICK = 0.02  # seconds between two polls of the thread
 _PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
 _APART = 1e-3  # seconds between the questions of consecutive ranks
