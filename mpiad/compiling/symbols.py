@@ -65,11 +65,13 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
         result = whole_power(x, int(abs(exponent)), _multiply)
         result = _one(x) if result is None else result
         return result if exponent >= 0 else _divide(_one(x), result)
-    # Powers of 0 are set to 0, since the logarithm of 0 is infinite. NumPy returns 0 only if Re y > 0.
+    # The logarithm of 0 is infinite. As in NumPy, powers of 0 are 0 if Re y > 0, 1 if y = 0, and otherwise NaN.
     is_zero = _equal(x, 0.0 * _one(x))
     safe = is_zero.chosen(1.0, x.real).plus_i(x.imag)
     result = _exp(_multiply(y, _log(safe)))
-    return is_zero.chosen(0.0, result.real).plus_i(is_zero.chosen(0.0, result.imag))
+    zero, undefined = y.real > 0.0, _equal(y, 0.0 * _one(x)).chosen(0.0, math.nan)
+    at_zero = zero.chosen(0.0, undefined + 1.0), zero.chosen(0.0, undefined)
+    return is_zero.chosen(at_zero[0], result.real).plus_i(is_zero.chosen(at_zero[1], result.imag))
 
 
 def whole_power(x: Symbol, n: int, times: Callable[[Symbol, Symbol], Symbol]) -> Symbol | None:

@@ -124,8 +124,8 @@ def note_finalize() -> None:
 def await_others(patience: float | None = None) -> bool:
     """Wait until all ranks have left the program; end the job if this rank left with an error and others stay.
 
-    `patience`: seconds after which the job ends even if this rank made no error, unless it left by a call with code 0. A
-    rank gives it if communication was abandoned, since the others may never leave then. Returns whether any rank gave it.
+    `patience`: seconds after which the job ends even if this rank left without an error. A rank gives it if communication
+    was abandoned, since the others may never leave then. Returns whether any rank gave it.
     All ranks of the world call this once.
     """
     global _has_arrived, _comm
@@ -144,7 +144,7 @@ def await_others(patience: float | None = None) -> bool:
 def _await(ending: _Ending | None, at_once: bool, patience: float | None = None) -> bool:
     # Maxima over the ranks of: leaves by os._exit, leaves without it, has abandoned communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
-    hurried = at_once or (ending is not None and ending.code != 0)
+    hurried = at_once or patience is not None or (ending is not None and ending.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience
     try:
         request = _comm.Iallreduce(mine, every, MPI.MAX)
