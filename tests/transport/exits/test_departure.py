@@ -30,7 +30,10 @@ def test_all_may_leave_at_once(mpirun):
 def test_leaving_at_once_isn_t_leaving_in_good_order(mpirun):
     done = mpirun(2, START + "if rank == 1:\n    os._exit(0)")
     assert done.returncode != 0
-    assert "mpiad: rank 1 left the program by os._exit(0) at program_0.py:8, while other ranks call MPI_Finalize" in done.stderr
+    assert (
+        "mpiad: rank 1 left the program by os._exit(0) at program_0.py:8, while other ranks call MPI_Finalize"
+        in done.stderr
+    )
 
 
 ABANDONED = """
