@@ -67,7 +67,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
-    # The loops around programs are vectorized already; SLP vectorization would take more compile time than it saves.
+    # SLP vectorization, of straight-line code, would take more compile time than it saves: loops are vectorized already.
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -185,6 +185,7 @@ except ImportError:  # on Windows, where each process compiles
 
 
 _SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"
+# The number of entries, and the age of unfinished files in seconds, beyond which files are removed.
 _MAX_ENTRIES, _MAX_AGE = 256, 86_400.0
 # Seconds: the longest wait for a lock, since the process that holds the lock may hang, and the interval between attempts.
 _LOCK_TIMEOUT, _POLL_INTERVAL = 10.0, 0.01

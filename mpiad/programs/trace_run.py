@@ -14,7 +14,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trace import Traced as TracedRun
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.primitives.request import Request
-from mpiad.programs.message_numbers import Answer, Uncounted, envelopes_of, message_counts
+from mpiad.programs.message_numbers import Uncounted, WildcardMessage, envelopes_of, message_counts
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import Abandoned, Traced, let_arrays_be_traced, on_host, plain
@@ -122,7 +122,7 @@ class _Playback:
     def communicate(self, operation: Any, x: Array, params: Any) -> Any:
         params = on_host(params)
         made = self._next(operation.forward, plain(x), params)
-        if isinstance(made, Answer):
+        if isinstance(made, WildcardMessage):
             envelopes_of(params)[0].answered_from(made.peer, made.tag)
             return made.value
         return made.again() if isinstance(made, Request) else made

@@ -38,7 +38,8 @@ class ArrayModule(Protocol):
     device : int
         Number of the device.
     takes_host_arrays : bool
-        Whether NumPy arrays may be combined with them, as constants: True only for arrays of a trace, False on a device.
+        Whether NumPy arrays may be combined with them, as constants: True only for `TracedArray`, which stands for an array
+        in the trace of a compiled program; False on a device.
     """
 
     name: str
