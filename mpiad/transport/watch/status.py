@@ -137,7 +137,8 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], gra
         shown = [f"rank {rank}" for rank in cycle]
         if len(shown) > _LONGEST:
             shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
-        return f"{text}, and this wait can't end: {' -> '.join(shown)}. Let one of these ranks communicate in another order."
+        advice = "Let one of these ranks communicate in another order."
+        return f"{text}, and this wait can't end: {' -> '.join(shown)}. {advice}"
     gone = [other for other in _awaited(graph, rank) if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
