@@ -25,7 +25,7 @@ from mpiad.ensemble import (
 )
 from mpiad.ensemble.on_device.round_record import Record
 
-_N = 17
+_N = 11
 
 
 def predators(u, p, t):

@@ -191,7 +191,7 @@ def test_depends_neither_on_company_nor_on_ranks(compiled, size):
         other = fitted(compile=compiled, **way)
         for name in FIELDS:
             np.testing.assert_array_equal(getattr(other, name), getattr(whole, name), err_msg=name)
-    for i in range(len(RATES) if size == 1 else 0):
+    for i in (0, 2, 5) if size == 1 else ():  # one that succeeds, and the two hopeless ones
         alone = fitted(slice(i, i + 1), compile=compiled)
         for name in FIELDS:
             np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[i], err_msg=name)
