@@ -261,8 +261,9 @@ print("number", mpi_allreduce(1.0), flush=True)
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("timeout", ["", "5"])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced, timeout", [
+    (False, "5"), (True, ""), *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((False, ""), (True, "5"))),
+])  # fmt: skip
 def test_a_product_of_eigsh_raises_on_one_rank(traced, timeout, mpirun):
     """The other rank doesn't wait in eigsh's next sum, which that of the program would meet."""
     program = f"""
