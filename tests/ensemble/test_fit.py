@@ -81,7 +81,11 @@ BOX = (1.4, np.inf, np.inf, 0.95)
 
 # By columns with bounds alone, since it takes a while.
 @pytest.mark.one_rank
-@pytest.mark.parametrize("compiled, upper", [(True, None), (True, BOX), (False, BOX)], indirect=["compiled"])
+@pytest.mark.parametrize(
+    "compiled, upper",
+    [pytest.param(True, None, marks=pytest.mark.thorough), (True, BOX), (False, BOX)],
+    indirect=["compiled"],
+)
 def test_as_scipys_least_squares(compiled, upper):
     bounds = (0.0, np.inf if upper is None else np.array(upper))
     start = np.minimum(TRUTH * np.array([1.4, 0.7, 1.3, 0.8]), bounds[1])

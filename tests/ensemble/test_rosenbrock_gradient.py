@@ -73,7 +73,8 @@ def gradients_by_hand(name):
     """Return each trajectory's gradient by its state and parameters."""
     alg, step = METHODS[name]
     return [
-        by_complex_steps(partial(loss_by_hand, step, sizes, WEIGHTS[i]), U0[i], P[i]) for i, sizes in enumerate(sizes_of(alg))
+        by_complex_steps(partial(loss_by_hand, step, sizes, WEIGHTS[i]), U0[i], P[i])
+        for i, sizes in enumerate(sizes_of(alg))
     ]
 
 
