@@ -53,7 +53,7 @@ RUNS = [
         r"Adam .*loss = (\S+)  closed form (\S+)", is_close(1e-7),
     ),
     Small(
-        2, "examples/groundwater_uncertainty.py", "--coarsen 20 --boreholes 24 --pairs 8 --draws 4 --picture picture.png",
+        1, "examples/groundwater_uncertainty.py", "--coarsen 20 --boreholes 24 --pairs 8 --draws 4 --picture picture.png",
         r"of their errors: (\S+) m before, (\S+) m after", lambda before, after: after < before / 3,
     ),
     Small(
