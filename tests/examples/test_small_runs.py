@@ -81,8 +81,8 @@ RUNS = [
         r"delta +(\S+) +SciPy +(\S+)", is_close(0.01), thorough=True,
     ),
     Small(
-        2, "examples/seismic_3d.py", "--shape 16 20 22 --layer 3 --shots 2 2 --encoded 2 --receivers 5 --steps 32 --recorded 4"
-        " --iterations 1 2 --products 2 --pairs 1 --least 0.6 --groups 2 --picture picture.png",
+        2, "examples/seismic_3d.py", "--shape 16 20 22 --layer 3 --shots 2 2 --encoded 2 --receivers 5 --steps 32"
+        " --recorded 4 --iterations 1 2 --products 2 --pairs 1 --least 0.6 --groups 2 --picture picture.png",
         r"lowered to (\S+),.*\nL-BFGS.*\n.*lowered to (\S+),", lambda newton, quasi: newton < 0.6 and quasi < 0.6,
     ),
     Small(
