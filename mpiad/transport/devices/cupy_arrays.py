@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import cupy
@@ -23,6 +23,11 @@ class CupyArrays:
     def __init__(self, device: int):
         self.device = device
         self._copying: Any = None
+
+    @cached_property
+    def launcher(self) -> CupyLauncher:
+        """Compiles and runs kernels on this device."""
+        return CupyLauncher(self)
 
     def current(self) -> AbstractContextManager[Any]:
         """Make this device the current one."""
@@ -175,9 +180,3 @@ class CupyLauncher:
         with self._arrays.current():
             free, _ = cupy.cuda.runtime.memGetInfo()
             return int(free) + int(cupy.get_default_memory_pool().free_bytes())
-
-
-@cache
-def launcher_of_device(arrays: CupyArrays) -> CupyLauncher:
-    """Return the launcher of kernels for the device of these arrays."""
-    return CupyLauncher(arrays)

@@ -194,8 +194,13 @@ def communicate(
         call(sent, out)
         return out if out.ndim else out[()]
     outgoing, incoming = outgoing_transfer(sent, pieces), incoming_transfer(spec or Spec.of(sent), pieces)
-    for number in range(len(pieces)):
-        call(outgoing.piece(number), incoming.piece(number))
+    return in_pieces(len(pieces), lambda k: call(outgoing.piece(k), incoming.piece(k)), incoming)
+
+
+def in_pieces(count: int, call: Callable[[int], object], incoming: Transfer) -> Array:
+    """Call ``call(k)``, in which MPI writes piece k, for each of `count` pieces; return the complete array."""
+    for number in range(count):
+        call(number)
         incoming.take(number)
     return incoming.received()
 
